@@ -1,0 +1,69 @@
+"""Host memory of this rank's streamed stages: exact-size mappings, those that the GPU copies from and to registered with CUDA."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mobius.errors import HostMemoryError
+from mobius.memory.layout import StageLayout
+from mobius.memory.stage_state import StageState
+
+
+class HostArena:
+    """Owns one StageState per streamed stage. Registered memory must be given back by `close` before the process ends.
+
+    `pin_memory=True` is not used: the caching host allocator rounds sizes up to powers of two.
+    """
+
+    def __init__(self, layouts: Mapping[int, StageLayout], *, dtype: torch.dtype, register: bool) -> None:
+        """Map memory for `layouts` (stage -> layout); `register` page-locks weights and gradients for asynchronous copies."""
+        self._register = register
+        self._registered: list[Tensor] = []
+        self.states: dict[int, StageState] = {}
+        try:
+            for stage, layout in layouts.items():
+                self.states[stage] = self._allocate(layout, dtype)
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(self, layout: StageLayout, dtype: torch.dtype) -> StageState:
+        count = layout.num_elements
+        weights = self._lock(_map(count, dtype))
+        gradients = self._lock(_map(count, dtype))
+        master = weights if dtype == torch.float32 else _map(count, torch.float32)
+        return StageState(layout, weights, gradients, master, _map(count, torch.float32), _map(count, torch.float32))
+
+    def _lock(self, tensor: Tensor) -> Tensor:
+        if not self._register:
+            return tensor
+        tensor.zero_()  # faults the pages in first: registering untouched memory is slower
+        error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+        if int(error) != 0:
+            raise HostMemoryError(
+                f"CUDA cannot page-lock {tensor.nbytes / 2**30:.2f} GiB of host memory (cudaHostRegister: {error}). Raise the "
+                "limit of locked memory (`ulimit -l unlimited`; in a container --ulimit memlock=-1)."
+            )
+        self._registered.append(tensor)
+        return tensor
+
+    def close(self) -> None:
+        """Unregister all memory; copies to and from it must have ended. Safe to call twice."""
+        while self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
+
+
+def _map(num_elements: int, dtype: torch.dtype) -> Tensor:
+    """A zero tensor [num_elements] in an anonymous mapping of exactly its size (rounded to pages), on huge pages if possible."""
+    num_bytes = num_elements * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise HostMemoryError(f"the system refuses {num_bytes / 2**30:.2f} GiB of host memory: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)  # the tensor keeps the mapping alive

@@ -1,0 +1,20 @@
+"""Squared gradient norms on the device, in fp32 and without synchronization."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares of all `tensors`, fp32 scalar on `device`; 0 without tensors.
+
+    Per tensor first, then over the tensors: the order of torch.nn.utils.get_total_norm.
+    """
+    listed = list(tensors)
+    if not listed:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    norms = torch._foreach_norm(listed, 2.0, dtype=torch.float32)
+    return torch.stack(list(norms)).square().sum()

@@ -1,0 +1,65 @@
+"""Streams and events of one device behind one small interface; on a CPU everything is synchronous and they do nothing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def wait(self) -> None:
+        """Make the current stream wait for the point; the host goes on."""
+
+    def synchronize(self) -> None:
+        """Make the host wait for the point."""
+
+
+class Stream(Protocol):
+    """An ordered queue of device work."""
+
+    def run(self) -> AbstractContextManager[object]:
+        """Within it, work goes to this stream."""
+
+    def record(self) -> Event:
+        """The point behind all work given to this stream so far."""
+
+
+class _CudaStream:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def run(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def record(self) -> Event:
+        return self._stream.record_event()
+
+
+class _NoEvent:
+    def wait(self) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+
+class _NoStream:
+    def run(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def record(self) -> Event:
+        return _NoEvent()
+
+
+def new_stream(device: torch.device) -> Stream:
+    """A copy stream of `device`."""
+    return _CudaStream(device) if device.type == "cuda" else _NoStream()
+
+
+def record_current(device: torch.device) -> Event:
+    """The point behind all work given to the current (compute) stream so far."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else _NoEvent()

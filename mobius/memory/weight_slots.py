@@ -1,0 +1,136 @@
+"""GPU slots for streamed stages, and the only code that touches copy streams.
+
+A slot goes round between three streams; each arrow is an event:
+
+    H2D stream      wait(free) -> copy weights in -> record(ready)
+                                                        |
+    compute stream                wait(ready) -> forward / backward -> gradients into the slot -> record(done)
+                                                                                                     |
+    D2H stream                                                    wait(done) -> copy gradients home -> record(free)
+
+`ready` and `free` are the slot's two events; `done` is only a hand-over inside `offload`. Without gradients `free` is
+recorded on the compute stream at once. Weights are never copied back: the GPU does not change them.
+
+Gradients of all microbatches accumulate in fp32 in one buffer per rank, because a rank works on one stage's backward at a
+time. Sealing casts them into the slot, over the weights, which backward no longer needs: a gradient leaves in the weights'
+dtype by one flat copy and costs no memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mobius.errors import ScheduleError
+from mobius.memory.norms import squared_norm
+from mobius.memory.stage_state import StageState
+from mobius.memory.streams import Event, new_stream, record_current
+
+
+@dataclass
+class _Slot:
+    buffer: Tensor
+    stage: int | None = None
+    is_sealed: bool = False
+    ready: Event | None = None
+    free: Event | None = None
+    views: dict[str, Tensor] = field(default_factory=dict)
+
+
+class WeightSlots:
+    """Owns `num_slots` weight buffers, one fp32 gradient buffer and the two copy streams of one device."""
+
+    def __init__(self, states: Mapping[int, StageState], *, num_slots: int, device: torch.device) -> None:
+        """Allocate for the largest of `states` (host states of this rank's streamed stages)."""
+        self._states = dict(states)
+        self._device = device
+        length = max(state.layout.num_elements for state in states.values())
+        dtype = next(iter(states.values())).weights.dtype
+        self._slots = [_Slot(torch.empty(length, dtype=dtype, device=device)) for _ in range(num_slots)]
+        self._accumulator = torch.zeros(length, dtype=torch.float32, device=device)
+        self._accumulating: int | None = None
+        self._gradient_views: dict[str, Tensor] = {}
+        self._to_device, self._to_host = new_stream(device), new_stream(device)
+        self._arrived: dict[int, Event] = {}
+
+    @property
+    def states(self) -> Mapping[int, StageState]:
+        return self._states
+
+    def load(self, stage: int) -> None:
+        """Start copying `stage`'s weights into a free slot; returns before the copy is done.
+
+        Raises ScheduleError if no slot is free, i.e. the schedule exceeds the number of slots.
+        """
+        slot = next((slot for slot in self._slots if slot.stage is None), None)
+        if slot is None:
+            held = [slot.stage for slot in self._slots]
+            raise ScheduleError(f"stage {stage} is to be loaded while all {len(held)} slots hold stages {held}")
+        state = self._states[stage]
+        with self._to_device.run():
+            if slot.free is not None:
+                slot.free.wait()
+            slot.buffer[: state.layout.num_elements].copy_(state.weights, non_blocking=True)
+            slot.ready = self._to_device.record()
+        slot.stage, slot.is_sealed = stage, False
+        slot.views = state.layout.views(slot.buffer)
+
+    def weights(self, stage: int) -> dict[str, Tensor]:
+        """Views of the slot that holds `stage`; the compute stream waits for the copy on the first call after a load."""
+        slot = self._slot_of(stage)
+        if slot.ready is not None:
+            slot.ready.wait()
+            slot.ready = None
+        return slot.views
+
+    def gradients(self, stage: int) -> dict[str, Tensor]:
+        """fp32 views of the accumulator; it is cleared when another stage's accumulation begins."""
+        if self._accumulating != stage:
+            assert self._accumulating is None, f"stage {self._accumulating} was not sealed before stage {stage}"
+            layout = self._states[stage].layout
+            self._accumulating = stage
+            self._accumulator[: layout.num_elements].zero_()
+            self._gradient_views = layout.views(self._accumulator)
+        return self._gradient_views
+
+    def seal_gradients(self, stage: int, *, excluded: frozenset[str]) -> Tensor:
+        """Cast the accumulated gradients into the slot and return their squared norm, computed in fp32 before the cast.
+
+        A value that the cast makes infinite (fp16) makes the norm NaN, so it is seen with the other non-finite ones.
+        """
+        slot, views = self._slot_of(stage), self.gradients(stage)
+        square = squared_norm((view for name, view in views.items() if name not in excluded), self._device)
+        length = self._states[stage].layout.num_elements
+        slot.buffer[:length].copy_(self._accumulator[:length])
+        if slot.buffer.dtype == torch.float16:
+            square = square + slot.buffer[:length].abs().max().float() * 0
+        slot.is_sealed, slot.views = True, {}
+        self._accumulating = None
+        return square
+
+    def offload(self, stage: int) -> None:
+        """Free `stage`'s slot; if its gradients are sealed, start copying them to the host. Returns before the copy is done."""
+        slot = self._slot_of(stage)
+        slot.stage, slot.views = None, {}
+        done = record_current(self._device)
+        if not slot.is_sealed:
+            slot.free = done
+            return
+        state = self._states[stage]
+        with self._to_host.run():
+            done.wait()
+            state.gradients.copy_(slot.buffer[: state.layout.num_elements], non_blocking=True)
+            slot.free = self._arrived[stage] = self._to_host.record()
+
+    def wait_for_gradients(self, stage: int) -> None:
+        """Make the host wait until `stage`'s gradients of this step are in host memory."""
+        self._arrived[stage].synchronize()  # sync: once per stage and step, off the compute path
+
+    def _slot_of(self, stage: int) -> _Slot:
+        slot = next((slot for slot in self._slots if slot.stage == stage), None)
+        if slot is None:
+            raise ScheduleError(f"stage {stage} is used while the slots hold stages {[slot.stage for slot in self._slots]}")
+        return slot

@@ -1,0 +1,1 @@
+"""Causal language models from transformers, taken apart into an embedding, layers and a head."""

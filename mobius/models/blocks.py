@@ -1,0 +1,173 @@
+"""Takes a transformers model apart into an embedding, layers and a head: code without storage, run on weights passed in.
+
+The model is built on the meta device, so it costs no memory. Layers that differ in nothing but their index share one template.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from mobius.errors import CheckpointError
+from mobius.planner.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Block:
+    """One module of the model and the Hugging Face prefix of its parameters; two blocks may share `module`."""
+
+    prefix: str
+    """With its closing dot, for example `model.layers.3.`."""
+    module: nn.Module
+    """On the meta device; its buffers (which are never trained) are real."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Parameter name within the module -> shape."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape."""
+        return {self.prefix + name: shape for name, shape in self.shapes.items()}
+
+    def __call__(self, weights: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Run the module on `weights` (name within the module -> tensor)."""
+        return cast(Tensor, functional_call(self.module, dict(weights), args, kwargs))
+
+
+class ModelParts:
+    """A causal language model as blocks: embedding, layers, norm, head; and its own initialization."""
+
+    def __init__(self, config: PretrainedConfig, device: torch.device) -> None:
+        """Build the blocks of `config` with buffers on `device`. Raises CheckpointError for a model of another build."""
+        self.config = config
+        with torch.device("meta"):
+            model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        # Dropout would draw other numbers in the recomputed forward; fine-tuning models ship with 0.
+        self.model = model.eval()
+        base_prefix = model.base_model_prefix
+        base = getattr(model, base_prefix)
+        names = self._part_names(base)
+        self._make_buffers_real(device)
+        self.embedding = _block(f"{base_prefix}.{names['embedding']}.", getattr(base, names["embedding"]))
+        self.norm = _block(f"{base_prefix}.{names['norm']}.", getattr(base, names["norm"]))
+        self.head = _block("lm_head.", cast(nn.Module, model.get_output_embeddings()))
+        self.layers = _layer_blocks(f"{base_prefix}.{names['layers']}.", getattr(base, names["layers"]))
+        self.is_tied = bool(config.tie_word_embeddings)
+        self.logit_softcap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    @property
+    def tied_names(self) -> tuple[str, str] | None:
+        """Names of the embedding's and the head's shared matrix, or None if they are separate."""
+        return (self.embedding.prefix + "weight", self.head.prefix + "weight") if self.is_tied else None
+
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            embedding_parameters=self.embedding.num_parameters,
+            layer_parameters=tuple(layer.num_parameters for layer in self.layers),
+            head_parameters=self.norm.num_parameters + self.head.num_parameters,
+            hidden_size=self.config.hidden_size,
+            intermediate_size=self.config.intermediate_size,
+            vocab_size=self.config.vocab_size,
+            is_tied=self.is_tied,
+        )
+
+    def _part_names(self, base: nn.Module) -> dict[str, str]:
+        """Attribute names of embedding, layers and norm, from the model's own pipeline plan."""
+        plan = getattr(self.config, "base_model_pp_plan", None) or {}
+        modules = [name for name in plan if hasattr(base, name)]
+        if len(modules) != 3 or not isinstance(getattr(base, modules[1]), nn.ModuleList):
+            raise CheckpointError(
+                f"the family {self.config.model_type!r} has no pipeline plan of embedding, layers and norm "
+                f"(base_model_pp_plan: {list(plan)}), so it cannot be cut into stages."
+            )
+        return dict(zip(("embedding", "layers", "norm"), modules, strict=True))
+
+    def _make_buffers_real(self, device: torch.device) -> None:
+        """Give every buffer storage on `device` and let the model fill it: meta buffers have no values."""
+        for module in self.model.modules():
+            buffers = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+            for name in buffers:
+                module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+            if buffers:
+                with torch.no_grad():
+                    self.model._init_weights(module)
+
+
+def _block(prefix: str, module: nn.Module) -> Block:
+    return Block(prefix, module, {name: tuple(p.shape) for name, p in module.named_parameters()})
+
+
+def _layer_blocks(prefix: str, layers: nn.ModuleList) -> tuple[Block, ...]:
+    """One block per layer; layers with equal signatures get the module of the first of them."""
+    templates: dict[tuple[Any, ...], Block] = {}
+    blocks = []
+    for index, layer in enumerate(layers):
+        block = _block(f"{prefix}{index}.", layer)
+        template = templates.setdefault(_signature(layer), block)
+        blocks.append(Block(block.prefix, template.module, block.shapes))
+    return tuple(blocks)
+
+
+def _signature(layer: nn.Module) -> tuple[Any, ...]:
+    """Everything that makes a layer compute what it does, its index left out: classes, parameter shapes, plain settings."""
+    parts: list[Any] = []
+    for path, module in layer.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if key != "layer_idx" and isinstance(value, (int, float, str, bool, type(None)))
+        }
+        shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False))
+        parts.append((path, type(module), tuple(sorted(settings.items(), key=lambda item: item[0])), shapes))
+    return tuple(parts)
+
+
+class LayerInputs:
+    """What each layer gets beside its hidden states (mask, rotary embeddings), by sequence length.
+
+    The family's own forward makes them: it is run once per length with recorders in the layers' places, so masks by layer kind,
+    scaled and sliding variants are exactly transformers' own. Right padding with causal attention needs no padding mask.
+    """
+
+    def __init__(self, parts: ModelParts, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._hidden_size = parts.config.hidden_size
+        self._device, self._dtype = device, dtype
+        self._base = copy.copy(getattr(parts.model, parts.model.base_model_prefix))
+        self._base._modules = dict(self._base._modules)
+        self._recorders = [_Recorder() for _ in parts.layers]
+        for name, module in list(self._base._modules.items()):
+            if isinstance(module, nn.ModuleList):
+                self._base._modules[name] = nn.ModuleList(self._recorders)
+            elif module is parts.norm.module:
+                self._base._modules[name] = nn.Identity()
+        self._by_length: dict[int, tuple[dict[str, Any], ...]] = {}
+
+    def __call__(self, seq_length: int) -> tuple[dict[str, Any], ...]:
+        """Keyword arguments of every layer for sequences of `seq_length` tokens; tensors have batch size 1 and are shared."""
+        if seq_length not in self._by_length:
+            hidden = torch.zeros(1, seq_length, self._hidden_size, device=self._device, dtype=self._dtype)
+            with torch.no_grad():
+                self._base(inputs_embeds=hidden, use_cache=False)
+            self._by_length[seq_length] = tuple(recorder.seen for recorder in self._recorders)
+        return self._by_length[seq_length]
+
+
+class _Recorder(nn.Module):
+    """Stands in a layer's place, keeps the keyword arguments of its last call and passes the hidden states on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        self.seen = kwargs
+        return hidden

@@ -1,0 +1,135 @@
+"""Finds a model and reads its configuration; which families are supported is decided here, weights are read elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+
+from mobius.config import ModelConfig
+from mobius.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+"""`model_type` of the families whose loss and gradients are proved equal to transformers' own by tests/pipeline."""
+
+_SHAPE_OPTIONS = {
+    "embedding_dim": "hidden_size",
+    "ff_dim": "intermediate_size",
+    "num_heads": "num_attention_heads",
+}
+
+
+def locate_model(model_path: str) -> Path:
+    """Return the local folder of `model_path`: a folder as it is, a Hugging Face id from the cache or the hub.
+
+    Raises CheckpointError with everything that was looked up if there is none.
+    """
+    folder = Path(model_path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"--model_path {model_path}: the folder has no config.json, so it is no Hugging Face model.")
+        return folder
+    from huggingface_hub import constants, snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    try:
+        return Path(snapshot_download(model_path, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises many unrelated types for "not there"; all mean the same to the user
+        raise CheckpointError(
+            f"--model_path {model_path}: not found. Looked for a folder {folder.absolute()}, for the model in the cache "
+            f"{constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {_first_line(error)}). Without a network: on a "
+            f"machine that has one run `hf download {model_path} --local-dir MODEL`, copy the folder and give --model_path MODEL."
+        ) from error
+
+
+def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
+    """Read `folder`'s configuration and apply the shape options.
+
+    With weights in the folder only `num_layers` may shrink the model; other shape options that differ from the checkpoint
+    are warned about and ignored. Without weights they shape the model. Raises CheckpointError for unsupported families.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError, KeyError) as error:
+        raise CheckpointError(f"--model_path {options.model_path}: cannot read its config.json: {_first_line(error)}") from error
+    if config.model_type not in SUPPORTED_FAMILIES:
+        raise CheckpointError(
+            f"--model_path {options.model_path} is of the family {config.model_type!r}, which is not supported. "
+            f"Supported: {', '.join(SUPPORTED_FAMILIES)}."
+        )
+    has_weights = folder_has_weights(folder)
+    for option, field in _SHAPE_OPTIONS.items():
+        wanted, own = getattr(options, option), getattr(config, field)
+        if wanted is None or wanted == own:
+            continue
+        if has_weights:
+            logger.warning("--%s %s differs from the checkpoint's %s %s: the checkpoint's is used", option, wanted, field, own)
+        else:
+            _set_shape(config, field, wanted)
+    _apply_num_layers(config, options, has_weights)
+    config.use_cache = False
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
+    """Set one dimension of a model without weights, and those that follow from it."""
+    if field == "num_attention_heads":
+        key_value_heads = getattr(config, "num_key_value_heads", None)
+        if key_value_heads == config.num_attention_heads:
+            config.num_key_value_heads = value
+        elif key_value_heads and value % key_value_heads:
+            raise ConfigError(f"--num_heads {value} is not a multiple of the model's {key_value_heads} key-value heads.")
+    setattr(config, field, value)
+    if field in ("hidden_size", "num_attention_heads") and config.model_type in ("llama", "mistral", "qwen2"):
+        if config.hidden_size % config.num_attention_heads:
+            raise ConfigError(
+                f"--embedding_dim {config.hidden_size} is not a multiple of the {config.num_attention_heads} attention heads "
+                "(--num_heads)."
+            )
+        config.head_dim = config.hidden_size // config.num_attention_heads
+
+
+def _apply_num_layers(config: PretrainedConfig, options: ModelConfig, has_weights: bool) -> None:
+    wanted, own = options.num_layers, config.num_hidden_layers
+    if wanted is None or wanted == own:
+        return
+    if wanted > own and has_weights:
+        raise ConfigError(f"--num_layers {wanted} is more than the {own} layers of --model_path {options.model_path}.")
+    if has_weights:
+        logger.warning("--num_layers %s: only the first %s of the checkpoint's %s layers are used", wanted, wanted, own)
+    layer_types = getattr(config, "layer_types", None)
+    config.num_hidden_layers = wanted
+    if layer_types is not None:
+        repeats = -(-wanted // len(layer_types))
+        config.layer_types = (list(layer_types) * repeats)[:wanted]
+
+
+def load_generation_config(folder: Path) -> GenerationConfig | None:
+    """The folder's generation defaults, to be saved again beside the trained weights; None if it has none."""
+    if not (folder / "generation_config.json").is_file():
+        return None
+    return GenerationConfig.from_pretrained(folder)
+
+
+def folder_has_weights(folder: Path) -> bool:
+    """Whether the folder holds safetensors weights; a bare configuration does not.
+
+    Raises CheckpointError for weights in the pickled `.bin` format, which is not read.
+    """
+    if any(folder.glob("*.safetensors")):
+        return True
+    if pickled := sorted(folder.glob("*.bin")):
+        raise CheckpointError(
+            f"{folder} holds its weights as {pickled[0].name}; only safetensors are read. Convert once, where it fits in memory: "
+            f"python -c \"from transformers import AutoModelForCausalLM as M; "
+            f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
+        )
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else "no message"

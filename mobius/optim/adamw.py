@@ -1,0 +1,75 @@
+"""AdamW over a stage's flat state, on whatever device the state lives; when it runs is the stepper's business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from mobius.memory.stage_state import StageState
+
+CHUNK_ELEMENTS = 2**24
+"""Parameters updated at a time: bounds the fp32 copy of the gradient to 64 MiB."""
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """AdamW's constants; decay applies to matrices only."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+
+
+class FlatAdamW:
+    """Torch's fused AdamW on flat fp32 masters, with the working copy rounded from the master afterwards."""
+
+    def __init__(self, settings: AdamWSettings) -> None:
+        self._settings = settings
+        self._scratch: dict[torch.device, Tensor] = {}
+
+    @torch.no_grad()
+    def update(self, state: StageState, *, step: int, learning_rate: float, gradient_factor: float) -> None:
+        """Update master, moments and working copy in place from `state.gradients * gradient_factor`.
+
+        `step` is the number of this update, from 1, for the bias correction. Formula: Loshchilov and Hutter, "Decoupled
+        Weight Decay Regularization", algorithm 2, as torch.optim.AdamW has it.
+        """
+        for part in state.layout.ranges:
+            for start in range(part.start, part.end, CHUNK_ELEMENTS):
+                chunk = slice(start, min(start + CHUNK_ELEMENTS, part.end))
+                self._update_chunk(state, chunk, step, learning_rate, gradient_factor, part.has_decay)
+
+    def _update_chunk(
+        self, state: StageState, chunk: slice, step: int, learning_rate: float, gradient_factor: float, has_decay: bool
+    ) -> None:
+        master = state.master[chunk]
+        gradient = self._scratch_like(master)
+        gradient.copy_(state.gradients[chunk]).mul_(gradient_factor)
+        settings = self._settings
+        adamw(
+            [master],
+            [gradient],
+            [state.exp_avg[chunk]],
+            [state.exp_avg_sq[chunk]],
+            [],
+            [torch.full((), float(step - 1), device=master.device)],  # torch counts it up before use
+            fused=True,
+            amsgrad=False,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            lr=learning_rate,
+            weight_decay=settings.weight_decay if has_decay else 0.0,
+            eps=settings.epsilon,
+            maximize=False,
+        )
+        if state.weights is not state.master:
+            state.weights[chunk].copy_(master)
+
+    def _scratch_like(self, tensor: Tensor) -> Tensor:
+        if tensor.device not in self._scratch:
+            self._scratch[tensor.device] = torch.empty(CHUNK_ELEMENTS, dtype=torch.float32, device=tensor.device)
+        return self._scratch[tensor.device][: tensor.numel()]

@@ -1,0 +1,28 @@
+"""The loss scale of fp16 training: halved after an overflow, doubled after a long run without one."""
+
+from __future__ import annotations
+
+
+class LossScale:
+    """A factor on the loss that keeps small gradients above fp16's smallest number; 1 and fixed unless `is_dynamic`.
+
+    Powers of two only, so scaling and unscaling are exact. Constants as in torch.amp.GradScaler, but a smaller start:
+    ten non-finite steps in a row stop a run.
+    """
+
+    def __init__(self, *, is_dynamic: bool, initial: float = 2.0**14, growth_interval: int = 2000) -> None:
+        self._is_dynamic = is_dynamic
+        self._growth_interval = growth_interval
+        self._good_steps = 0
+        self.value = initial if is_dynamic else 1.0
+
+    def update(self, *, is_finite: bool) -> None:
+        """Adapt to the outcome of a step."""
+        if not self._is_dynamic:
+            return
+        if not is_finite:
+            self.value, self._good_steps = max(1.0, self.value / 2), 0
+            return
+        self._good_steps += 1
+        if self._good_steps == self._growth_interval:
+            self.value, self._good_steps = self.value * 2, 0

@@ -1,0 +1,108 @@
+"""Decides when each stage is updated: the norm over all ranks, clipping, skipping, then AdamW stage by stage."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mobius.errors import NonFiniteLossError
+from mobius.memory.stage_memory import StageMemory
+from mobius.optim.adamw import FlatAdamW
+from mobius.optim.grad_scaler import LossScale
+from mobius.optim.tied import TiedPair
+from mobius.runtime.executor import StepSums
+from mobius.runtime.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+MAX_SKIPPED_IN_A_ROW = 10
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What all ranks agree on after a step."""
+
+    loss: float
+    grad_norm: float
+    is_skipped: bool
+
+
+class Stepper:
+    """Owns the count of updates and of skipped steps; every rank decides alike from the same summed numbers."""
+
+    def __init__(
+        self,
+        adamw: FlatAdamW,
+        *,
+        memory: StageMemory,
+        transport: Transport,
+        loss_scale: LossScale,
+        num_stages: int,
+        max_grad_norm: float,
+        tied: TiedPair | None,
+    ) -> None:
+        self._adamw, self._memory, self._transport, self._tied = adamw, memory, transport, tied
+        self._num_stages, self._max_grad_norm = num_stages, max_grad_norm
+        self.loss_scale = loss_scale
+        self.num_updates = 0
+        self.num_skipped = 0
+        self._skipped_in_a_row = 0
+
+    def apply(self, sums: StepSums, *, step: int, learning_rate: float) -> StepOutcome:
+        """Update all stages of this rank from their gradients; collective over all ranks.
+
+        A non-finite loss or gradient skips the update on all ranks. Raises NonFiniteLossError after
+        `MAX_SKIPPED_IN_A_ROW` skipped steps in a row.
+        """
+        tied_square = self._tied.sum_gradients(self._memory, self._transport) if self._tied else None
+        loss, squares = self._sum_over_ranks(sums, None if tied_square is None else float(tied_square))
+        is_finite = math.isfinite(loss) and all(map(math.isfinite, squares))
+        grad_norm = math.sqrt(sum(squares)) / self.loss_scale.value if is_finite else math.nan
+        factor = 1.0 / self.loss_scale.value
+        if self._max_grad_norm > 0:
+            factor *= min(1.0, self._max_grad_norm / (grad_norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
+        self.loss_scale.update(is_finite=is_finite)
+        if is_finite:
+            self._skipped_in_a_row = 0
+            self._update(learning_rate, factor)
+        else:
+            self._skip(step, loss, squares)
+        return StepOutcome(loss, grad_norm, is_skipped=not is_finite)
+
+    def _sum_over_ranks(self, sums: StepSums, tied_square: float | None) -> tuple[float, list[float]]:
+        """Loss and squared norm per stage, the same on all ranks."""
+        on_device = torch.stack([sums.loss, *sums.squared_norms.values()])
+        values = on_device.tolist()  # sync: once per step, after the last backward
+        own = torch.zeros(1 + self._num_stages, dtype=torch.float64)
+        own[0] = values[0]
+        for stage, square in zip(sums.squared_norms, values[1:], strict=True):
+            own[1 + stage] = square
+        if tied_square is not None:
+            own[1] += tied_square
+        summed = self._transport.sum_over_ranks(own).tolist()
+        return summed[0], summed[1:]
+
+    def _update(self, learning_rate: float, factor: float) -> None:
+        self.num_updates += 1
+        for stage, state in sorted(self._memory.states.items()):
+            self._memory.wait_for_gradients(stage)
+            self._adamw.update(state, step=self.num_updates, learning_rate=learning_rate, gradient_factor=factor)
+
+    def _skip(self, step: int, loss: float, squares: Sequence[float]) -> None:
+        for stage in self._memory.states:
+            self._memory.wait_for_gradients(stage)
+        self.num_skipped += 1
+        self._skipped_in_a_row += 1
+        stages = [stage for stage, square in enumerate(squares) if not math.isfinite(square)]
+        where = f"gradients of stage(s) {', '.join(map(str, stages))}" if stages else "the loss only"
+        if self._transport.rank == 0:
+            logger.warning("step %d is skipped: not finite: %s (loss %s)", step, where, loss)
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise NonFiniteLossError(
+                f"{self._skipped_in_a_row} steps in a row, the last of them step {step}, had non-finite values: {where} "
+                f"(loss {loss}). Lower --learning_rate, use --bf16 or --fp32, or look at the data of these steps."
+            )

@@ -1,0 +1,130 @@
+"""The arithmetic of bytes: what a run needs in host and GPU memory; it neither measures nor allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mobius.errors import GpuMemoryError, HostMemoryError
+from mobius.planner.partition import StageSpan
+from mobius.planner.shape import ModelShape
+
+GIB = 2**30
+MASTER_AND_MOMENTS_BYTES = 12
+"""fp32 master weight and the two fp32 moments of AdamW, per parameter."""
+PROCESS_BYTES = int(1.0 * GIB)
+"""Host memory of one rank beside the arena: Python, torch, the CUDA context and communicators (0.8 GiB seen on an H200)."""
+
+
+@dataclass(frozen=True)
+class ByteSizes:
+    """Bytes per parameter of the working copy and of its gradient, and what the optimizer adds."""
+
+    weight: int
+    """2 for bf16 and fp16, 4 for fp32; gradients travel in the same dtype."""
+
+    @property
+    def optimizer(self) -> int:
+        """fp32 master and moments; in an fp32 run the weights are the master."""
+        return MASTER_AND_MOMENTS_BYTES if self.weight == 2 else MASTER_AND_MOMENTS_BYTES - 4
+
+    @property
+    def host(self) -> int:
+        """Host bytes per parameter of a streamed stage: weights, gradients, master and moments."""
+        return 2 * self.weight + self.optimizer
+
+    @property
+    def resident(self) -> int:
+        """GPU bytes per parameter of a resident stage: weights, fp32 gradients, master and moments."""
+        return self.weight + 4 + self.optimizer
+
+
+def _spans_of_rank(spans: Sequence[StageSpan], rank: int, num_ranks: int) -> list[StageSpan]:
+    return [span for span in spans if span.stage % num_ranks == rank]
+
+
+def check_host_memory(
+    spans: Sequence[StageSpan], shape: ModelShape, sizes: ByteSizes, *, num_ranks: int, available_bytes: int
+) -> int:
+    """Return the host bytes that all streamed stages of all ranks need together, the processes included.
+
+    Raises HostMemoryError, with the arithmetic, if `available_bytes` is less.
+    """
+    num_parameters = sum(span.num_parameters(shape) for span in spans)
+    need = num_parameters * sizes.host + num_ranks * PROCESS_BYTES
+    if need > available_bytes:
+        raise HostMemoryError(
+            f"{num_ranks} rank(s) need {need / GIB:.1f} GiB of host memory "
+            f"({num_parameters:.3g} parameters x {sizes.host} bytes + {num_ranks} x {PROCESS_BYTES / GIB:.1f} GiB for the "
+            f"processes), {available_bytes / GIB:.1f} GiB is available. Use a smaller model or a host with more memory; "
+            "if this host's memory grows on demand, state how much may be used with --host_memory_limit."
+        )
+    return need
+
+
+@dataclass(frozen=True)
+class GpuNeed:
+    """GPU bytes of the fullest rank, by category. A lower bound: kernels' workspaces and communicators come on top."""
+
+    rank: int
+    weights: int
+    gradients: int
+    optimizer: int
+    stash: int
+    working_set: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.stash + self.working_set
+
+    def describe(self) -> str:
+        """The sum as text, in GiB."""
+        return (
+            f"weights {self.weights / GIB:.2f} + gradients {self.gradients / GIB:.2f} + optimizer {self.optimizer / GIB:.2f} "
+            f"+ stashed activations {self.stash / GIB:.2f} + one layer's work {self.working_set / GIB:.2f} "
+            f"= {self.total / GIB:.2f} GiB"
+        )
+
+
+def gpu_need(
+    spans: Sequence[StageSpan],
+    shape: ModelShape,
+    sizes: ByteSizes,
+    *,
+    num_ranks: int,
+    num_slots: int | None,
+    batch_tokens: int,
+    microbatch_tokens: int,
+    loss_chunk_tokens: int,
+) -> GpuNeed:
+    """Estimate the fullest rank's GPU bytes; `num_slots` None means that every stage stays on its GPU."""
+    needs = []
+    activation = shape.hidden_size * sizes.weight
+    for rank in range(num_ranks):
+        own = _spans_of_rank(spans, rank, num_ranks)
+        counts = [span.num_parameters(shape) for span in own]
+        if num_slots is None:
+            held, grad_elements, optimizer = sum(counts), sum(counts), sum(counts) * sizes.optimizer
+        else:
+            held, grad_elements, optimizer = min(num_slots, len(own)) * max(counts), max(counts), 0
+        stash = sum(len(span.layers) for span in own) * batch_tokens * activation
+        # One layer's saved tensors in backward: about 8 of hidden and 5 of feed-forward width per token.
+        layer = microbatch_tokens * (8 * shape.hidden_size + 5 * shape.intermediate_size) * sizes.weight
+        # Logits in the working dtype and fp32, their gradient, and the head's gradient before accumulation.
+        chunk = min(loss_chunk_tokens, microbatch_tokens)
+        loss = (chunk * (sizes.weight + 8) + shape.hidden_size * sizes.weight) * shape.vocab_size
+        work = max(layer, loss if any(span.is_last for span in own) else 0)
+        needs.append(GpuNeed(rank, held * sizes.weight, grad_elements * 4, optimizer, stash, work))
+    return max(needs, key=lambda need: need.total)
+
+
+def check_gpu_memory(need: GpuNeed, *, available_bytes: int, is_offloading: bool) -> None:
+    """Raise GpuMemoryError, with the arithmetic and what to change, if `need` exceeds `available_bytes` of one GPU."""
+    if need.total <= available_bytes:
+        return
+    advice = ["raise --num_chunks (smaller microbatches)", "lower --batch_size or --seq_length"]
+    advice.insert(0, "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload")
+    raise GpuMemoryError(
+        f"rank {need.rank} needs at least {need.total / GIB:.1f} GiB of GPU memory ({need.describe()}), "
+        f"{available_bytes / GIB:.1f} GiB is available. To fit: {'; '.join(advice)}."
+    )

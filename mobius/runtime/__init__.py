@@ -1,0 +1,1 @@
+"""The machine that plays the schedule on one rank."""

@@ -1,0 +1,127 @@
+"""The transport between processes: one NCCL (or gloo) communicator per directed edge, gloo for host scalars.
+
+One communicator per edge, because point-to-point operations of one communicator run in the order of issue: with one queue per
+rank, or per pair of ranks, a looped schedule can wait in a circle.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mobius.errors import TransportError
+from mobius.runtime.transport import empty_message, ring_edges
+
+TIMEOUT = timedelta(minutes=10)
+EXCHANGE_ELEMENTS = 2**24
+"""Elements per message when two ranks exchange a large tensor: bounds the memory that the received parts take."""
+
+
+class DistributedTransport:
+    """Owns the process groups of one rank of several. `close` ends them."""
+
+    def __init__(
+        self, *, rank: int, num_ranks: int, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """Create and warm all communicators; collective over all ranks.
+
+        `shape` and `dtype` are those of every activation and activation gradient.
+        """
+        self.rank, self.num_ranks = rank, num_ranks
+        self._device, self._shape, self._dtype = device, shape, dtype
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if backend == "nccl":
+            dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
+        else:
+            dist.init_process_group("gloo", timeout=TIMEOUT)
+        self._scalars = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._edges = {edge: dist.new_group(list(edge), backend=backend, timeout=TIMEOUT) for edge in ring_edges(num_ranks)}
+        self._posted: defaultdict[int, deque[tuple[Tensor, dist.Work]]] = defaultdict(deque)
+        self._sent: deque[tuple[Tensor, dist.Work]] = deque()
+        self._warm()
+
+    def _warm(self) -> None:
+        """Use every edge once, in one order: communicators connect at their first message, and must not do so in a circle."""
+        token = torch.ones(8, device=self._device)
+        for (source, target), group in self._edges.items():
+            if self.rank == source:
+                dist.send(token, target, group=group)
+            elif self.rank == target:
+                dist.recv(token, source, group=group)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.barrier()
+
+    def post_receive(self, source: int) -> None:
+        """Start receiving into a new buffer; it may begin once compute that is enqueued already is done."""
+        buffer = empty_message(self._shape, self._dtype, self._device)
+        try:
+            work = dist.irecv(buffer, source, group=self._edges[source, self.rank])
+        except RuntimeError as error:
+            raise self._lost(source) from error
+        assert work is not None
+        self._posted[source].append((buffer, work))
+
+    def receive(self, source: int) -> Tensor:
+        buffer, work = self._posted[source].popleft()
+        self._wait(work, source)
+        return buffer
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Start sending; the tensor is kept until the message has left."""
+        tensor = tensor.contiguous()
+        try:
+            work = dist.isend(tensor, target, group=self._edges[self.rank, target])
+        except RuntimeError as error:
+            raise self._lost(target) from error
+        assert work is not None
+        while self._sent and self._sent[0][1].is_completed():
+            self._sent.popleft()[1].wait()
+        self._sent.append((tensor, work))
+
+    def finish_step(self) -> None:
+        assert not any(self._posted.values()), "a posted receive was not used"
+        while self._sent:
+            self._wait(self._sent.popleft()[1], None)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        summed = values.clone()
+        try:
+            dist.all_reduce(summed, group=self._scalars)
+        except RuntimeError as error:
+            raise self._lost(None) from error
+        return summed
+
+    def exchange(self, tensor: Tensor, peer: int) -> Tensor:
+        """CPU tensors travel over gloo, GPU tensors over the edges between the two ranks."""
+        received = torch.empty_like(tensor)
+        is_host = tensor.device.type == "cpu"
+        incoming = self._scalars if is_host else self._edges[peer, self.rank]
+        outgoing = self._scalars if is_host else self._edges[self.rank, peer]
+        for own, other in zip(tensor.view(-1).split(EXCHANGE_ELEMENTS), received.view(-1).split(EXCHANGE_ELEMENTS), strict=True):
+            works = [dist.irecv(other, peer, group=incoming), dist.isend(own, peer, group=outgoing)]
+            for work in works:
+                assert work is not None
+                self._wait(work, peer)
+        return received
+
+    def barrier(self) -> None:
+        self.sum_over_ranks(torch.zeros(1, dtype=torch.float64))
+
+    def close(self) -> None:
+        """End all communicators; call it on the way out of a run that went well."""
+        dist.destroy_process_group()
+
+    def _wait(self, work: dist.Work, peer: int | None) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(peer) from error
+
+    def _lost(self, peer: int | None) -> TransportError:
+        who = "another rank" if peer is None else f"its neighbour rank {peer}"
+        return TransportError(f"rank {self.rank} stops: it lost {who}, whose own message (above or below) tells the cause.")

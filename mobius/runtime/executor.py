@@ -1,0 +1,179 @@
+"""Plays one rank's actions of one step: for each action its handler. What happens in which order is the schedule's business.
+
+Nothing here waits for the device: handlers enqueue, and the order of streams and edges does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mobius.memory.stage_memory import StageMemory
+from mobius.runtime.stage import StageModule
+from mobius.runtime.stash import Stash
+from mobius.runtime.transport import Transport
+from mobius.runtime.waits import WaitCause, WaitClock
+from mobius.schedule.action import Action, ActionKind, incoming
+from mobius.schedule.render import render_text
+from mobius.schedule.schedule import Schedule
+
+RECEIVES_AHEAD = 2
+"""Receives posted before the action that needs them; just in time, communication cost 10 % on four H200."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """All sequences of one step on the host (page-locked where there is a GPU)."""
+
+    input_ids: Tensor
+    """int64 [batch, L]"""
+    labels: Tensor
+    """int64 [batch, L], -100 where nothing is to be learned, not shifted."""
+    num_targets: int
+    """Positions of the step whose next token is a target; the loss is their mean."""
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What one rank's part of a step left on its device; nothing is synchronized yet."""
+
+    loss: Tensor
+    """fp32 scalar: the mean loss over the step's targets on the rank of the last stage, 0 elsewhere."""
+    squared_norms: Mapping[int, Tensor]
+    """Own stage -> squared norm of its (scaled) gradients, fp32 scalar."""
+
+
+class Executor:
+    """Owns the stash and the position in the action list; memory, transport and stage code are handed in."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        stages: Mapping[int, StageModule],
+        memory: StageMemory,
+        transport: Transport,
+        clock: WaitClock,
+        device: torch.device,
+        unsealed_names: frozenset[str] = frozenset(),
+    ) -> None:
+        """`stages` are this rank's; `unsealed_names` are parameters whose norm is taken later (tied weights)."""
+        self._schedule, self._rank = schedule, transport.rank
+        self._actions: Sequence[Action] = schedule.actions[transport.rank]
+        self._stages, self._memory, self._transport, self._clock = stages, memory, transport, clock
+        self._device, self._unsealed_names = device, unsealed_names
+        self._stash = Stash()
+        self._receivers = [i for i, action in enumerate(self._actions) if incoming(action, schedule.num_stages) is not None]
+        self._handlers: dict[ActionKind, Callable[[Action], None]] = {
+            ActionKind.GENERATE_DATA: self._generate_data,
+            ActionKind.FORWARD_FIRST: self._forward,
+            ActionKind.FORWARD_MIDDLE: self._forward,
+            ActionKind.FORWARD_LAST: self._forward_last,
+            ActionKind.BACKWARD_FIRST: self._backward,
+            ActionKind.BACKWARD_MIDDLE: self._backward,
+            ActionKind.BACKWARD_LAST: self._backward_last,
+            ActionKind.LOAD: lambda action: self._memory.load(action.stage),
+            ActionKind.OFFLOAD: lambda action: self._memory.offload(action.stage),
+        }
+
+    def run(self, batch: StepBatch, *, loss_scale: float = 1.0) -> StepSums:
+        """Forward and backward of all microbatches of one step.
+
+        The gradients of `loss * loss_scale` end in `memory.states`. Raises what the failing action raised, with the grid of the
+        schedule attached.
+        """
+        self._batch, self._loss_scale = batch, loss_scale
+        self._loss = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._squared_norms: dict[int, Tensor] = {}
+        num_posted = num_received = 0
+        for index, action in enumerate(self._actions):
+            try:
+                while num_posted < min(len(self._receivers), num_received + RECEIVES_AHEAD):
+                    self._post_receive(self._actions[self._receivers[num_posted]])
+                    num_posted += 1
+                num_received += incoming(action, self._schedule.num_stages) is not None
+                with torch.profiler.record_function(str(action)):
+                    self._handlers[action.kind](action)
+            except Exception as error:
+                self._stash.clear()
+                error.add_note(render_text(self._schedule, failed=(self._rank, index)))
+                raise
+        self._transport.finish_step()
+        return StepSums(self._loss, self._squared_norms)
+
+    def _generate_data(self, action: Action) -> None:
+        """Bring the step's tokens and labels to the device; copies from page-locked memory do not block."""
+        batch, num_microbatches = self._batch, self._schedule.num_microbatches
+        self._tokens = batch.input_ids.to(self._device, non_blocking=True).chunk(num_microbatches)
+        self._labels = batch.labels.to(self._device, non_blocking=True).chunk(num_microbatches)
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, _microbatch(action)
+        inputs = self._stage_input(stage, microbatch)
+        output, layer_inputs = self._stages[stage].forward(self._weights(stage), inputs)
+        self._stash.put(stage, microbatch, layer_inputs)
+        self._transport.send(output, self._rank_of(stage + 1))
+
+    def _forward_last(self, action: Action) -> None:
+        """Keep the input only: the last stage's forward happens inside its backward, just before the loss."""
+        stage, microbatch = action.stage, _microbatch(action)
+        self._stash.put(stage, microbatch, [self._stage_input(stage, microbatch)])
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = action.stage, _microbatch(action)
+        gradient = self._receive(stage + 1)
+        self._finish_backward(stage, microbatch, self._stash.take(stage, microbatch), gradient)
+
+    def _backward_last(self, action: Action) -> None:
+        stage, microbatch = action.stage, _microbatch(action)
+        module, weights = self._stages[stage], self._weights(stage)
+        (inputs,) = self._stash.take(stage, microbatch)
+        hidden, layer_inputs = module.forward(weights, inputs)
+        loss, gradient = module.loss(
+            weights,
+            self._memory.gradients(stage),
+            hidden,
+            self._labels[microbatch],
+            num_targets=self._batch.num_targets,
+            loss_scale=self._loss_scale,
+        )
+        self._loss += loss
+        self._finish_backward(stage, microbatch, layer_inputs, gradient)
+
+    def _finish_backward(self, stage: int, microbatch: int, layer_inputs: list[Tensor], gradient: Tensor) -> None:
+        """Backward through the layers, then to the stage before or into the embedding; after the last microbatch, seal."""
+        module, weights, gradients = self._stages[stage], self._weights(stage), self._memory.gradients(stage)
+        gradient = module.backward(weights, gradients, layer_inputs, gradient)
+        if module.span.is_first:
+            module.embedding_backward(weights, gradients, self._tokens[microbatch], gradient)
+        else:
+            self._transport.send(gradient, self._rank_of(stage - 1))
+        if microbatch == self._schedule.num_microbatches - 1:
+            self._squared_norms[stage] = self._memory.seal_gradients(stage, excluded=self._unsealed_names)
+
+    def _stage_input(self, stage: int, microbatch: int) -> Tensor:
+        return self._tokens[microbatch] if self._stages[stage].span.is_first else self._receive(stage - 1)
+
+    def _weights(self, stage: int) -> dict[str, Tensor]:
+        with self._clock.waiting(WaitCause.WEIGHTS):
+            return self._memory.weights(stage)
+
+    def _receive(self, source_stage: int) -> Tensor:
+        with self._clock.waiting(WaitCause.NEIGHBOURS):
+            return self._transport.receive(self._rank_of(source_stage))
+
+    def _post_receive(self, action: Action) -> None:
+        source_stage = incoming(action, self._schedule.num_stages)
+        assert source_stage is not None
+        self._transport.post_receive(self._rank_of(source_stage))
+
+    def _rank_of(self, stage: int) -> int:
+        return stage % self._schedule.num_ranks
+
+
+def _microbatch(action: Action) -> int:
+    assert action.microbatch is not None, action
+    return action.microbatch

@@ -1,0 +1,130 @@
+"""One pipeline stage as code without storage: weights and gradients are passed in as views of flat buffers.
+
+Backward recomputes layer by layer from the layers' inputs, so only one layer's activations exist at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mobius.models.blocks import Block, LayerInputs, ModelParts
+from mobius.models.loss import chunked_cross_entropy, shift_labels
+from mobius.planner.partition import StageSpan
+
+Views = Mapping[str, Tensor]
+
+
+class StageModule:
+    """The layers of `span`, with the embedding in the first stage and the final norm and head in the last."""
+
+    def __init__(self, parts: ModelParts, span: StageSpan, layer_inputs: LayerInputs, *, loss_chunk_tokens: int) -> None:
+        self.span = span
+        self._parts = parts
+        self._layers = [parts.layers[index] for index in span.layers]
+        self._layer_inputs = layer_inputs
+        self._loss_chunk_tokens = loss_chunk_tokens
+        blocks = [
+            *([parts.embedding] if span.is_first else []),
+            *self._layers,
+            *([parts.norm, parts.head] if span.is_last else []),
+        ]
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Hugging Face name -> shape of every parameter that this stage holds, in forward order."""
+        for block in blocks:
+            self.shapes.update(block.full_shapes())
+
+    def forward(self, weights: Views, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Run the layers without a graph.
+
+        Args:
+            inputs: token ids [B, L] in the first stage, hidden states [B, L, H] in the others.
+
+        Returns the hidden states [B, L, H] and every layer's input, which `backward` needs.
+        """
+        with torch.no_grad():
+            hidden = self._parts.embedding(_own(weights, self._parts.embedding), inputs) if self.span.is_first else inputs
+            layer_arguments = self._layer_arguments(hidden)
+            stashed = []
+            for layer, arguments in zip(self._layers, layer_arguments, strict=True):
+                stashed.append(hidden)
+                hidden = layer(_own(weights, layer), hidden, **arguments)
+        return hidden, stashed
+
+    def backward(self, weights: Views, gradients: Views, stashed: list[Tensor], gradient: Tensor) -> Tensor:
+        """Add the gradients of the layers' parameters to `gradients` and return the gradient of the first layer's input.
+
+        Args:
+            stashed: the layers' inputs from `forward`; the list is emptied, so that each is freed once it is used.
+            gradient: of the hidden states that left the last layer, [B, L, H].
+        """
+        layer_arguments = self._layer_arguments(gradient)
+        for layer, arguments in zip(reversed(self._layers), reversed(layer_arguments), strict=True):
+            gradient = _block_backward(layer, weights, gradients, stashed.pop(), gradient, arguments)
+        return gradient
+
+    def embedding_backward(self, weights: Views, gradients: Views, tokens: Tensor, gradient: Tensor) -> None:
+        """Add the embedding's gradient for `tokens` [B, L]; `gradient` is that of the first layer's input, [B, L, H]."""
+        _block_backward(self._parts.embedding, weights, gradients, tokens, gradient, {})
+
+    def loss(
+        self, weights: Views, gradients: Views, hidden: Tensor, labels: Tensor, *, num_targets: int, loss_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Final norm, head and loss of one microbatch, with their backward.
+
+        Args:
+            hidden: [B, L, H] from the last layer. labels: [B, L], -100 where nothing is to be learned, not shifted.
+            num_targets: target tokens of the whole step.
+
+        Returns the loss (fp32 scalar, unscaled) and the gradient of `hidden`.
+        """
+        parts = self._parts
+        with torch.no_grad():
+            normed = parts.norm(_own(weights, parts.norm), hidden)
+        loss, gradient = chunked_cross_entropy(
+            parts.head,
+            _own(weights, parts.head),
+            _own(gradients, parts.head),
+            normed,
+            shift_labels(labels),
+            num_targets=num_targets,
+            loss_scale=loss_scale,
+            chunk_tokens=self._loss_chunk_tokens,
+            softcap=parts.logit_softcap,
+        )
+        return loss, _block_backward(parts.norm, weights, gradients, hidden, gradient, {})
+
+    def _layer_arguments(self, hidden: Tensor) -> list[dict[str, Any]]:
+        arguments = self._layer_inputs(hidden.shape[1])
+        return [arguments[index] for index in self.span.layers]
+
+
+def _own(views: Views, block: Block) -> dict[str, Tensor]:
+    """The views of `block`'s parameters under their names within the block."""
+    return {name: views[block.prefix + name] for name in block.shapes}
+
+
+def _block_backward(
+    block: Block, weights: Views, gradients: Views, inputs: Tensor, gradient: Tensor, arguments: dict[str, Any]
+) -> Tensor:
+    """Recompute `block` on `inputs` with a graph, add its parameters' gradients, return that of `inputs` (floating only)."""
+    leaves = {name: view.detach().requires_grad_() for name, view in _own(weights, block).items()}
+    inputs = inputs.detach()
+    sources = list(leaves.values())
+    if inputs.is_floating_point():
+        sources.append(inputs.requires_grad_())
+    with torch.enable_grad():
+        output = block(leaves, inputs, **arguments)
+    results = torch.autograd.grad(output, sources, gradient, allow_unused=True)
+    sums = _own(gradients, block)
+    # A parameter without a gradient in this microbatch is left out, not shifted into its neighbour's place.
+    used = [(sums[name], result) for name, result in zip(leaves, results, strict=False) if result is not None]
+    torch._foreach_add_([total for total, _ in used], [result for _, result in used])
+    if not inputs.is_floating_point():
+        return gradient
+    input_gradient = results[-1]
+    assert input_gradient is not None
+    return input_gradient

@@ -1,0 +1,27 @@
+"""What a stage keeps between the forward and the backward of a microbatch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class Stash:
+    """Layer inputs keyed (stage, microbatch); an entry is taken exactly once."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[int, int], list[Tensor]] = {}
+
+    def put(self, stage: int, microbatch: int, tensors: list[Tensor]) -> None:
+        assert (stage, microbatch) not in self._entries, f"stage {stage}, microbatch {microbatch} is stashed already"
+        self._entries[stage, microbatch] = tensors
+
+    def take(self, stage: int, microbatch: int) -> list[Tensor]:
+        """Hand the entry over; the caller now owns it."""
+        return self._entries.pop((stage, microbatch))
+
+    def clear(self) -> None:
+        """Drop everything, after an error."""
+        self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)

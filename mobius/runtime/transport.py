@@ -1,0 +1,96 @@
+"""How ranks talk: activations along directed edges, scalars over all ranks. What is said, and when, the executor decides.
+
+Messages are FIFO per directed edge (source rank, target rank). A hop from a rank to itself is a queue of references.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Transport(Protocol):
+    """One rank's connection to the others."""
+
+    rank: int
+    num_ranks: int
+
+    def post_receive(self, source: int) -> None:
+        """Announce that the next message of edge (source, this rank) will be wanted; returns at once."""
+
+    def receive(self, source: int) -> Tensor:
+        """The oldest announced message of the edge; the compute stream waits for it. The caller owns the tensor."""
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Start sending; returns at once. The tensor must not be changed afterwards."""
+
+    def finish_step(self) -> None:
+        """Let go of sent tensors; every message of the step must have been received."""
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum a small CPU tensor (float64) over all ranks; blocks."""
+
+    def exchange(self, tensor: Tensor, peer: int) -> Tensor:
+        """Give `tensor` to `peer` and return the one it gives, of the same shape; blocks or orders the compute stream."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+
+class SelfEdge:
+    """The queue of messages from a rank to itself."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Tensor] = deque()
+
+    def put(self, tensor: Tensor) -> None:
+        self._queue.append(tensor)
+
+    def take(self) -> Tensor:
+        return self._queue.popleft()
+
+
+def ring_edges(num_ranks: int) -> list[tuple[int, int]]:
+    """Every directed edge between neighbouring ranks, in the one order in which all ranks create and warm them."""
+    forward = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
+    backward = [(target, source) for source, target in forward]
+    return [edge for edge in dict.fromkeys(forward + backward) if edge[0] != edge[1]]
+
+
+class SingleRankTransport:
+    """The transport of a run with one rank: nothing leaves it."""
+
+    rank = 0
+    num_ranks = 1
+
+    def __init__(self) -> None:
+        self._own = SelfEdge()
+
+    def post_receive(self, source: int) -> None:
+        """Nothing to announce: the sender is this rank."""
+
+    def receive(self, source: int) -> Tensor:
+        return self._own.take()
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        self._own.put(tensor)
+
+    def finish_step(self) -> None:
+        """Nothing is under way."""
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        return values
+
+    def exchange(self, tensor: Tensor, peer: int) -> Tensor:
+        raise AssertionError("a single rank has no peer")
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+
+def empty_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A buffer for one received activation or activation gradient."""
+    return torch.empty(shape, dtype=dtype, device=device)

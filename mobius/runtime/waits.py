@@ -1,0 +1,56 @@
+"""Measures how long compute stood still in a step, by cause; it never synchronizes while the step runs."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+
+import torch
+
+
+class WaitCause(StrEnum):
+    """What compute waited for."""
+
+    WEIGHTS = "weights"
+    OPTIMIZER = "optimizer"
+    NEIGHBOURS = "neighbours"
+
+
+class WaitClock:
+    """Sums waits per cause. On a GPU a wait is the time between two events around it on the compute stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._host_seconds: defaultdict[WaitCause, float] = defaultdict(float)
+        self._pairs: list[tuple[WaitCause, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def waiting(self, cause: WaitCause) -> Iterator[None]:
+        """Count what the compute stream (on a CPU: this thread) waits within the block."""
+        if not self._is_cuda:
+            with self.blocking(cause):
+                yield
+            return
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        yield
+        after.record()
+        self._pairs.append((cause, before, after))
+
+    @contextmanager
+    def blocking(self, cause: WaitCause) -> Iterator[None]:
+        """Count the host's own time within the block, for waits that block the host while the device is idle."""
+        start = time.perf_counter()
+        yield
+        self._host_seconds[cause] += time.perf_counter() - start
+
+    def collect(self) -> dict[str, float]:
+        """Seconds per cause since the last call; the compute stream must have been synchronized."""
+        seconds = {cause.value: self._host_seconds.pop(cause, 0.0) for cause in WaitCause}
+        for cause, before, after in self._pairs:
+            seconds[cause.value] += before.elapsed_time(after) / 1000
+        self._pairs.clear()
+        return seconds

@@ -1,0 +1,11 @@
+"""Owns the schedule: one ordered list of typed actions per rank, made by small passes and checked before it runs.
+
+Does not own devices, tensors or messages; nothing here needs torch.
+"""
+
+from mobius.schedule.action import Action, ActionKind, incoming, outgoing
+from mobius.schedule.build import build_schedule
+from mobius.schedule.check import check
+from mobius.schedule.schedule import Schedule
+
+__all__ = ["Action", "ActionKind", "Schedule", "build_schedule", "check", "incoming", "outgoing"]

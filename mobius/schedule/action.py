@@ -1,0 +1,149 @@
+"""Owns the words of the schedule: what one rank does at one point of a step, and its five-field text form.
+
+Does not own any order of actions, nor when one of them may run.
+
+    {action} {source_stage} {my_stage} {target_stage} {microbatch}      -1 where a field does not apply
+
+    forward_first -1 0 1 0       stage 0 computes microbatch 0 and hands its activation to stage 1
+    backward_first 1 0 -1 0      stage 0 gets the activation gradient of microbatch 0 from stage 1
+    load -1 3 -1 -1              the weights of stage 3 start their way into a GPU slot
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mobius.errors import ScheduleError
+
+_FIELDS = "{action} {source_stage} {my_stage} {target_stage} {microbatch}"
+_NOT_APPLICABLE = "-1"
+_INTEGER = re.compile(r"-1|0|[1-9][0-9]*")
+
+
+class ActionKind(StrEnum):
+    """What an action does; the value is its word in the text form."""
+
+    GENERATE_DATA = "generate_data"
+    FORWARD_FIRST = "forward_first"
+    FORWARD_MIDDLE = "forward_middle"
+    FORWARD_LAST = "forward_last"
+    BACKWARD_FIRST = "backward_first"
+    BACKWARD_MIDDLE = "backward_middle"
+    BACKWARD_LAST = "backward_last"
+    LOAD = "load"
+    OFFLOAD = "offload"
+
+    @property
+    def is_forward(self) -> bool:
+        return self.value.startswith("forward")
+
+    @property
+    def is_backward(self) -> bool:
+        return self.value.startswith("backward")
+
+    @property
+    def is_compute(self) -> bool:
+        return self.is_forward or self.is_backward
+
+
+_FORWARD_KINDS = (ActionKind.FORWARD_FIRST, ActionKind.FORWARD_MIDDLE, ActionKind.FORWARD_LAST)
+_BACKWARD_KINDS = (ActionKind.BACKWARD_FIRST, ActionKind.BACKWARD_MIDDLE, ActionKind.BACKWARD_LAST)
+_LETTERS = {ActionKind.GENERATE_DATA: "D", ActionKind.LOAD: "L", ActionKind.OFFLOAD: "O"}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing one rank does; `microbatch` is None for everything but forward and backward."""
+
+    kind: ActionKind
+    stage: int
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        """The short name of the grid, the picture and the trace: `F4.1`, `B4.1`, `L4`, `O4`, `D0`."""
+        letter = _LETTERS.get(self.kind, "F" if self.kind.is_forward else "B")
+        return f"{letter}{self.stage}" if self.microbatch is None else f"{letter}{self.stage}.{self.microbatch}"
+
+    def to_text(self, num_stages: int) -> str:
+        """The five-field form; the peers are computed, hence `num_stages`."""
+        numbers = (incoming(self, num_stages), self.stage, outgoing(self, num_stages), self.microbatch)
+        return " ".join([self.kind.value, *(_NOT_APPLICABLE if n is None else str(n) for n in numbers)])
+
+    @classmethod
+    def parse(cls, text: str, num_stages: int) -> "Action":
+        """The inverse of `to_text`; raises ScheduleError naming the field that is wrong."""
+        fields = text.split()
+        if len(fields) != 5:
+            raise ScheduleError(f"the action {text!r} has {len(fields)} fields, it needs the five of `{_FIELDS}`")
+        wrong = [field for field in fields[1:] if not _INTEGER.fullmatch(field)]
+        if wrong:
+            raise ScheduleError(f"the action {text!r} has {wrong[0]!r} where a number >= 0, or -1 for none, belongs")
+        source, stage, target, microbatch = (None if f == _NOT_APPLICABLE else int(f) for f in fields[1:])
+        if stage is None:
+            raise ScheduleError(f"the action {text!r} has -1 for my_stage: every action belongs to a stage")
+        action = cls(_parse_kind(fields[0], text), stage, microbatch)
+        misfit = describe_misfit(action, num_stages)
+        if misfit is not None:
+            raise ScheduleError(f"the action {text!r}: {misfit}")
+        if (source, target) != (incoming(action, num_stages), outgoing(action, num_stages)):
+            expected = action.to_text(num_stages)
+            raise ScheduleError(
+                f"the action {text!r} names the wrong neighbours: {expected!r} with {num_stages} stages"
+            )
+        return action
+
+
+def _parse_kind(word: str, text: str) -> ActionKind:
+    try:
+        return ActionKind(word)
+    except ValueError:
+        near = difflib.get_close_matches(word, list(ActionKind), n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(ActionKind)}"
+        raise ScheduleError(f"the action {text!r} starts with the unknown word {word!r}{hint}") from None
+
+
+def forward_kind(stage: int, num_stages: int) -> ActionKind:
+    """The kind of `stage`'s forward; a stage that is first and last at once is last, for it makes the loss."""
+    return _FORWARD_KINDS[_position(stage, num_stages)]
+
+
+def backward_kind(stage: int, num_stages: int) -> ActionKind:
+    """The kind of `stage`'s backward; a stage that is first and last at once is last, for it makes the loss."""
+    return _BACKWARD_KINDS[_position(stage, num_stages)]
+
+
+def _position(stage: int, num_stages: int) -> int:
+    if stage == num_stages - 1:
+        return 2
+    return 0 if stage == 0 else 1
+
+
+def incoming(action: Action, num_stages: int) -> int | None:
+    """The stage whose message `action` consumes: an activation in forward, an activation gradient in backward."""
+    if action.kind.is_forward:
+        return action.stage - 1 if action.stage > 0 else None
+    if action.kind.is_backward:
+        return action.stage + 1 if action.stage < num_stages - 1 else None
+    return None
+
+
+def outgoing(action: Action, num_stages: int) -> int | None:
+    """The stage that consumes what `action` produces, None where nothing leaves the stage."""
+    if action.kind.is_forward:
+        return action.stage + 1 if action.stage < num_stages - 1 else None
+    if action.kind.is_backward:
+        return action.stage - 1 if action.stage > 0 else None
+    return None
+
+
+def describe_misfit(action: Action, num_stages: int) -> str | None:
+    """Why `action` cannot exist among `num_stages` stages, None where it can."""
+    if not 0 <= action.stage < num_stages:
+        return f"there is no stage {action.stage}, the stages are 0 to {num_stages - 1}"
+    if not action.kind.is_compute:
+        return None if action.microbatch is None else f"{action.kind} concerns a whole stage, not a microbatch"
+    if action.microbatch is None:
+        return f"{action.kind} needs a microbatch"
+    expected = (forward_kind if action.kind.is_forward else backward_kind)(action.stage, num_stages)
+    return None if action.kind is expected else f"stage {action.stage} of {num_stages} takes {expected}"

@@ -1,0 +1,44 @@
+"""Owns the way from four numbers to a checked schedule: compute order, then transfers, then the check.
+
+Does not own any of the three passes.
+"""
+
+from mobius.errors import ScheduleError
+from mobius.schedule.action import Action
+from mobius.schedule.check import check
+from mobius.schedule.looped import compute_order, data_actions
+from mobius.schedule.residency import add_transfers
+from mobius.schedule.schedule import Schedule
+
+
+def build_schedule(num_ranks: int, stages_per_rank: int, num_microbatches: int, num_slots: int | None) -> Schedule:
+    """The looped breadth-first schedule of one step, already checked.
+
+    `num_slots` GPU slots hold streamed weights: 2 prefetches the next stage, 1 does not; None keeps every stage on the
+    GPU for good.
+    Raises ScheduleError where a number is below 1.
+    """
+    _require_positive(num_ranks, stages_per_rank, num_microbatches, num_slots)
+    num_stages = num_ranks * stages_per_rank
+
+    def actions_of(rank: int) -> tuple[Action, ...]:
+        order = compute_order(rank, num_ranks, num_stages, num_microbatches)
+        transfers = order if num_slots is None else add_transfers(order, num_slots)
+        return (*data_actions(rank, num_ranks, num_stages), *transfers)
+
+    actions = tuple(actions_of(rank) for rank in range(num_ranks))
+    schedule = Schedule(num_ranks, num_stages, num_microbatches, num_slots, actions)
+    check(schedule)
+    return schedule
+
+
+def _require_positive(num_ranks: int, stages_per_rank: int, num_microbatches: int, num_slots: int | None) -> None:
+    given = {
+        "ranks": num_ranks,
+        "stages per rank (--num_stages / ranks)": stages_per_rank,
+        "microbatches (--num_chunks)": num_microbatches,
+        "GPU slots": 1 if num_slots is None else num_slots,
+    }
+    wrong = [f"{number} {what}" for what, number in given.items() if number < 1]
+    if wrong:
+        raise ScheduleError(f"a schedule needs at least 1 of each, it was given {', '.join(wrong)}")

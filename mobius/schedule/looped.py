@@ -1,0 +1,36 @@
+"""Owns the compute order of a step: looped breadth-first over the stages of a rank.
+
+Does not own where the weights are meanwhile (residency.py).
+
+    rank 0 of 2, stages 0 and 2, two microbatches:   F0.0 F0.1 F2.0 F2.1   B2.0 B2.1 B0.0 B0.1
+
+A stage takes all its microbatches before the next local stage starts, so its weights travel once per pass however many
+microbatches there are. Breadth-first pipeline parallelism: Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953.
+"""
+
+from mobius.schedule.action import Action, ActionKind, backward_kind, forward_kind
+
+
+def data_actions(rank: int, num_ranks: int, num_stages: int) -> list[Action]:
+    """`generate_data` for the ranks that need the batch: tokens for the first stage, labels for the last.
+
+    A rank that owns both makes the batch once, as stage 0.
+    """
+    if rank == 0:
+        return [Action(ActionKind.GENERATE_DATA, 0)]
+    if rank == (num_stages - 1) % num_ranks:
+        return [Action(ActionKind.GENERATE_DATA, num_stages - 1)]
+    return []
+
+
+def compute_order(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
+    """Every forward and backward of `rank` in order.
+
+    Backward mirrors the stages but not the microbatches: gradients are added in the order 0, 1, ..., as a plain loop
+    over the microbatches adds them, so that the sums are equal to the last bit.
+    """
+    stages = range(rank, num_stages, num_ranks)
+    microbatches = range(num_microbatches)
+    forward = [Action(forward_kind(s, num_stages), s, m) for s in stages for m in microbatches]
+    backward = [Action(backward_kind(s, num_stages), s, m) for s in reversed(stages) for m in microbatches]
+    return forward + backward

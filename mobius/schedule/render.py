@@ -1,0 +1,207 @@
+"""Owns what a schedule looks like: a text grid for terminals and error messages, and a picture for documents.
+
+Does not own when things happen (simulate.py).
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mobius.errors import ConfigError
+from mobius.schedule.action import ActionKind
+from mobius.schedule.schedule import Schedule
+from mobius.schedule.simulate import Lane, Span, Timeline, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Colour = tuple[float, float, float]
+
+PICTURE_SUFFIXES = (".png", ".svg")
+
+_ERROR_MARK = "<-- ERROR HERE"
+_LABEL_WIDTH = 11
+
+# Of matplotlib's colour maps the part in which black or white text is readable.
+_SHADES = (0.35, 0.75)
+_LOAD_COLOUR, _OFFLOAD_COLOUR, _IDLE_COLOUR = (0.95, 0.65, 0.22), (0.54, 0.37, 0.75), (0.95, 0.95, 0.95)
+_BLACK, _WHITE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+# Heights in a row of height 1, from the top: compute, then load and offload beneath it.
+_LANE_PLACES = {Lane.COMPUTE: (0.04, 0.50), Lane.LOAD: (0.57, 0.17), Lane.OFFLOAD: (0.77, 0.17)}
+
+
+def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, line_width: int = 160) -> str:
+    """The timeline as a grid: ranks are rows, time slots are columns, loads and offloads have rows of their own.
+
+    A column is one forward of one microbatch long; `.` is an idle GPU. Grids wider than `line_width` go on below.
+    `failed` is (rank, index into `schedule.actions[rank]`): that action is put between `>` and `<`, its row marked, and
+    its text form added under the grid.
+    """
+    timeline = simulate(schedule)
+    failed_span = None if failed is None else timeline[failed[0]][failed[1]]
+    cell = max(len(_name(span, failed_span)) for spans in timeline for span in spans) + 1
+    duration = _duration(timeline)
+    per_band = max(1, (line_width - _LABEL_WIDTH) // cell)
+    lanes = (Lane.COMPUTE,) if schedule.num_slots is None else tuple(Lane)
+    lines: list[str] = []
+    for start in range(0, duration, per_band):
+        band = range(start, min(start + per_band, duration))
+        lines.append(("time".ljust(_LABEL_WIDTH) + "".join(str(slot).ljust(cell) for slot in band)).rstrip())
+        for rank, spans in enumerate(timeline):
+            for lane in lanes:
+                row = [span for span in spans if span.lane is lane]
+                label = (f"rank {rank}" if lane is Lane.COMPUTE else f"  {lane}").ljust(_LABEL_WIDTH)
+                line = (label + _draw_row(row, failed_span, cell, duration, lane)[_columns(band, cell)]).rstrip()
+                is_failed = any(span is failed_span and span.start in band for span in row)
+                lines.append(f"{line} {_ERROR_MARK}" if is_failed else line)
+        lines.append("")
+    if failed is not None:
+        action = schedule.actions[failed[0]][failed[1]]
+        lines.append(f"rank {failed[0]}, action {failed[1]}: {action.to_text(schedule.num_stages)} {_ERROR_MARK}")
+    return "\n".join(lines).rstrip()
+
+
+def _name(span: Span, failed_span: Span | None) -> str:
+    return f">{span.action}<" if span is failed_span else str(span.action)
+
+
+def _columns(slots: range, cell: int) -> slice:
+    return slice(slots.start * cell, slots.stop * cell)
+
+
+def _duration(timeline: Timeline) -> int:
+    """The number of time slots to draw; an action that takes no time still gets one."""
+    return max(max(span.end, span.start + 1) for spans in timeline for span in spans)
+
+
+def _draw_row(spans: list[Span], failed_span: Span | None, cell: int, duration: int, lane: Lane) -> str:
+    """One lane of one rank over the whole step, `cell` characters per time slot."""
+    idle = "." if lane is Lane.COMPUTE else ""
+    row = idle.ljust(cell) * duration
+    # The batch takes no time and its place may be the first forward's: it is shown, on top, only when it failed.
+    for span in sorted(spans, key=lambda span: span is failed_span):
+        if span.action.kind is ActionKind.GENERATE_DATA and span is not failed_span:
+            continue
+        slots = range(span.start, max(span.end, span.start + 1))
+        text = _name(span, failed_span).ljust(len(slots) * cell - 1, "-" if len(slots) > 1 else " ") + " "
+        columns = _columns(slots, cell)
+        row = row[: columns.start] + text + row[columns.stop :]
+    return row
+
+
+def render_picture(schedule: Schedule, path: Path) -> None:
+    """Write the timeline as a picture, PNG or SVG by the suffix of `path`; raises ConfigError for another suffix."""
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise ConfigError(f"cannot draw {str(path)!r}: the name of a picture ends in {' or '.join(PICTURE_SUFFIXES)}")
+    # Imported here: matplotlib takes half a second and training does not need it.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    timeline = simulate(schedule)
+    duration = _duration(timeline)
+    width = min(max(1.6 + 0.40 * duration, 8.0), 40.0)
+    height = 1.3 + 0.85 * schedule.num_ranks
+    figure = Figure(figsize=(width, height), facecolor="white")
+    axes = figure.add_axes((0.8 / width, 0.85 / height, 1 - 1.0 / width, 1 - 1.3 / height))
+    points_per_slot = 72 * (width - 1.0) / duration
+    longest_name = max(len(str(span.action)) for spans in timeline for span in spans)
+    for rank, spans in enumerate(timeline):
+        place, thickness = _LANE_PLACES[Lane.COMPUTE]
+        axes.barh(rank + place, duration, thickness, align="edge", color=_IDLE_COLOUR)
+        for span in spans:
+            _draw_span(axes, schedule, rank, span, points_per_slot, longest_name)
+    _draw_frame(axes, schedule, duration)
+    has_drops = any(s.lane is Lane.OFFLOAD and s.start == s.end for spans in timeline for s in spans)
+    _draw_legend(figure, schedule, has_drops=has_drops)
+    # Neither a date nor random ids in an SVG: the same schedule gives the same bytes.
+    with rc_context({"svg.hashsalt": "mobius", "svg.fonttype": "none"}):
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+def _colour(schedule: Schedule, stage: int, *, is_backward: bool) -> Colour:
+    """A shade per local stage: blue forward, green backward, darker for later stages."""
+    from matplotlib import colormaps
+
+    local_stages = schedule.local_stages(schedule.rank_of(stage))
+    share = local_stages.index(stage) / max(1, len(local_stages) - 1)
+    lightest, darkest = _SHADES
+    shade = colormaps["Greens" if is_backward else "Blues"](lightest + share * (darkest - lightest))
+    return shade[0], shade[1], shade[2]
+
+
+def _draw_span(
+    axes: "Axes", schedule: Schedule, rank: int, span: Span, points_per_slot: float, longest_name: int
+) -> None:
+    if span.action.kind is ActionKind.GENERATE_DATA:
+        return
+    place, thickness = _LANE_PLACES[span.lane]
+    if span.lane is Lane.COMPUTE:
+        colour = _colour(schedule, span.action.stage, is_backward=span.action.kind.is_backward)
+        luminance = 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2]
+        text_colour, largest = (_BLACK if luminance > 0.55 else _WHITE), 8.5
+    else:
+        colour = _LOAD_COLOUR if span.lane is Lane.LOAD else _OFFLOAD_COLOUR
+        text_colour, largest = (_BLACK if span.lane is Lane.LOAD else _WHITE), 7.0
+    length = span.end - span.start
+    if length == 0:
+        axes.plot([span.start], [rank + place + thickness / 2], marker="d", markersize=4.5, color=colour, linestyle="")
+        position, align, room, text_colour = span.start + 0.2, "left", points_per_slot, colour
+    else:
+        axes.barh(
+            rank + place, length, thickness, span.start, align="edge", color=colour, edgecolor="white", linewidth=0.8
+        )
+        position, align, room = span.start + length / 2, "center", points_per_slot * length
+    name = str(span.action)
+    # For the longest name of all, so that small and large labels do not alternate.
+    font_size = min(largest, 0.85 * room / (0.6 * longest_name))
+    if font_size >= 3.5:
+        middle = rank + place + thickness / 2
+        axes.text(position, middle, name, ha=align, va="center_baseline", fontsize=font_size, color=text_colour)
+
+
+def _draw_frame(axes: "Axes", schedule: Schedule, duration: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlim(0, duration)
+    axes.set_ylim(schedule.num_ranks, 0)
+    axes.set_yticks(
+        [rank + 0.31 for rank in range(schedule.num_ranks)], [f"GPU {r}" for r in range(schedule.num_ranks)]
+    )
+    axes.tick_params(axis="y", length=0, labelsize=10)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_xlabel("time (1 = forward of one microbatch)", fontsize=9)
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    num_slots = schedule.num_slots
+    sizes = (
+        f"{_count(schedule.num_stages, 'stage', 'stages')} on {_count(schedule.num_ranks, 'GPU', 'GPUs')}",
+        _count(schedule.num_microbatches, "microbatch", "microbatches"),
+        "all weights on the GPU"
+        if num_slots is None
+        else f"{_count(num_slots, 'weight slot', 'weight slots')} per GPU",
+    )
+    axes.set_title(f"One step: {', '.join(sizes)}", fontsize=11, loc="left")
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _draw_legend(figure: "Figure", schedule: Schedule, *, has_drops: bool) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Patch | Line2D] = [
+        Patch(color=_colour(schedule, 0, is_backward=False), label="F s.m  forward of stage s, microbatch m"),
+        Patch(color=_colour(schedule, 0, is_backward=True), label="B s.m  backward"),
+    ]
+    if schedule.num_slots is not None:
+        handles += [
+            Patch(color=_LOAD_COLOUR, label="L s  load weights"),
+            Patch(color=_OFFLOAD_COLOUR, label="O s  offload: gradients go home"),
+        ]
+    if has_drops:
+        text = "O s  weights dropped, nothing to copy"
+        handles.append(Line2D([], [], marker="d", color=_OFFLOAD_COLOUR, linestyle="", label=text))
+    figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8, handlelength=1.2)

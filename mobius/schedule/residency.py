@@ -1,0 +1,46 @@
+"""Owns when the weights of a stage are in a GPU slot: a pass that adds loads and offloads to one rank's compute order.
+
+Does not own the slots themselves or their bytes.
+
+    rank 0 of 2, stages 0, 2 and 4, two slots, a run being all microbatches of one stage in one direction:
+
+    compute   F0        F2        F4        B4        B2        B0
+    load      L0 L2     L4 in 0's                     L0 in 4's
+    offload             O0                       O4        O2        O0
+
+Before each run the slots are given to the stages of the nearest runs, this one's first; a stage that is not among them
+gives up its slot, and one that is and has none is loaded at once, under the run that is about to start. So the last
+stage turns from forward to backward without leaving the GPU, and nothing that is needed again soon is loaded twice.
+Evicting the stage whose next use is farthest is Belady's rule: no other choice moves fewer bytes.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from mobius.schedule.action import Action, ActionKind
+
+
+def add_transfers(order: Sequence[Action], num_slots: int) -> list[Action]:
+    """`order`, the compute actions of one rank, with the loads and offloads that `num_slots` slots allow.
+
+    The result starts with the loads of the first stages and ends with every slot empty. Each stage is offloaded after
+    its backward, which takes its gradients home, and the slot is then free for the next load.
+    """
+    runs = [list(run) for _, run in groupby(order, key=lambda action: (action.stage, action.kind))]
+    result: list[Action] = []
+    loaded: list[int] = []
+    for position, run in enumerate(runs):
+        wanted = _nearest_stages(runs[position:], num_slots)
+        result += [Action(ActionKind.OFFLOAD, stage) for stage in loaded if stage not in wanted]
+        result += [Action(ActionKind.LOAD, stage) for stage in wanted if stage not in loaded]
+        loaded = wanted
+        result += run
+        if run[0].kind.is_backward:
+            loaded = [stage for stage in loaded if stage != run[0].stage]
+            result.append(Action(ActionKind.OFFLOAD, run[0].stage))
+    return result
+
+
+def _nearest_stages(runs: Sequence[Sequence[Action]], num_slots: int) -> list[int]:
+    """The first `num_slots` different stages of the coming runs, nearest first."""
+    return list(dict.fromkeys(run[0].stage for run in runs))[:num_slots]

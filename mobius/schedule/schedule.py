@@ -1,0 +1,30 @@
+"""Owns the type of a finished schedule: one tuple of actions per rank, and which rank runs which stage.
+
+Does not own how the actions are made (build.py) or what makes them valid (check.py).
+"""
+
+from dataclasses import dataclass
+
+from mobius.schedule.action import Action
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One step of all ranks: `actions[rank]` is what that rank does, in order.
+
+    `num_slots` is the number of GPU slots for streamed weights; None keeps all weights on the GPU and has no
+    load or offload. `build_schedule` returns only schedules that passed `check`.
+    """
+
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    num_slots: int | None
+    actions: tuple[tuple[Action, ...], ...]
+
+    def rank_of(self, stage: int) -> int:
+        return stage % self.num_ranks
+
+    def local_stages(self, rank: int) -> range:
+        """The stages of `rank`, ascending: rank, rank + num_ranks, ..."""
+        return range(rank, self.num_stages, self.num_ranks)

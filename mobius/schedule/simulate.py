@@ -1,0 +1,112 @@
+"""Owns when each action of a schedule starts and ends under given costs: the timeline behind the grid and the picture.
+
+Does not own measured costs, nor how a timeline is drawn (render.py).
+
+Per rank three lanes run side by side: compute, load and offload. Within a lane actions keep their order, and
+
+    compute   waits for its stage's load and for the message of the neighbouring stage
+    load      waits for a slot: the one that the offload `num_slots` loads ago gives back
+    offload   waits for its stage's last compute; it takes time only when gradients go home
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from mobius.schedule.action import Action, ActionKind, incoming
+from mobius.schedule.schedule import Schedule
+
+
+class Lane(StrEnum):
+    """What works on an action; the lanes of a rank work at the same time."""
+
+    COMPUTE = "compute"
+    LOAD = "load"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Duration of the kinds of action in time slots, the same for all stages; messages and the batch take no time."""
+
+    forward: int = 1
+    backward: int = 2
+    load: int = 2
+    offload: int = 2
+    """Sending the gradients of a stage home; giving up a slot without gradients takes no time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When one action runs, from `start` up to but not including `end`, in time slots from the step's start."""
+
+    action: Action
+    lane: Lane
+    start: int
+    end: int
+
+
+Timeline = tuple[tuple[Span, ...], ...]
+"""The spans of every rank, in the order of its actions."""
+
+_LANES = {ActionKind.LOAD: Lane.LOAD, ActionKind.OFFLOAD: Lane.OFFLOAD}
+
+
+@dataclass
+class _RankClock:
+    """How far the lanes of one rank have got."""
+
+    lane_free: dict[Lane, int] = field(default_factory=lambda: dict.fromkeys(Lane, 0))
+    weights_ready: dict[int, int] = field(default_factory=dict)
+    stage_idle: dict[int, int] = field(default_factory=dict)
+    with_gradients: set[int] = field(default_factory=set)
+    num_loads: int = 0
+    offload_ends: list[int] = field(default_factory=list)
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """When each action runs on the lanes of its rank; `schedule` must have passed `check`."""
+    costs = costs or Costs()
+    spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
+    clocks = [_RankClock() for _ in range(schedule.num_ranks)]
+    computed: dict[tuple[bool, int, int | None], int] = {}
+    remaining = sum(len(actions) for actions in schedule.actions)
+    while remaining:
+        before = remaining
+        for rank, actions in enumerate(schedule.actions):
+            for action in actions[len(spans[rank]) :]:
+                source = incoming(action, schedule.num_stages)
+                key = (action.kind.is_backward, source, action.microbatch) if source is not None else None
+                if key is not None and key not in computed:
+                    break
+                span = _play(clocks[rank], action, computed[key] if key else 0, schedule.num_slots, costs)
+                if action.kind.is_compute:
+                    computed[action.kind.is_backward, action.stage, action.microbatch] = span.end
+                spans[rank].append(span)
+                remaining -= 1
+        assert remaining < before, "a checked schedule has no deadlock"
+    return tuple(tuple(rank_spans) for rank_spans in spans)
+
+
+def _play(clock: _RankClock, action: Action, message_arrives: int, num_slots: int | None, costs: Costs) -> Span:
+    lane = _LANES.get(action.kind, Lane.COMPUTE)
+    start = max(clock.lane_free[lane], message_arrives)
+    duration = 0
+    if action.kind is ActionKind.LOAD:
+        assert num_slots is not None, "a checked schedule without slots has no loads"
+        if clock.num_loads >= num_slots:
+            start = max(start, clock.offload_ends[clock.num_loads - num_slots])
+        clock.num_loads += 1
+        duration = costs.load
+        clock.weights_ready[action.stage] = start + duration
+    elif action.kind is ActionKind.OFFLOAD:
+        start = max(start, clock.stage_idle.get(action.stage, clock.weights_ready[action.stage]))
+        duration = costs.offload if action.stage in clock.with_gradients else 0
+        clock.offload_ends.append(start + duration)
+    elif action.kind.is_compute:
+        start = max(start, clock.weights_ready.get(action.stage, 0))
+        duration = costs.backward if action.kind.is_backward else costs.forward
+        clock.stage_idle[action.stage] = start + duration
+        if action.kind.is_backward:
+            clock.with_gradients.add(action.stage)
+    clock.lane_free[lane] = start + duration
+    return Span(action, lane, start, start + duration)

@@ -1,0 +1,84 @@
+"""Shows the schedule of a pipeline as a text grid, as action lists or as a picture; needs no GPU.
+
+Does not train and reads no configuration.
+
+    python scripts/show_schedule.py --num_ranks 4 --num_stages 8 --num_chunks 4 --output docs/images/schedule.png
+"""
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec("mobius") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mobius.errors import MobiusError, ScheduleError
+from mobius.schedule import Schedule, build_schedule
+from mobius.schedule.render import render_picture, render_text
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Show the schedule of one training step.")
+    parser.add_argument("--num_ranks", type=int, default=4, help="GPUs (default: %(default)s)")
+    parser.add_argument(
+        "--num_stages", type=int, default=8, help="stages, a multiple of the GPUs (default: %(default)s)"
+    )
+    parser.add_argument("--num_chunks", type=int, default=4, help="microbatches per step (default: %(default)s)")
+    parser.add_argument("--no_prefetch", action="store_true", help="one weight slot per GPU instead of two")
+    parser.add_argument("--no_offload", action="store_true", help="all weights stay on the GPU")
+    parser.add_argument("--actions", action="store_true", help="print each rank's action list too")
+    parser.add_argument("--output", type=Path, help="write a picture, FILE.png or FILE.svg", metavar="FILE")
+    return parser.parse_args(argv)
+
+
+def make_schedule(arguments: argparse.Namespace) -> Schedule:
+    num_ranks, num_stages = arguments.num_ranks, arguments.num_stages
+    if num_ranks < 1:
+        raise ScheduleError(f"--num_ranks {num_ranks}: at least 1 is needed")
+    if num_stages < 1 or num_stages % num_ranks:
+        below = num_stages // num_ranks * num_ranks
+        nearest = [str(n) for n in (below, below + num_ranks) if n > 0]
+        allowed = (
+            f"it must be a multiple of --num_ranks {num_ranks}, such as {' or '.join(nearest or [str(num_ranks)])}"
+        )
+        raise ScheduleError(f"--num_stages {num_stages}: {allowed}")
+    num_slots = None if arguments.no_offload else 1 if arguments.no_prefetch else 2
+    return build_schedule(num_ranks, num_stages // num_ranks, arguments.num_chunks, num_slots)
+
+
+def format_actions(schedule: Schedule) -> str:
+    lines = []
+    for rank, actions in enumerate(schedule.actions):
+        lines += ["", f"rank {rank}"]
+        lines += [f"  {action.to_text(schedule.num_stages)}" for action in actions]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    try:
+        schedule = make_schedule(arguments)
+        print(render_text(schedule, line_width=shutil.get_terminal_size((200, 24)).columns))
+        if arguments.actions:
+            print(format_actions(schedule))
+        if arguments.output is not None:
+            render_picture(schedule, arguments.output)
+            print(f"\npicture written to {arguments.output}")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; without this Python complains once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (MobiusError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"error: a picture needs {error.name}: pip install {error.name}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Tiny real models, and whole pipelines of rank-threads to compare them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from mobius.memory.host_arena import HostArena
+from mobius.memory.layout import StageLayout
+from mobius.memory.resident import ResidentStages
+from mobius.memory.stage_memory import StageMemory
+from mobius.memory.weight_slots import WeightSlots
+from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.optim.tied import TiedPair
+from mobius.planner.partition import balanced_partition
+from mobius.runtime.executor import Executor, StepBatch, StepSums
+from mobius.runtime.local_transport import LocalTransport, run_rank_threads
+from mobius.runtime.stage import StageModule
+from mobius.runtime.waits import WaitClock
+from mobius.schedule.build import build_schedule
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 12
+SEQ_LENGTH = 12
+VOCAB = 96
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}
+_WINDOWED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 5}
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_COMMON),
+    "llama-tied": lambda: LlamaConfig(**{**_COMMON, "tie_word_embeddings": True}),
+    "qwen2": lambda: Qwen2Config(**_COMMON, **_WINDOWED),
+    "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=16, **_WINDOWED),
+    "mistral": lambda: MistralConfig(**_COMMON, sliding_window=5),
+    "gemma3": lambda: Gemma3TextConfig(**{**_COMMON, "tie_word_embeddings": True}, head_dim=16, sliding_window=4),
+    "gemma3-softcap": lambda: Gemma3TextConfig(**_COMMON, head_dim=16, sliding_window=4, final_logit_softcapping=5.0),
+}
+
+
+@dataclass
+class Pipeline:
+    """The settings of one pipeline run, and what it leaves."""
+
+    model: PreTrainedModel
+    num_ranks: int
+    stages_per_rank: int
+    num_microbatches: int
+    num_slots: int | None
+    loss_chunk_tokens: int = 4096
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    def run(self, batch: StepBatch) -> Tensor:
+        """Run one step in rank-threads; `gradients` are then as on the host, tied ones summed. Returns the loss."""
+        results = run_rank_threads(self.num_ranks, lambda transport: self._run_rank(transport, batch))
+        for gradients, _ in results:
+            self.gradients.update(gradients)
+        return torch.stack([sums.loss for _, sums in results]).sum()
+
+    def _run_rank(self, transport: LocalTransport, batch: StepBatch) -> tuple[dict[str, Tensor], StepSums]:
+        parts = ModelParts(self.model.config, CPU)
+        spans = balanced_partition(len(parts.layers), self.num_ranks * self.stages_per_rank)
+        inputs = LayerInputs(parts, device=CPU, dtype=torch.float32)
+        stages = {
+            span.stage: StageModule(parts, span, inputs, loss_chunk_tokens=self.loss_chunk_tokens)
+            for span in spans
+            if span.stage % self.num_ranks == transport.rank
+        }
+        memory = self._memory({stage: StageLayout.of(module.shapes) for stage, module in stages.items()})
+        values = dict(self.model.named_parameters(remove_duplicate=False))
+        for state in memory.states.values():
+            for name in state.layout.offsets:
+                state.set_parameter(name, values[name].detach())
+        schedule = build_schedule(self.num_ranks, self.stages_per_rank, self.num_microbatches, self.num_slots)
+        executor = Executor(
+            schedule, stages=stages, memory=memory, transport=transport, clock=WaitClock(CPU), device=CPU
+        )
+        sums = executor.run(batch)
+        if parts.tied_names:
+            embedding, head = parts.tied_names
+            TiedPair(embedding, head, 0, len(spans) - 1, self.num_ranks).sum_gradients(memory, transport)
+        named: dict[str, Tensor] = {}
+        for stage, state in memory.states.items():
+            memory.wait_for_gradients(stage)
+            named.update({name: view.clone() for name, view in state.layout.views(state.gradients).items()})
+        return named, sums
+
+    def _memory(self, layouts: dict[int, StageLayout]) -> StageMemory:
+        if self.num_slots is None:
+            return ResidentStages(layouts, dtype=torch.float32, device=CPU)
+        arena = HostArena(layouts, dtype=torch.float32, register=False)
+        return WeightSlots(arena.states, num_slots=self.num_slots, device=CPU)
+
+
+def make_model(family: str) -> PreTrainedModel:
+    """A tiny model of `family` with random weights, norms and biases included."""
+    torch.manual_seed(0)
+    config = FAMILIES[family]()
+    config.use_cache = False
+    config._attn_implementation = "sdpa"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def make_batch(num_sequences: int) -> StepBatch:
+    """Random tokens; sequences differ in how many targets they have, so a mean over microbatches would be wrong."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (num_sequences, SEQ_LENGTH), generator=generator)
+    labels = tokens.clone()
+    for row in range(num_sequences):
+        labels[row, : 1 + row % 7] = -100
+    return StepBatch(tokens, labels, int((labels[:, 1:] != -100).sum()))
+
+
+def plain_step(model: PreTrainedModel, batch: StepBatch, num_microbatches: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same step by transformers alone: its own loss, one backward per microbatch, gradients accumulated by autograd."""
+    model.zero_grad()
+    total = torch.zeros(())
+    microbatches = zip(batch.input_ids.chunk(num_microbatches), batch.labels.chunk(num_microbatches), strict=True)
+    for tokens, labels in microbatches:
+        loss = model(input_ids=tokens, labels=labels, num_items_in_batch=batch.num_targets).loss
+        loss.backward()
+        total += loss.detach()
+    named = model.named_parameters(remove_duplicate=False)
+    return total, {name: parameter.grad for name, parameter in named if parameter.grad is not None}

@@ -1,0 +1,59 @@
+"""The reference test: a pipeline of rank-threads computes the loss and every gradient of the plain transformers model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, plain_step
+
+SLOTS = {"resident": None, "streamed": 1, "streamed, prefetched": 2}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_pipeline_equals_the_plain_model_bit_by_bit(family: str, num_ranks: int) -> None:
+    model = make_model(family)
+    tied = {"model.embed_tokens.weight", "lm_head.weight"} if model.config.tie_word_embeddings else set()
+    for num_microbatches in (1, 2, 3, 5, 8):
+        batch = make_batch(num_microbatches)
+        expected_loss, expected = plain_step(model, batch, num_microbatches)
+        for stages_per_rank in (1, 2, 3):
+            for case, num_slots in SLOTS.items():
+                pipeline = Pipeline(model, num_ranks, stages_per_rank, num_microbatches, num_slots)
+                where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} {case}"
+                assert torch.equal(pipeline.run(batch), expected_loss), where
+                assert pipeline.gradients.keys() == expected.keys(), where
+                for name, gradient in expected.items():
+                    _assert_equal(pipeline.gradients[name], gradient, name in tied and num_microbatches > 1, f"{where} {name}")
+
+
+def _assert_equal(actual: torch.Tensor, expected: torch.Tensor, is_reordered: bool, where: str) -> None:
+    """Bit-equal, but for a tied matrix under several microbatches.
+
+    Autograd adds head and embedding gradient within a microbatch, (h0 + e0) + (h1 + e1); in a pipeline the two are made by
+    different stages and meet at the end of the step, (h0 + h1) + (e0 + e1). The bits differ, by 1e-6 of the largest at most.
+    """
+    if is_reordered:
+        assert (actual - expected).abs().max() <= 1e-6 * expected.abs().max(), where
+    else:
+        assert torch.equal(actual, expected), where
+
+
+def test_two_sequences_in_a_microbatch_and_loss_chunks_change_rounding_only() -> None:
+    model = make_model("llama")
+    batch = make_batch(4)
+    expected_loss, expected = plain_step(model, batch, 2)
+    pipeline = Pipeline(model, 2, 2, 2, 2, loss_chunk_tokens=5)
+    assert torch.allclose(pipeline.run(batch), expected_loss, rtol=1e-6)
+    for name, gradient in expected.items():
+        assert (pipeline.gradients[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+def test_a_missing_microbatch_would_be_seen() -> None:
+    """The comparison can fail: gradients of another split of the targets are not equal."""
+    model = make_model("llama")
+    batch = make_batch(2)
+    _, expected = plain_step(model, make_batch(3), 3)
+    pipeline = Pipeline(model, 2, 2, 2, 2)
+    pipeline.run(batch)
+    assert not torch.equal(pipeline.gradients["lm_head.weight"], expected["lm_head.weight"])

@@ -1,0 +1,127 @@
+"""Every rule of `check` fires on a schedule that breaks it, and says where."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from mobius.errors import ScheduleError
+from mobius.schedule import Action, ActionKind, Schedule, build_schedule, check
+from mobius.schedule.check import Rule
+
+Actions = list[Action]
+
+# rank 0 of `small`: 0 D0, 1 L0, 2 L2, 3 F0.0, 4 F0.1, 5 F2.0, 6 F2.1, 7 B2.0, 8 B2.1, 9 O2, 10 B0.0, 11 B0.1, 12 O0
+
+
+def move(source: int, target: int) -> Callable[[Actions], None]:
+    return lambda actions: actions.insert(target, actions.pop(source))
+
+
+def drop(index: int) -> Callable[[Actions], None]:
+    def change(actions: Actions) -> None:
+        del actions[index]
+
+    return change
+
+
+def add(index: int, kind: ActionKind, stage: int, microbatch: int | None = None) -> Callable[[Actions], None]:
+    return lambda actions: actions.insert(index, Action(kind, stage, microbatch))
+
+
+CASES = {
+    "a kind that is not the stage's": (
+        add(4, ActionKind.FORWARD_MIDDLE, 0, 0),
+        "shape: rank 0, action 4 .*takes forward_first",
+    ),
+    "a stage too many": (add(3, ActionKind.LOAD, 4), "shape: rank 0, action 3 .*no stage 4"),
+    "a microbatch too many": (
+        add(5, ActionKind.FORWARD_FIRST, 0, 2),
+        "shape: rank 0, action 5 .*microbatch, they are 0 to 1",
+    ),
+    "a forward without microbatch": (add(5, ActionKind.FORWARD_FIRST, 0), "shape: .*needs a microbatch"),
+    "another rank's stage": (add(3, ActionKind.LOAD, 1), "placement: rank 0, action 3 .*belongs to rank 1"),
+    "no batch": (drop(0), "data: rank 0, action 0 .*batch for stage 0 is missing"),
+    "two batches": (add(1, ActionKind.GENERATE_DATA, 0), "data: rank 0, action 1 .*made once"),
+    "a batch for another stage": (add(1, ActionKind.GENERATE_DATA, 2), "data: rank 0, action 1 .*not make the batch"),
+    "no first forward": (drop(3), "complete: rank 0, action 12 .the end of the list.: F0.0 is missing"),
+    "no last backward": (drop(11), "complete: rank 0, action 12 .*B0.1 is missing"),
+    "a forward twice": (add(5, ActionKind.FORWARD_FIRST, 0, 0), r"complete: rank 0, action 5 \(F0.0\): .*second time"),
+    "a backward twice": (add(12, ActionKind.BACKWARD_FIRST, 0, 1), "complete: rank 0, action 12 .*second time"),
+    "backward before forward": (move(6, 8), r"order: rank 0, action 7 \(B2.1\): its forward has not run"),
+    "never loaded": (drop(2), r"resident: rank 0, action 4 \(F2.0\): stage 2 is not loaded"),
+    "loaded too late": (move(1, 3), r"resident: rank 0, action 2 \(F0.0\): stage 0 is not loaded"),
+    "loaded twice": (add(5, ActionKind.LOAD, 2), "resident: rank 0, action 5 .*already loaded"),
+    "offloaded twice": (add(10, ActionKind.OFFLOAD, 2), "resident: rank 0, action 10 .*not loaded"),
+    "offloaded before its use": (add(5, ActionKind.OFFLOAD, 2), r"resident: rank 0, action 6 \(F2.0\)"),
+    "offloaded between two backwards": (move(9, 8), "gradients: rank 0, action 8 .*only 1 of 2 backwards"),
+    "never offloaded": (drop(12), r"gradients: rank 0, action 12 .*stages \[0\] have not gone home"),
+    "loaded after its gradients left": (add(10, ActionKind.LOAD, 2), "gradients: rank 0, action 10 .*gone home"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_broken_schedule_is_refused_with_rank_action_and_rule(small: Schedule, case: str) -> None:
+    change, complaint = CASES[case]
+    actions = list(small.actions[0])
+    change(actions)
+    with pytest.raises(ScheduleError, match=complaint):
+        check(replace(small, actions=(tuple(actions), small.actions[1])))
+
+
+def test_a_sound_schedule_passes(small: Schedule) -> None:
+    check(small)
+
+
+def test_the_number_of_lists_must_be_the_number_of_ranks(small: Schedule) -> None:
+    with pytest.raises(ScheduleError, match="shape: 1 lists of actions for 2 ranks"):
+        check(replace(small, actions=small.actions[:1]))
+
+
+def test_stages_that_do_not_divide_among_the_ranks_are_refused(small: Schedule) -> None:
+    with pytest.raises(ScheduleError, match="shape: 3 stages is no multiple of 2 ranks"):
+        check(replace(small, num_stages=3))
+
+
+def test_a_schedule_for_two_slots_does_not_fit_one(small: Schedule) -> None:
+    with pytest.raises(ScheduleError, match=r"budget: rank 0, action 2 \(L2\): all slots \(1\) are taken .*\[0\]"):
+        check(replace(small, num_slots=1))
+
+
+def test_without_slots_nothing_may_be_loaded(small: Schedule) -> None:
+    with pytest.raises(ScheduleError, match=r"budget: rank 0, action 1 \(L0\)"):
+        check(replace(small, num_slots=None))
+
+
+def test_a_rank_between_first_and_last_stage_makes_no_batch() -> None:
+    schedule = build_schedule(3, 1, 1, None)
+    middle = (Action(ActionKind.GENERATE_DATA, 1), *schedule.actions[1])
+    with pytest.raises(ScheduleError, match="data: rank 1, action 0"):
+        check(replace(schedule, actions=(schedule.actions[0], middle, schedule.actions[2])))
+
+
+def test_receiving_in_another_order_than_was_sent_is_refused() -> None:
+    schedule = build_schedule(2, 1, 2, None)
+    data, first, second, *backward = schedule.actions[1]
+    with pytest.raises(ScheduleError, match=r"order: rank 1, action 1 \(F1.1\): it needs microbatch 1 .*microbatch 0"):
+        check(replace(schedule, actions=(schedule.actions[0], (data, second, first, *backward))))
+
+
+def test_one_rank_cannot_run_a_stage_before_the_one_below_it() -> None:
+    schedule = build_schedule(1, 2, 1, None)
+    data, first, last, *backward = schedule.actions[0]
+    with pytest.raises(ScheduleError, match=r"deadlock: rank 0, action 1 \(F1.0\)"):
+        check(replace(schedule, actions=((data, last, first, *backward),)))
+
+
+def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
+    # Rank 0 wants F2.0 first, whose input comes from F1.0 on rank 1, whose input is F0.0, later in rank 0's own list.
+    schedule = build_schedule(2, 2, 1, None)
+    data, f00, f20, *backward = schedule.actions[0]
+    with pytest.raises(ScheduleError, match=r"deadlock: rank 0, action 1 \(F2.0\): .*rank 1 at F1.0 for stage 0"):
+        check(replace(schedule, actions=((data, f20, f00, *backward), schedule.actions[1])))
+
+
+def test_every_rule_has_a_test_here() -> None:
+    complaints = " ".join(complaint for _, complaint in CASES.values()) + " order: budget: deadlock:"
+    assert [rule for rule in Rule if f"{rule}: " not in f"{complaints} "] == []

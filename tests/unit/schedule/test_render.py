@@ -1,0 +1,92 @@
+"""The grid and the picture show every action, and the grid shows where a run failed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mobius.errors import ConfigError
+from mobius.schedule import Schedule, build_schedule
+from mobius.schedule.render import render_picture, render_text
+
+
+def test_the_grid_is_the_one_drawn_by_hand() -> None:
+    assert render_text(build_schedule(2, 1, 2, 1)).splitlines() == [
+        "time       0    1    2    3    4    5    6    7    8    9    10   11   12",
+        "rank 0     .    .    F0.0 F0.1 .    .    .    B0.0----- B0.1----- .    .",
+        "  load     L0-------",
+        "  offload                                                         O0-------",
+        "rank 1     .    .    .    F1.0 F1.1 B1.0----- B1.1----- .    .    .    .",
+        "  load     L1-------",
+        "  offload                                               O1-------",
+    ]
+
+
+def test_every_action_is_in_the_grid_of_its_rank(all_schedules: list[Schedule]) -> None:
+    for schedule in all_schedules:
+        if schedule.num_microbatches != 5 or schedule.num_ranks == 8:
+            continue
+        shown: dict[int, str] = dict.fromkeys(range(schedule.num_ranks), "")
+        rank = 0
+        for line in render_text(schedule, line_width=120).splitlines():
+            assert len(line) <= 120
+            if match := re.match(r"rank (\d+)", line):
+                rank = int(match.group(1))
+            if not line.startswith("time"):
+                shown[rank] += line[11:] + " "
+        for rank, actions in enumerate(schedule.actions):
+            names = sorted(str(action) for action in actions if action.kind != "generate_data")
+            assert sorted(re.findall(r"[FBLO][\d.]*\d", shown[rank])) == names
+
+
+def test_the_failed_action_is_marked_in_its_row_and_named_below(small: Schedule) -> None:
+    index = [str(action) for action in small.actions[1]].index("B3.1")
+    lines = render_text(small, (1, index), line_width=500).splitlines()
+    marked = [line for line in lines if line.endswith("<-- ERROR HERE")]
+    assert len(marked) == 2
+    assert marked[0].startswith("rank 1")
+    assert ">B3.1<" in marked[0]
+    assert marked[1] == f"rank 1, action {index}: backward_last -1 3 2 1 <-- ERROR HERE"
+
+
+@pytest.mark.parametrize("name", ["D0", "L2", "O2"])
+def test_a_failed_action_that_is_no_compute_is_marked_too(small: Schedule, name: str) -> None:
+    index = [str(action) for action in small.actions[0]].index(name)
+    text = render_text(small, (0, index))
+    assert f">{name}<" in text
+    assert text.count("<-- ERROR HERE") == 2
+
+
+def test_a_failed_batch_is_not_hidden_by_the_first_forward() -> None:
+    assert ">D0<" in render_text(build_schedule(1, 1, 1, None), (0, 0))
+
+
+def test_without_offload_the_grid_has_no_rows_for_transfers() -> None:
+    text = render_text(build_schedule(2, 2, 2, None))
+    assert "load" not in text
+
+
+def test_the_svg_names_every_action(tmp_path: Path) -> None:
+    schedule = build_schedule(2, 3, 2, 2)
+    render_picture(schedule, tmp_path / "schedule.svg")
+    svg = (tmp_path / "schedule.svg").read_text()
+    for actions in schedule.actions:
+        for action in actions[1:]:
+            assert f">{action}<" in svg
+    assert "GPU 1" in svg
+
+
+def test_the_same_schedule_gives_the_same_svg(small: Schedule, tmp_path: Path) -> None:
+    render_picture(small, tmp_path / "one.svg")
+    render_picture(small, tmp_path / "two.svg")
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def test_the_png_is_a_png(tmp_path: Path) -> None:
+    render_picture(build_schedule(1, 1, 1, None), tmp_path / "schedule.PNG")
+    assert (tmp_path / "schedule.PNG").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_suffix_is_refused(small: Schedule, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ends in \.png or \.svg"):
+        render_picture(small, tmp_path / "schedule.jpg")

@@ -1,0 +1,54 @@
+"""scripts/show_schedule.py, as a user runs it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def show(*options: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    script = ROOT / "scripts" / "show_schedule.py"
+    return subprocess.run(
+        [sys.executable, str(script), *options], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def test_it_runs_from_any_folder_and_prints_grid_and_actions(tmp_path: Path) -> None:
+    result = show("--num_ranks", "2", "--num_stages", "4", "--num_chunks", "1", "--actions", folder=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "B3.0-----" in result.stdout
+    assert "\nrank 1\n  generate_data -1 3 -1 -1\n  load -1 1 -1 -1\n" in result.stdout
+
+
+def test_it_writes_a_picture_where_it_is_told(tmp_path: Path) -> None:
+    result = show("--num_chunks", "2", "--no_prefetch", "--output", "schedule.svg", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "1 weight slot per GPU" in (tmp_path / "schedule.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--num_stages", "7"), "--num_stages 7: it must be a multiple of --num_ranks 4, such as 4 or 8"),
+        (("--num_stages", "3"), "such as 4"),
+        (("--num_ranks", "0"), "--num_ranks 0: at least 1"),
+        (("--num_chunks", "0"), "0 microbatches (--num_chunks)"),
+        (("--output", "schedule.gif"), "ends in .png or .svg"),
+        (("--output", "no/such/folder.png"), "No such file or directory"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(options: tuple[str, ...], complaint: str, tmp_path: Path) -> None:
+    result = show(*options, folder=tmp_path)
+    assert result.returncode == 2
+    assert complaint in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_schedule_needs_no_torch() -> None:
+    imports = "import sys, mobius.schedule, mobius.schedule.render"
+    code = f"{imports}; print([name for name in ('torch', 'matplotlib') if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
