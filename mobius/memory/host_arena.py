@@ -1,4 +1,6 @@
-"""Host memory of this rank's streamed stages: exact-size mappings, those that the GPU copies from and to registered with CUDA."""
+"""Host memory of this rank's streamed stages: exact-size mappings, those that the GPU copies from and to registered
+with CUDA.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class HostArena:
     """
 
     def __init__(self, layouts: Mapping[int, StageLayout], *, dtype: torch.dtype, register: bool) -> None:
-        """Map memory for `layouts` (stage -> layout); `register` page-locks weights and gradients for asynchronous copies."""
+        """Map memory for `layouts` (stage -> layout); `register` page-locks weights and gradients for asynchronous
+        copies.
+        """
         self._register = register
         self._registered: list[Tensor] = []
         self.states: dict[int, StageState] = {}
@@ -58,7 +62,9 @@ class HostArena:
 
 
 def _map(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """A zero tensor [num_elements] in an anonymous mapping of exactly its size (rounded to pages), on huge pages if possible."""
+    """A zero tensor [num_elements] in an anonymous mapping of exactly its size (rounded to pages), on huge pages if
+    possible.
+    """
     num_bytes = num_elements * dtype.itemsize
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

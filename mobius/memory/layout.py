@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 128
-"""Elements; 256 bytes in bf16, so that every view is aligned for vectorized kernels and compiled graphs can rely on it."""
+"""Elements; 256 bytes in bf16, so that every view is aligned for vectorized kernels and compiled graphs can rely on
+it.
+"""
 
 
 @dataclass(frozen=True)

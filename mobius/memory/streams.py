@@ -1,4 +1,6 @@
-"""Streams and events of one device behind one small interface; on a CPU everything is synchronous and they do nothing."""
+"""Streams and events of one device behind one small interface; on a CPU everything is synchronous and they do
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ A slot goes round between three streams; each arrow is an event:
 `ready` and `free` are the slot's two events; `done` is only a hand-over inside `offload`. Without gradients `free` is
 recorded on the compute stream at once. Weights are never copied back: the GPU does not change them.
 
-Gradients of all microbatches accumulate in fp32 in one buffer per rank, because a rank works on one stage's backward at a
-time. Sealing casts them into the slot, over the weights, which backward no longer needs: a gradient leaves in the weights'
-dtype by one flat copy and costs no memory of its own.
+Gradients of all microbatches accumulate in fp32 in one buffer per rank, because a rank works on one stage's backward
+at a time. Sealing casts them into the slot, over the weights, which backward no longer needs: a gradient leaves in the
+weights' dtype by one flat copy and costs no memory of its own.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class WeightSlots:
         return square
 
     def offload(self, stage: int) -> None:
-        """Free `stage`'s slot; if its gradients are sealed, start copying them to the host. Returns before the copy is done."""
+        """Free `stage`'s slot; if its gradients are sealed, start copying them to the host. Returns before the copy
+        is done.
+        """
         slot = self._slot_of(stage)
         slot.stage, slot.views = None, {}
         done = record_current(self._device)
@@ -132,5 +134,7 @@ class WeightSlots:
     def _slot_of(self, stage: int) -> _Slot:
         slot = next((slot for slot in self._slots if slot.stage == stage), None)
         if slot is None:
-            raise ScheduleError(f"stage {stage} is used while the slots hold stages {[slot.stage for slot in self._slots]}")
+            raise ScheduleError(
+                f"stage {stage} is used while the slots hold stages {[slot.stage for slot in self._slots]}"
+            )
         return slot

@@ -1,6 +1,8 @@
-"""Takes a transformers model apart into an embedding, layers and a head: code without storage, run on weights passed in.
+"""Takes a transformers model apart into an embedding, layers and a head: code without storage, run on weights passed
+in.
 
-The model is built on the meta device, so it costs no memory. Layers that differ in nothing but their index share one template.
+The model is built on the meta device, so it costs no memory. Layers that differ in nothing but their index share one
+template.
 """
 
 from __future__ import annotations
@@ -118,7 +120,9 @@ def _layer_blocks(prefix: str, layers: nn.ModuleList) -> tuple[Block, ...]:
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Everything that makes a layer compute what it does, its index left out: classes, parameter shapes, plain settings."""
+    """Everything that makes a layer compute what it does, its index left out: classes, parameter shapes, plain
+    settings.
+    """
     parts: list[Any] = []
     for path, module in layer.named_modules():
         settings = {
@@ -134,8 +138,10 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 class LayerInputs:
     """What each layer gets beside its hidden states (mask, rotary embeddings), by sequence length.
 
-    The family's own forward makes them: it is run once per length with recorders in the layers' places, so masks by layer kind,
-    scaled and sliding variants are exactly transformers' own. Right padding with causal attention needs no padding mask.
+    The family's own forward makes them: it is run once per length with recorders in the layers' places, so masks by
+    layer kind, scaled and sliding variants are exactly transformers' own. Right padding with causal attention needs no
+    padding
+    mask.
     """
 
     def __init__(self, parts: ModelParts, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -152,7 +158,9 @@ class LayerInputs:
         self._by_length: dict[int, tuple[dict[str, Any], ...]] = {}
 
     def __call__(self, seq_length: int) -> tuple[dict[str, Any], ...]:
-        """Keyword arguments of every layer for sequences of `seq_length` tokens; tensors have batch size 1 and are shared."""
+        """Keyword arguments of every layer for sequences of `seq_length` tokens; tensors have batch size 1 and are
+        shared.
+        """
         if seq_length not in self._by_length:
             hidden = torch.zeros(1, seq_length, self._hidden_size, device=self._device, dtype=self._dtype)
             with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Finds a model and reads its configuration; which families are supported is decided here, weights are read elsewhere."""
+"""Finds a model and reads its configuration; which families are supported is decided here, weights are read
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,18 @@ def locate_model(model_path: str) -> Path:
     folder = Path(model_path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise CheckpointError(f"--model_path {model_path}: the folder has no config.json, so it is no Hugging Face model.")
+            raise CheckpointError(
+                f"--model_path {model_path}: the folder has no config.json, so it is no Hugging Face model."
+            )
         return folder
     from huggingface_hub import constants, snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
     try:
         return Path(snapshot_download(model_path, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises many unrelated types for "not there"; all mean the same to the user
+    except (
+        Exception
+    ) as error:  # the hub client raises many unrelated types for "not there"; all mean the same to the user
         raise CheckpointError(
             f"--model_path {model_path}: not found. Looked for a folder {folder.absolute()}, for the model in the cache "
             f"{constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {_first_line(error)}). Without a network: on a "
@@ -48,13 +54,16 @@ def locate_model(model_path: str) -> Path:
 def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     """Read `folder`'s configuration and apply the shape options.
 
-    With weights in the folder only `num_layers` may shrink the model; other shape options that differ from the checkpoint
-    are warned about and ignored. Without weights they shape the model. Raises CheckpointError for unsupported families.
+    With weights in the folder only `num_layers` may shrink the model; other shape options that differ from the
+    checkpoint are warned about and ignored. Without weights they shape the model. Raises CheckpointError for
+    unsupported families.
     """
     try:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, OSError, KeyError) as error:
-        raise CheckpointError(f"--model_path {options.model_path}: cannot read its config.json: {_first_line(error)}") from error
+        raise CheckpointError(
+            f"--model_path {options.model_path}: cannot read its config.json: {_first_line(error)}"
+        ) from error
     if config.model_type not in SUPPORTED_FAMILIES:
         raise CheckpointError(
             f"--model_path {options.model_path} is of the family {config.model_type!r}, which is not supported. "
@@ -66,7 +75,9 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
         if wanted is None or wanted == own:
             continue
         if has_weights:
-            logger.warning("--%s %s differs from the checkpoint's %s %s: the checkpoint's is used", option, wanted, field, own)
+            logger.warning(
+                "--%s %s differs from the checkpoint's %s %s: the checkpoint's is used", option, wanted, field, own
+            )
         else:
             _set_shape(config, field, wanted)
     _apply_num_layers(config, options, has_weights)
@@ -82,7 +93,9 @@ def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
         if key_value_heads == config.num_attention_heads:
             config.num_key_value_heads = value
         elif key_value_heads and value % key_value_heads:
-            raise ConfigError(f"--num_heads {value} is not a multiple of the model's {key_value_heads} key-value heads.")
+            raise ConfigError(
+                f"--num_heads {value} is not a multiple of the model's {key_value_heads} key-value heads."
+            )
     setattr(config, field, value)
     if field in ("hidden_size", "num_attention_heads") and config.model_type in ("llama", "mistral", "qwen2"):
         if config.hidden_size % config.num_attention_heads:
@@ -125,7 +138,7 @@ def folder_has_weights(folder: Path) -> bool:
     if pickled := sorted(folder.glob("*.bin")):
         raise CheckpointError(
             f"{folder} holds its weights as {pickled[0].name}; only safetensors are read. Convert once, where it fits in memory: "
-            f"python -c \"from transformers import AutoModelForCausalLM as M; "
+            f'python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
         )
     return False

@@ -1,4 +1,6 @@
-"""Where initial parameter values come from: a safetensors checkpoint or the family's own initialization, tensor by tensor."""
+"""Where initial parameter values come from: a safetensors checkpoint or the family's own initialization, tensor by
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -60,19 +62,22 @@ def _index(folder: Path) -> dict[str, str]:
     if index.is_file():
         weight_map = cast(dict[str, str], json.loads(index.read_text())["weight_map"])
         if missing := sorted({file for file in weight_map.values() if not (folder / file).is_file()}):
-            raise CheckpointError(f"{folder} is incomplete: {index.name} names {missing[0]} ({len(missing)} file(s) missing).")
+            raise CheckpointError(
+                f"{folder} is incomplete: {index.name} names {missing[0]} ({len(missing)} file(s) missing)."
+            )
         return weight_map
     names: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            names.update({name: path.name for name in file.keys()})  # noqa: SIM118 (no mapping, only a method of that name)
+            names.update(dict.fromkeys(file.keys(), path.name))  # noqa: SIM118 (no mapping, only a method of that name)
     return names
 
 
 class InitialWeights:
     """Parameters drawn by transformers' own initialization of the family, for a model without weights.
 
-    Each leaf module is seeded by its name, so values do not depend on how the model is cut or on how many ranks there are.
+    Each leaf module is seeded by its name, so values do not depend on how the model is cut or on how many ranks there
+    are.
     """
 
     def __init__(self, parts: ModelParts, *, seed: int) -> None:

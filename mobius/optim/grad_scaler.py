@@ -11,14 +11,14 @@ class LossScale:
     """
 
     def __init__(self, *, is_dynamic: bool, initial: float = 2.0**14, growth_interval: int = 2000) -> None:
-        self._is_dynamic = is_dynamic
+        self.is_dynamic = is_dynamic
         self._growth_interval = growth_interval
         self._good_steps = 0
         self.value = initial if is_dynamic else 1.0
 
     def update(self, *, is_finite: bool) -> None:
         """Adapt to the outcome of a step."""
-        if not self._is_dynamic:
+        if not self.is_dynamic:
             return
         if not is_finite:
             self.value, self._good_steps = max(1.0, self.value / 2), 0

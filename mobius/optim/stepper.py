@@ -16,6 +16,7 @@ from mobius.optim.grad_scaler import LossScale
 from mobius.optim.tied import TiedPair
 from mobius.runtime.executor import StepSums
 from mobius.runtime.transport import Transport
+from mobius.runtime.waits import WaitCause, WaitClock
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,13 @@ class Stepper:
         *,
         memory: StageMemory,
         transport: Transport,
+        clock: WaitClock,
         loss_scale: LossScale,
         num_stages: int,
         max_grad_norm: float,
         tied: TiedPair | None,
     ) -> None:
-        self._adamw, self._memory, self._transport, self._tied = adamw, memory, transport, tied
+        self._adamw, self._memory, self._transport, self._clock, self._tied = adamw, memory, transport, clock, tied
         self._num_stages, self._max_grad_norm = num_stages, max_grad_norm
         self.loss_scale = loss_scale
         self.num_updates = 0
@@ -68,7 +70,8 @@ class Stepper:
         self.loss_scale.update(is_finite=is_finite)
         if is_finite:
             self._skipped_in_a_row = 0
-            self._update(learning_rate, factor)
+            with self._clock.blocking(WaitCause.OPTIMIZER):
+                self._update(learning_rate, factor)
         else:
             self._skip(step, loss, squares)
         return StepOutcome(loss, grad_norm, is_skipped=not is_finite)
@@ -83,7 +86,8 @@ class Stepper:
             own[1 + stage] = square
         if tied_square is not None:
             own[1] += tied_square
-        summed = self._transport.sum_over_ranks(own).tolist()
+        with self._clock.blocking(WaitCause.NEIGHBOURS):
+            summed = self._transport.sum_over_ranks(own).tolist()
         return summed[0], summed[1:]
 
     def _update(self, learning_rate: float, factor: float) -> None:

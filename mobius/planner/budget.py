@@ -13,7 +13,9 @@ GIB = 2**30
 MASTER_AND_MOMENTS_BYTES = 12
 """fp32 master weight and the two fp32 moments of AdamW, per parameter."""
 PROCESS_BYTES = int(1.0 * GIB)
-"""Host memory of one rank beside the arena: Python, torch, the CUDA context and communicators (0.8 GiB seen on an H200)."""
+"""Host memory of one rank beside the arena: Python, torch, the CUDA context and communicators (0.8 GiB seen on an
+H200).
+"""
 
 
 @dataclass(frozen=True)

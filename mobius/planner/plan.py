@@ -1,4 +1,6 @@
-"""The plan of a run: everything a schedule and the ranks need, and nothing else. It is saved with the results as JSON."""
+"""The plan of a run: everything a schedule and the ranks need, and nothing else. It is saved with the results as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Plan:
                 *(["norm, head"] if span.is_last else []),
             ]
             count = span.num_parameters(shape)
-            lines.append(f"  stage {span.stage:>3} on rank {span.stage % self.num_ranks}: {', '.join(owns)} ({count / 1e6:.1f}M)")
+            lines.append(
+                f"  stage {span.stage:>3} on rank {span.stage % self.num_ranks}: {', '.join(owns)} ({count / 1e6:.1f}M)"
+            )
         return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """The transport between processes: one NCCL (or gloo) communicator per directed edge, gloo for host scalars.
 
-One communicator per edge, because point-to-point operations of one communicator run in the order of issue: with one queue per
-rank, or per pair of ranks, a looped schedule can wait in a circle.
+One communicator per edge, because point-to-point operations of one communicator run in the order of issue: with one
+queue per rank, or per pair of ranks, a looped schedule can wait in a circle.
 """
 
 from __future__ import annotations
@@ -39,13 +39,17 @@ class DistributedTransport:
         else:
             dist.init_process_group("gloo", timeout=TIMEOUT)
         self._scalars = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        self._edges = {edge: dist.new_group(list(edge), backend=backend, timeout=TIMEOUT) for edge in ring_edges(num_ranks)}
+        self._edges = {
+            edge: dist.new_group(list(edge), backend=backend, timeout=TIMEOUT) for edge in ring_edges(num_ranks)
+        }
         self._posted: defaultdict[int, deque[tuple[Tensor, dist.Work]]] = defaultdict(deque)
         self._sent: deque[tuple[Tensor, dist.Work]] = deque()
         self._warm()
 
     def _warm(self) -> None:
-        """Use every edge once, in one order: communicators connect at their first message, and must not do so in a circle."""
+        """Use every edge once, in one order: communicators connect at their first message, and must not do so in a
+        circle.
+        """
         token = torch.ones(8, device=self._device)
         for (source, target), group in self._edges.items():
             if self.rank == source:
@@ -102,7 +106,9 @@ class DistributedTransport:
         is_host = tensor.device.type == "cpu"
         incoming = self._scalars if is_host else self._edges[peer, self.rank]
         outgoing = self._scalars if is_host else self._edges[self.rank, peer]
-        for own, other in zip(tensor.view(-1).split(EXCHANGE_ELEMENTS), received.view(-1).split(EXCHANGE_ELEMENTS), strict=True):
+        for own, other in zip(
+            tensor.view(-1).split(EXCHANGE_ELEMENTS), received.view(-1).split(EXCHANGE_ELEMENTS), strict=True
+        ):
             works = [dist.irecv(other, peer, group=incoming), dist.isend(own, peer, group=outgoing)]
             for work in works:
                 assert work is not None
@@ -124,4 +130,6 @@ class DistributedTransport:
 
     def _lost(self, peer: int | None) -> TransportError:
         who = "another rank" if peer is None else f"its neighbour rank {peer}"
-        return TransportError(f"rank {self.rank} stops: it lost {who}, whose own message (above or below) tells the cause.")
+        return TransportError(
+            f"rank {self.rank} stops: it lost {who}, whose own message (above or below) tells the cause."
+        )

@@ -1,4 +1,5 @@
-"""Plays one rank's actions of one step: for each action its handler. What happens in which order is the schedule's business.
+"""Plays one rank's actions of one step: for each action its handler. What happens in which order is the schedule's
+business.
 
 Nothing here waits for the device: handlers enqueue, and the order of streams and edges does the rest.
 """
@@ -34,6 +35,8 @@ class StepBatch:
     """int64 [batch, L], -100 where nothing is to be learned, not shifted."""
     num_targets: int
     """Positions of the step whose next token is a target; the loss is their mean."""
+    num_tokens: int
+    """Tokens without padding."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,9 @@ class Executor:
         self._stages, self._memory, self._transport, self._clock = stages, memory, transport, clock
         self._device, self._unsealed_names = device, unsealed_names
         self._stash = Stash()
-        self._receivers = [i for i, action in enumerate(self._actions) if incoming(action, schedule.num_stages) is not None]
+        self._receivers = [
+            i for i, action in enumerate(self._actions) if incoming(action, schedule.num_stages) is not None
+        ]
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.GENERATE_DATA: self._generate_data,
             ActionKind.FORWARD_FIRST: self._forward,
@@ -82,8 +87,8 @@ class Executor:
     def run(self, batch: StepBatch, *, loss_scale: float = 1.0) -> StepSums:
         """Forward and backward of all microbatches of one step.
 
-        The gradients of `loss * loss_scale` end in `memory.states`. Raises what the failing action raised, with the grid of the
-        schedule attached.
+        The gradients of `loss * loss_scale` end in `memory.states`. Raises what the failing action raised, with the
+        grid of the schedule attached.
         """
         self._batch, self._loss_scale = batch, loss_scale
         self._loss = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -144,7 +149,9 @@ class Executor:
         self._finish_backward(stage, microbatch, layer_inputs, gradient)
 
     def _finish_backward(self, stage: int, microbatch: int, layer_inputs: list[Tensor], gradient: Tensor) -> None:
-        """Backward through the layers, then to the stage before or into the embedding; after the last microbatch, seal."""
+        """Backward through the layers, then to the stage before or into the embedding; after the last microbatch,
+        seal.
+        """
         module, weights, gradients = self._stages[stage], self._weights(stage), self._memory.gradients(stage)
         gradient = module.backward(weights, gradients, layer_inputs, gradient)
         if module.span.is_first:

@@ -21,7 +21,9 @@ Views = Mapping[str, Tensor]
 class StageModule:
     """The layers of `span`, with the embedding in the first stage and the final norm and head in the last."""
 
-    def __init__(self, parts: ModelParts, span: StageSpan, layer_inputs: LayerInputs, *, loss_chunk_tokens: int) -> None:
+    def __init__(
+        self, parts: ModelParts, span: StageSpan, layer_inputs: LayerInputs, *, loss_chunk_tokens: int
+    ) -> None:
         self.span = span
         self._parts = parts
         self._layers = [parts.layers[index] for index in span.layers]
@@ -46,7 +48,9 @@ class StageModule:
         Returns the hidden states [B, L, H] and every layer's input, which `backward` needs.
         """
         with torch.no_grad():
-            hidden = self._parts.embedding(_own(weights, self._parts.embedding), inputs) if self.span.is_first else inputs
+            hidden = (
+                self._parts.embedding(_own(weights, self._parts.embedding), inputs) if self.span.is_first else inputs
+            )
             layer_arguments = self._layer_arguments(hidden)
             stashed = []
             for layer, arguments in zip(self._layers, layer_arguments, strict=True):
@@ -55,7 +59,8 @@ class StageModule:
         return hidden, stashed
 
     def backward(self, weights: Views, gradients: Views, stashed: list[Tensor], gradient: Tensor) -> Tensor:
-        """Add the gradients of the layers' parameters to `gradients` and return the gradient of the first layer's input.
+        """Add the gradients of the layers' parameters to `gradients` and return the gradient of the first layer's
+        input.
 
         Args:
             stashed: the layers' inputs from `forward`; the list is emptied, so that each is freed once it is used.
@@ -110,7 +115,9 @@ def _own(views: Views, block: Block) -> dict[str, Tensor]:
 def _block_backward(
     block: Block, weights: Views, gradients: Views, inputs: Tensor, gradient: Tensor, arguments: dict[str, Any]
 ) -> Tensor:
-    """Recompute `block` on `inputs` with a graph, add its parameters' gradients, return that of `inputs` (floating only)."""
+    """Recompute `block` on `inputs` with a graph, add its parameters' gradients, return that of `inputs` (floating
+    only).
+    """
     leaves = {name: view.detach().requires_grad_() for name, view in _own(weights, block).items()}
     inputs = inputs.detach()
     sources = list(leaves.values())

@@ -1,4 +1,5 @@
-"""How ranks talk: activations along directed edges, scalars over all ranks. What is said, and when, the executor decides.
+"""How ranks talk: activations along directed edges, scalars over all ranks. What is said, and when, the executor
+decides.
 
 Messages are FIFO per directed edge (source rank, target rank). A hop from a rank to itself is a queue of references.
 """
@@ -34,10 +35,15 @@ class Transport(Protocol):
         """Sum a small CPU tensor (float64) over all ranks; blocks."""
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """Give `tensor` to `peer` and return the one it gives, of the same shape; blocks or orders the compute stream."""
+        """Give `tensor` to `peer` and return the one it gives, of the same shape; blocks or orders the compute
+        stream.
+        """
 
     def barrier(self) -> None:
         """Wait for all ranks."""
+
+    def close(self) -> None:
+        """End the connections, on the way out of a run that went well."""
 
 
 class SelfEdge:
@@ -89,6 +95,9 @@ class SingleRankTransport:
 
     def barrier(self) -> None:
         """Nobody to wait for."""
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 def empty_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -135,11 +135,13 @@ def make_batch(num_sequences: int) -> StepBatch:
     labels = tokens.clone()
     for row in range(num_sequences):
         labels[row, : 1 + row % 7] = -100
-    return StepBatch(tokens, labels, int((labels[:, 1:] != -100).sum()))
+    return StepBatch(tokens, labels, int((labels[:, 1:] != -100).sum()), tokens.numel())
 
 
 def plain_step(model: PreTrainedModel, batch: StepBatch, num_microbatches: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same step by transformers alone: its own loss, one backward per microbatch, gradients accumulated by autograd."""
+    """The same step by transformers alone: its own loss, one backward per microbatch, gradients accumulated by
+    autograd.
+    """
     model.zero_grad()
     total = torch.zeros(())
     microbatches = zip(batch.input_ids.chunk(num_microbatches), batch.labels.chunk(num_microbatches), strict=True)

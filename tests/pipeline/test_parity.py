@@ -1,4 +1,6 @@
-"""The reference test: a pipeline of rank-threads computes the loss and every gradient of the plain transformers model."""
+"""The reference test: a pipeline of rank-threads computes the loss and every gradient of the plain transformers
+model.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,18 @@ def test_pipeline_equals_the_plain_model_bit_by_bit(family: str, num_ranks: int)
                 assert torch.equal(pipeline.run(batch), expected_loss), where
                 assert pipeline.gradients.keys() == expected.keys(), where
                 for name, gradient in expected.items():
-                    _assert_equal(pipeline.gradients[name], gradient, name in tied and num_microbatches > 1, f"{where} {name}")
+                    _assert_equal(
+                        pipeline.gradients[name], gradient, name in tied and num_microbatches > 1, f"{where} {name}"
+                    )
 
 
 def _assert_equal(actual: torch.Tensor, expected: torch.Tensor, is_reordered: bool, where: str) -> None:
     """Bit-equal, but for a tied matrix under several microbatches.
 
-    Autograd adds head and embedding gradient within a microbatch, (h0 + e0) + (h1 + e1); in a pipeline the two are made by
-    different stages and meet at the end of the step, (h0 + h1) + (e0 + e1). The bits differ, by 1e-6 of the largest at most.
+    Autograd adds head and embedding gradient within a microbatch, (h0 + e0) + (h1 + e1); in a pipeline the two are
+    made by different stages and meet at the end of the step, (h0 + h1) + (e0 + e1). The bits differ, by 1e-6 of the
+    largest at
+    most.
     """
     if is_reordered:
         assert (actual - expected).abs().max() <= 1e-6 * expected.abs().max(), where

@@ -1,0 +1,38 @@
+# An image that trains on the GPUs it is given:
+#
+#     docker build -t mobius .
+#     docker run --rm --gpus all --ipc=host -v mobius-cache:/cache -v "$PWD/output:/mobius/output" mobius \
+#         --use_offload --use_prefetch --save_dir output/save_ckpt --save_params output/finetune_params.pt \
+#         --save_results output/test_result.txt
+#
+# --ipc=host: GPUs without peer-to-peer copies exchange activations through shared memory, of which a container has 64 MiB.
+# /cache keeps downloaded models and tokenized data. Add `--user "$(id -u):$(id -g)"` (and own the mounted folders) to
+# have the results belong to you, and `-e HF_TOKEN` for models behind a licence.
+
+# The CUDA version of the torch wheel in requirements.txt.
+FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
+
+# gcc and Python's headers: kernels are compiled where they run.
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
+        gcc libc6-dev python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+COPY requirements.txt /mobius/
+RUN python3 -m venv /opt/venv \
+    && /opt/venv/bin/pip install --no-cache-dir --requirement /mobius/requirements.txt
+
+COPY . /mobius
+WORKDIR /mobius
+
+# Any user may run the image: caches and results go where everybody may write, and a user without a name gets one.
+RUN mkdir /cache && chmod 1777 /cache /mobius
+ENV PATH=/opt/venv/bin:$PATH \
+    MOBIUS_PYTHON=system \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/cache \
+    USER=mobius \
+    HF_HOME=/cache/huggingface \
+    XDG_CACHE_HOME=/cache
+
+ENTRYPOINT ["scripts/docker_entry"]

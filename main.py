@@ -1,0 +1,40 @@
+"""Fine-tunes a language model: `torchrun --nproc_per_node N main.py [--config FILE.yaml] [options]`. See --help."""
+
+import logging
+import sys
+import time
+
+from mobius.cli import parse_args
+from mobius.errors import MobiusError
+from mobius.log import setup_logging
+from mobius.ranks import Ranks, prepare_environment
+
+ECHO_SECONDS = 3.0
+"""What a rank other than the first waits before it tells an error: one that all ranks share is then told once, because
+the
+first rank's end has ended the others."""
+
+
+def main() -> int:
+    """Parse, train, and turn an error that the user can mend into one message and an exit code."""
+    prepare_environment()
+    rank = 0
+    try:
+        ranks = Ranks.from_environment()
+        rank = ranks.rank
+        setup_logging(rank)
+        config = parse_args(sys.argv[1:], num_ranks=ranks.num_ranks)
+        from mobius.training.run import run_training  # torch is imported only now, so that --help is quick
+
+        run_training(config, ranks)
+    except MobiusError as error:
+        setup_logging(rank)
+        if rank != 0:
+            time.sleep(ECHO_SECONDS)
+        logging.getLogger("mobius").error("%s", "\n".join([str(error), *getattr(error, "__notes__", [])]))
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Owns what a run can be told: one frozen section per topic, with the meaning of every option under its field.
+
+Does not own reading (`cli.py`) or judging (`validation.py`) what the user gave; field names are the option names, and
+the texts here are what `--help` prints.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The numbers an option allows; `minimum` is allowed, `above` and `below` are not."""
+
+    minimum: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def allow(self, value: float) -> bool:
+        """Whether `value` is finite and inside."""
+        return math.isfinite(value) and value >= self.minimum and value > self.above and value < self.below
+
+    def __str__(self) -> str:
+        limits = (("at least", self.minimum), ("above", self.above), ("below", self.below))
+        return " and ".join(f"{word} {limit:.15g}" for word, limit in limits if math.isfinite(limit))
+
+
+Count = Annotated[int, Bounds(minimum=1)]
+Port = Annotated[int, Bounds(minimum=1, below=65_536)]
+Seed = Annotated[int, Bounds(minimum=0, below=2**32)]
+Positive = Annotated[float, Bounds(above=0)]
+NonNegative = Annotated[float, Bounds(minimum=0)]
+DecayRate = Annotated[float, Bounds(minimum=0, below=1)]
+
+
+class Dtype(StrEnum):
+    """Number format of the working weights and activations."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+class Device(StrEnum):
+    """Where a run computes."""
+
+    AUTO = "auto"
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+class LrSchedulerType(StrEnum):
+    """How the learning rate changes after the warm-up."""
+
+    LINEAR = "linear"
+    COSINE = "cosine"
+    CONSTANT = "constant"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model"""
+
+    model_path: str = "meta-llama/Llama-2-7b-hf"
+    """Hugging Face id or local folder; short names such as llama-2-7b-hf and llama-2-13b-hf are accepted. A folder with
+    weights is fine-tuned; a folder with only a config.json is trained from fresh weights."""
+
+    num_layers: Count | None = None
+    """Layers to use. A smaller number than the model's keeps its first layers (to simulate a smaller model). Default:
+    the model's own."""
+
+    embedding_dim: Count | None = None
+    """Width of the hidden state; shapes a model without weights, pretrained weights keep theirs. Default: the model's
+    own."""
+
+    ff_dim: Count | None = None
+    """Inner width of the feed-forward part; shapes a model without weights. Default: the model's own."""
+
+    num_heads: Count | None = None
+    """Attention heads; shapes a model without weights. Default: the model's own."""
+
+    dtype: Dtype = Dtype.BF16
+    """Format of the weights and activations on the GPU; the optimizer always keeps fp32 master weights. bf16 needs no
+    loss scaling, fp16 is for GPUs without bf16, fp32 is exact and for tests and CPUs."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data"""
+
+    dataset: str = "xsum"
+    """Known name (xsum), Hugging Face id, or a local JSON, JSONL or Parquet file or folder."""
+
+    seq_length: Annotated[int, Bounds(minimum=2)] = 512
+    """Tokens per sequence; longer samples are cut and counted, shorter ones padded."""
+
+    max_samples: Count | None = None
+    """Samples to use, from the start of the dataset. Default: all."""
+
+    preprocessing_num_workers: Count = 1
+    """Processes that tokenize; the result is cached, so that more only shorten the first run."""
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Pipeline and memory"""
+
+    batch_size: Count = 128
+    """Sequences per optimizer step, over all microbatches; a multiple of num_chunks."""
+
+    num_chunks: Count = 4
+    """Microbatches that a batch is cut into; at least the number of GPUs keeps all of them busy, more need less
+    activation memory per microbatch."""
+
+    num_stages: Count = 8
+    """Pipeline stages; a multiple of the number of ranks (GPUs). Stage s runs on rank s modulo ranks; more stages need
+    less GPU memory for weights."""
+
+    use_prefetch: bool = True
+    """Load the next stage's weights while this one computes, into a second buffer on the GPU. Has no effect with
+    no_offload, where no weights are loaded."""
+
+    use_offload: bool = True
+    """Keep weights in CPU memory while they are not in use; no_offload keeps all stages on the GPU."""
+
+    device: Device = Device.AUTO
+    """auto: CUDA on a machine with GPUs, of which every rank needs its own, otherwise the CPU."""
+
+    gpu_memory_limit: Positive | None = None
+    """Hard cap on the GPU memory of each rank in GiB; makes a large GPU behave like a small one. Default: the whole
+    GPU."""
+
+    host_memory_limit: Positive | None = None
+    """CPU memory for all ranks together in GiB, for machines whose memory grows on demand. Default: what is available
+    when the run starts."""
+
+    loss_chunk_tokens: Count = 2048
+    """Tokens whose logits exist at one time; 2048 tokens of a 32k vocabulary take 0.25 GiB in fp32, and fewer make the
+    output layer slower."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """M; `num_chunks` under the name the code uses."""
+        return self.num_chunks
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences per microbatch."""
+        return self.batch_size // self.num_chunks
+
+    @property
+    def num_slots(self) -> int:
+        """GPU buffers for streamed stages; only meaningful with `use_offload`."""
+        return 2 if self.use_prefetch else 1
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer"""
+
+    num_iterations: Count = 2
+    """Optimizer steps."""
+
+    learning_rate: Positive = 1e-5
+    """Peak learning rate of AdamW; 1e-5 is a safe choice for fine-tuning all parameters of a pretrained model."""
+
+    lr_scheduler_type: LrSchedulerType = LrSchedulerType.COSINE
+    """Course of the learning rate after the warm-up; linear and cosine end at zero."""
+
+    warmup_steps: NonNegative = 0.03
+    """Steps over which the learning rate rises from zero: a whole number of steps, or below 1 a share of
+    num_iterations, rounded up."""
+
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay per unit of learning rate; norms and biases have none."""
+
+    adam_beta1: DecayRate = 0.9
+    """Decay rate of AdamW's mean of gradients, per step."""
+
+    adam_beta2: DecayRate = 0.999
+    """Decay rate of AdamW's mean of squared gradients, per step."""
+
+    adam_epsilon: Positive = 1e-8
+    """Added to AdamW's denominator."""
+
+    max_grad_norm: NonNegative = 1.0
+    """Largest L2 norm of all gradients together, to which larger ones are scaled down; 0 switches clipping off."""
+
+    seed: Seed = 42
+    """Seed of the data order and of fresh weights."""
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """`warmup_steps` as a number of steps."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        # 0.07 * 100 is 7.000000000000001 in binary, which must not become 8 steps.
+        return math.ceil(round(self.warmup_steps * self.num_iterations, 6))
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    """Output"""
+
+    save_params: str = "finetune_params.pt"
+    """One .pt file with the fine-tuned parameters."""
+
+    save_results: str = "test_result.txt"
+    """Text summary of the run: settings, seconds, memory."""
+
+    save_dir: str = "save_ckpt"
+    """Folder of the fine-tuned model in Hugging Face layout, with metrics and the resolved options."""
+
+    overwrite_output_dir: bool = False
+    """Replace results of an earlier run instead of refusing to start."""
+
+    logging_steps: Count = 1
+    """Steps between two progress lines; every step is in metrics.jsonl."""
+
+    show_actions: bool = False
+    """Print the action list of each rank before training."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Launch (read by train.sh; under torchrun use its own options and the environment)"""
+
+    cuda_visible_devices: str | None = None
+    """GPUs in the order of the ranks, such as 0,2,1,3: neighbours in the list should not share a PCIe root. Ignored
+    without GPUs. Default: all GPUs in their own order."""
+
+    master_port: Port = 29502
+    """TCP port where the ranks of the run meet; two runs on a machine need two ports."""
+
+    nproc_per_node: Count | None = None
+    """Ranks (processes, one per GPU). Default: the number of listed GPUs, or of all GPUs; 2 on a machine without
+    GPUs."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run as the user asked for it."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    optim: OptimConfig = OptimConfig()
+    output: OutputConfig = OutputConfig()
+    launch: LaunchConfig = LaunchConfig()

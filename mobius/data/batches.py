@@ -1,0 +1,91 @@
+"""Owns the order of the samples and their padding into batches: the same on every rank, from the seed alone.
+
+Does not own microbatches (the runtime slices a batch) nor tensors.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mobius.data.store import TokenizedDataset
+
+IGNORED_LABEL = -100  # what torch's cross entropy ignores by default
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One optimizer step's sequences, int64[batch, L], padded on the right.
+
+    `labels[b, t]` is `input_ids[b, t]` where that token is a target and -100 elsewhere, not shifted: position t - 1
+    predicts it. Column 0 is therefore always -100.
+    `num_targets` counts the labels that are not -100, `num_tokens` the tokens that are not padding.
+    """
+
+    input_ids: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    num_targets: int
+    num_tokens: int
+
+
+class Batches:
+    """An endless iterator over shuffled samples.
+
+    The epochs' permutations, each a function of (seed, epoch), form one endless stream of samples, and step k takes the
+    positions [k * batch_size, (k + 1) * batch_size) of it. A batch may therefore span epochs, a dataset smaller than a
+    batch repeats, and any step can be reached by arithmetic.
+    """
+
+    def __init__(
+        self, tokenized: TokenizedDataset, *, batch_size: int, seq_length: int, pad_token_id: int, seed: int
+    ) -> None:
+        self._tokenized = tokenized
+        self._batch_size = batch_size
+        self._seq_length = seq_length
+        self._pad_token_id = pad_token_id
+        self._seed = seed
+        self._step = 0
+        self._epoch = -1
+        self._permutation: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    @property
+    def state(self) -> int:
+        """How many batches were taken: what `seek` needs to continue from here."""
+        return self._step
+
+    @property
+    def epoch(self) -> float:
+        """How often the dataset was gone through so far, with its fraction."""
+        return self._step * self._batch_size / len(self._tokenized)
+
+    def seek(self, step: int) -> None:
+        """Make the next batch the one of this step, counted from 0, forwards or backwards, without reading any."""
+        self._step = step
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> Batch:
+        input_ids = np.full((self._batch_size, self._seq_length), self._pad_token_id, dtype=np.int64)
+        labels = np.full_like(input_ids, IGNORED_LABEL)
+        num_tokens = 0
+        first = self._step * self._batch_size
+        for row, position in enumerate(range(first, first + self._batch_size)):
+            tokens, is_target = self._tokenized.sample(self._sample_index(position))
+            length = len(tokens)
+            assert length <= self._seq_length, f"a sample of {length} tokens in a batch of {self._seq_length}"
+            input_ids[row, :length] = tokens
+            labels[row, :length] = np.where(is_target, tokens, IGNORED_LABEL)
+            num_tokens += length
+        labels[:, 0] = IGNORED_LABEL  # nothing predicts the first token
+        self._step += 1
+        return Batch(input_ids, labels, int(np.count_nonzero(labels != IGNORED_LABEL)), num_tokens)
+
+    def _sample_index(self, position: int) -> int:
+        """The sample at a position of the endless stream."""
+        epoch, place = divmod(position, len(self._tokenized))
+        if epoch != self._epoch:
+            generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
+            self._permutation = generator.permutation(len(self._tokenized))
+            self._epoch = epoch
+        return int(self._permutation[place])

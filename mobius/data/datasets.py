@@ -1,0 +1,229 @@
+"""Owns the preparation of a dataset: read, tokenize, count, cache by content, once for all ranks of the machine.
+
+Does not own the formats (formats.py), the files (sources.py), the masks (tokenization.py) or the arrays (store.py).
+"""
+
+import hashlib
+import json
+import logging
+import multiprocessing
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from mobius.data import store
+from mobius.data.formats import RecordFormat, parse_record, recognize
+from mobius.data.sources import Record, Source, open_source
+from mobius.data.store import Row, TokenizedDataset
+from mobius.data.tokenization import Encoded, Note, SampleEncoder, pack
+from mobius.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_RECORDS = 256
+# Chunks in flight per worker: enough to keep it busy, few enough that a large dataset is never in memory as a whole.
+_CHUNKS_PER_WORKER = 4
+_SHOWN_CHARACTERS = 1200
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCounts:
+    """In records: `read` = `kept` + `dropped` + `empty`; `cut` are those among the kept that lost tokens.
+
+    `dropped` records have text but no trainable token, `empty` ones no text.
+    """
+
+    read: int
+    kept: int
+    cut: int
+    dropped: int
+    empty: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.read} records read, {self.kept} kept ({self.cut} of them cut to the sequence length), "
+            f"{self.dropped} dropped without targets, {self.empty} empty"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    """`format_name` is the format recognized; `warnings` say what the user should know, one sentence each."""
+
+    tokenized: TokenizedDataset
+    counts: SampleCounts
+    format_name: str
+    warnings: tuple[str, ...]
+
+
+def prepare_dataset(
+    *,
+    dataset: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    seq_length: int,
+    max_samples: int | None,
+    num_workers: int,
+    cache_dir: Path,
+    show_progress: bool = False,
+) -> PreparedData:
+    """Tokenize a dataset, or map what an earlier run or another rank has tokenized.
+
+    Every rank calls this before a process group exists: the first to come tokenizes while the others wait for its lock,
+    so no collective times out. `max_samples` are the first records read. The cache key covers the content of the
+    dataset, the tokenizer and this package; the arrays returned are memory-mapped from `cache_dir`.
+    Raises DataError if the dataset is missing, broken, empty or without a trainable token.
+    """
+    source = open_source(dataset, show_progress=show_progress)
+    encoder = SampleEncoder(tokenizer, seq_length=seq_length)
+    folder = cache_dir / "tokenized" / _cache_key(source, tokenizer, seq_length, max_samples)
+    with store.locked(folder):
+        stored = store.load(folder)
+        if stored is None:
+            rows, facts = _tokenize(source, encoder, seq_length, max_samples, num_workers, show_progress)
+            store.save(folder, TokenizedDataset.from_rows(rows), facts)
+            stored = store.load(folder)
+            assert stored is not None
+    tokenized, facts = stored
+    return PreparedData(
+        tokenized, SampleCounts(**facts["counts"]), format_name=facts["format_name"], warnings=tuple(facts["warnings"])
+    )
+
+
+def describe_sample(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase", index: int = 0) -> str:
+    """One sample as the model sees it, special tokens included, with prompt and target parts told apart.
+
+    Long parts are shown without their middle.
+    """
+    input_ids, is_target = prepared.tokenized.sample(index)
+    lines = [f"sample {index}: {len(input_ids)} tokens, {int(is_target[1:].sum())} of them targets"]
+    position = 0
+    for part_is_target, group in groupby(is_target.tolist()):
+        length = len(list(group))
+        text = tokenizer.decode(input_ids[position : position + length].tolist(), skip_special_tokens=False)
+        assert isinstance(text, str)
+        if len(text) > _SHOWN_CHARACTERS:
+            half = _SHOWN_CHARACTERS // 2
+            text = f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
+        label = "target" if part_is_target else "prompt"
+        lines += [f"  {label} | {line}" for line in text.split("\n")]
+        position += length
+    return "\n".join(lines)
+
+
+def _cache_key(source: Source, tokenizer: "PreTrainedTokenizerBase", seq_length: int, max_samples: int | None) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    facts = {
+        "source": source.fingerprint,
+        "tokenizer": tokenizer.get_vocab() if backend is None else backend.to_str(),
+        "tokenizer_class": type(tokenizer).__name__,
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "chat_template": tokenizer.chat_template,
+        "seq_length": seq_length,
+        "max_samples": max_samples,
+        "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.glob("*.py"))],
+        "libraries": [metadata.version(name) for name in ("transformers", "tokenizers")],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _tokenize(
+    source: Source,
+    encoder: SampleEncoder,
+    seq_length: int,
+    max_samples: int | None,
+    num_workers: int,
+    show_progress: bool,
+) -> tuple[list[Row], dict[str, Any]]:
+    """The rows, and the facts stored beside them: counts, format and warnings."""
+    records = islice(source.read(), max_samples)
+    first = next(records, None)
+    if first is None:
+        raise DataError(f"--dataset {source.label}: the dataset is empty; it must hold at least one record")
+    record_format = recognize([str(column) for column in first.fields], first.where)
+    chunks = _chunks(chain([first], records))
+    total = source.num_records if max_samples is None else min(source.num_records or max_samples, max_samples)
+    rows: list[Row] = []
+    tally: Counter[str] = Counter()
+    notes: Counter[Note] = Counter()
+    with tqdm(total=total, desc="tokenizing", unit=" records", disable=not show_progress) as progress:
+        for encoded_chunk in _encode_chunks(chunks, encoder, record_format, num_workers):
+            for encoded in encoded_chunk:
+                rows += encoded.rows
+                notes.update(encoded.notes)
+                tally["cut"] += encoded.is_cut
+                tally["kept" if encoded.rows else "empty" if encoded.is_empty else "dropped"] += 1
+            progress.update(len(encoded_chunk))
+    read = tally["kept"] + tally["dropped"] + tally["empty"]
+    counts = SampleCounts(read, tally["kept"], tally["cut"], tally["dropped"], tally["empty"])
+    if record_format.is_packed:
+        rows = pack(rows, seq_length)
+    if not rows:
+        raise DataError(
+            f"--dataset {source.label}: no record has a token to train on ({counts}; format "
+            f"{record_format.describe()}). Check that the answers are in the column named there, and that --seq_length "
+            f"{seq_length} leaves room for them"
+        )
+    warnings = [f"{count} of {read} records: {note}" for note, count in sorted(notes.items())]
+    return rows, {"counts": asdict(counts), "format_name": record_format.name, "warnings": warnings}
+
+
+def _chunks(records: Iterator[Record]) -> Iterator[list[Record]]:
+    while chunk := list(islice(records, _CHUNK_RECORDS)):
+        yield chunk
+
+
+def _encode_chunks(
+    chunks: Iterator[list[Record]], encoder: SampleEncoder, record_format: RecordFormat, num_workers: int
+) -> Iterator[list[Encoded]]:
+    """In the order of the records, whatever the number of workers."""
+    first_chunks = list(islice(chunks, 2))
+    chunks = chain(first_chunks, chunks)
+    if num_workers == 1 or len(first_chunks) < 2:  # a worker takes seconds to start
+        yield from (_encode_chunk(encoder, record_format, chunk) for chunk in chunks)
+        return
+    # Not fork: by now torch and the tokenizer may have threads, and a fork keeps their locks but not the threads.
+    context = multiprocessing.get_context("spawn")
+    pending: deque[Future[list[Encoded]]] = deque()
+    with ProcessPoolExecutor(num_workers, context, _start_worker, (encoder, record_format)) as pool:
+        try:
+            for chunk in chunks:
+                pending.append(pool.submit(_work, chunk))
+                if len(pending) == num_workers * _CHUNKS_PER_WORKER:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a tokenization worker died, most likely for lack of memory: lower --preprocessing_num_workers "
+                f"{num_workers}"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _encode_chunk(encoder: SampleEncoder, record_format: RecordFormat, chunk: Sequence[Record]) -> list[Encoded]:
+    return [encoder.encode(parse_record(record_format, record.fields, record.where), record.where) for record in chunk]
+
+
+# A worker process gets the tokenizer once, when it starts: sent with every chunk, it would be megabytes each time.
+_worker_state: list[tuple[SampleEncoder, RecordFormat]] = []
+
+
+def _start_worker(encoder: SampleEncoder, record_format: RecordFormat) -> None:
+    _worker_state[:] = [(encoder, record_format)]
+
+
+def _work(chunk: Sequence[Record]) -> list[Encoded]:
+    ((encoder, record_format),) = _worker_state
+    return _encode_chunk(encoder, record_format, chunk)

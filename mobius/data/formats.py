@@ -1,0 +1,212 @@
+"""Owns the record formats: which columns make which format, and what a record of it says.
+
+It knows no tokens, no templates and no files: a record comes in as a mapping, a `Sample` goes out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mobius.errors import DataError
+
+
+class Role(StrEnum):
+    """Who speaks, by the names chat templates use."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one role said, in one go."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Every assistant turn is a target."""
+
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The response is the target; it follows the prompt without anything in between."""
+
+    prompt: str
+    response: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Every token is a target."""
+
+    text: str
+
+
+Sample = Conversation | Completion | Document
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFormat:
+    """`parse` gets a record that has the `required` columns and raises DataError without a place: the caller adds it.
+
+    `is_packed`: samples are joined and cut into full rows, instead of one sample to a row.
+    """
+
+    name: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    parse: Callable[[Mapping[str, object]], Sample]
+    is_packed: bool = False
+
+    def describe(self) -> str:
+        """Name and columns, the optional ones in brackets, for messages."""
+        return f"{self.name} ({', '.join([*self.required, *(f'[{column}]' for column in self.optional)])})"
+
+
+def is_empty(sample: Sample) -> bool:
+    """True if the sample holds no text at all."""
+    match sample:
+        case Conversation(turns):
+            return not any(turn.content.strip() for turn in turns)
+        case Completion(prompt, response):
+            return not (prompt.strip() or response.strip())
+        case Document(text):
+            return not text.strip()
+
+
+def recognize(columns: Sequence[str], where: str) -> RecordFormat:
+    """The first format whose required columns are all there; `where` names the record for the message.
+
+    Raises DataError that lists the columns found and the formats accepted.
+    """
+    found = set(columns)
+    for record_format in FORMATS:
+        if found.issuperset(record_format.required):
+            return record_format
+    accepted = "\n".join(f"  {record_format.describe()}" for record_format in FORMATS)
+    raise DataError(
+        f"{where}: the columns {', '.join(sorted(found)) or '(none)'} match no known format. "
+        f"Rename the columns to one of these (optional ones in brackets):\n{accepted}"
+    )
+
+
+def parse_record(record_format: RecordFormat, record: Mapping[str, object], where: str) -> Sample:
+    """Raises DataError that names `where` when a column is missing or does not hold what the format says."""
+    try:
+        missing = [column for column in record_format.required if column not in record]
+        if missing:
+            raise DataError(
+                f"the column {', '.join(missing)} is missing; found: {', '.join(map(str, record)) or '(none)'}. "
+                f"The first record is in the format {record_format.describe()}, and all must be"
+            )
+        return record_format.parse(record)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def _text(record: Mapping[str, object], column: str) -> str:
+    """The column's text; an absent or null column is empty text."""
+    value = record.get(column)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(f"`{column}` must be text, not {type(value).__name__}")
+    return value
+
+
+def _system_turns(record: Mapping[str, object]) -> list[Turn]:
+    system = _text(record, "system")
+    return [Turn(Role.SYSTEM, system)] if system.strip() else []
+
+
+def _items(record: Mapping[str, object], column: str) -> Sequence[object]:
+    value = record.get(column)
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise DataError(f"`{column}` must be a list, not {type(value).__name__}")
+    return value
+
+
+def _parse_alpaca(record: Mapping[str, object]) -> Sample:
+    turns = _system_turns(record)
+    for pair in _items(record, "history"):
+        match pair:
+            case [str(question), str(answer)]:
+                turns += [Turn(Role.USER, question), Turn(Role.ASSISTANT, answer)]
+            case _:
+                raise DataError(f"`history` must hold [question, answer] pairs of text, not {pair!r:.80}")
+    question = "\n\n".join(part for part in (_text(record, "instruction"), _text(record, "input")) if part.strip())
+    return Conversation((*turns, Turn(Role.USER, question), Turn(Role.ASSISTANT, _text(record, "output"))))
+
+
+_ROLES = {
+    "system": Role.SYSTEM,
+    "developer": Role.SYSTEM,
+    "human": Role.USER,
+    "user": Role.USER,
+    "gpt": Role.ASSISTANT,
+    "chatgpt": Role.ASSISTANT,
+    "model": Role.ASSISTANT,
+    "assistant": Role.ASSISTANT,
+    "tool": Role.TOOL,
+    "observation": Role.TOOL,
+}
+
+
+def _parse_turns(record: Mapping[str, object], column: str, role_key: str, content_key: str) -> Sample:
+    turns = _system_turns(record)
+    for position, item in enumerate(_items(record, column)):
+        place = f"`{column}[{position}]`"
+        if not isinstance(item, Mapping) or role_key not in item or content_key not in item:
+            raise DataError(f"{place} must have `{role_key}` and `{content_key}`, not {item!r:.80}")
+        role = _ROLES.get(str(item[role_key]))
+        if role is None:
+            raise DataError(f"{place} has the {role_key} {item[role_key]!r}; known are {', '.join(_ROLES)}")
+        content = item[content_key]
+        if not isinstance(content, str):
+            raise DataError(f"{place}.{content_key} must be text, not {type(content).__name__}")
+        turns.append(Turn(role, content))
+    return Conversation(tuple(turns))
+
+
+def _parse_sharegpt(record: Mapping[str, object]) -> Sample:
+    return _parse_turns(record, "conversations", "from", "value")
+
+
+def _parse_messages(record: Mapping[str, object]) -> Sample:
+    return _parse_turns(record, "messages", "role", "content")
+
+
+def _parse_completion(record: Mapping[str, object]) -> Sample:
+    return Completion(_text(record, "prompt"), _text(record, "completion"))
+
+
+def _parse_xsum(record: Mapping[str, object]) -> Sample:
+    document, summary = _text(record, "document"), _text(record, "summary")
+    if not document.strip():
+        return Completion("", "")  # a summary of nothing would only teach to invent
+    return Completion(f"Summarize the article in one sentence.\n\n{document}\n\nSummary:\n", summary)
+
+
+def _parse_text(record: Mapping[str, object]) -> Sample:
+    return Document(_text(record, "text"))
+
+
+# Order matters: a record that has the columns of two formats (alpaca sets often carry a rendered `text` too) is read
+# as the earlier one, which says more about what is a target.
+FORMATS: tuple[RecordFormat, ...] = (
+    RecordFormat("messages", ("messages",), ("system",), _parse_messages),
+    RecordFormat("sharegpt", ("conversations",), ("system",), _parse_sharegpt),
+    RecordFormat("alpaca", ("instruction", "output"), ("input", "system", "history"), _parse_alpaca),
+    RecordFormat("prompt-completion", ("prompt", "completion"), (), _parse_completion),
+    RecordFormat("xsum", ("document", "summary"), (), _parse_xsum),
+    RecordFormat("text", ("text",), (), _parse_text, is_packed=True),
+)

@@ -1,0 +1,99 @@
+"""Owns tokenized samples as arrays, in memory or memory-mapped from a folder of .npy files.
+
+Does not own how the tokens came about, nor when a stored dataset may be reused.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mobius.errors import DataError
+
+TokenIds = npt.NDArray[np.int32]
+TargetMask = npt.NDArray[np.bool_]
+Row = tuple[TokenIds, TargetMask]
+
+_ARRAYS = ("input_ids", "is_target", "offsets")
+_FACTS = "facts.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedDataset:
+    """Samples of different lengths in flat arrays: sample i is `[offsets[i], offsets[i + 1])` of the other two."""
+
+    input_ids: TokenIds
+    is_target: TargetMask
+    offsets: npt.NDArray[np.int64]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Row]) -> "TokenizedDataset":
+        """Needs at least one row."""
+        assert rows, "a dataset without samples must be refused before"
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum([len(input_ids) for input_ids, _ in rows], out=offsets[1:])
+        return cls(np.concatenate([row[0] for row in rows]), np.concatenate([row[1] for row in rows]), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def sample(self, index: int) -> Row:
+        """Token ids int32[n] and whether each is a target bool[n]; views, not copies."""
+        span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return self.input_ids[span], self.is_target[span]
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock that belongs to `folder` among all processes of this machine; a process that dies gives it back."""
+    with _explained(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        file = folder.with_name(folder.name + ".lock").open("w")
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def save(folder: Path, dataset: TokenizedDataset, facts: Mapping[str, object]) -> None:
+    """Write dataset and facts (JSON) so that `folder` appears complete or not at all; the caller holds the lock."""
+    partial = folder.with_name(folder.name + ".partial")
+    with _explained(folder):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        for name in _ARRAYS:
+            with (partial / f"{name}.npy").open("wb") as file:
+                np.save(file, getattr(dataset, name))
+                file.flush()
+                os.fsync(file.fileno())
+        with (partial / _FACTS).open("w", encoding="utf-8") as text:
+            json.dump(facts, text, indent=1)
+            text.flush()
+            os.fsync(text.fileno())
+        partial.rename(folder)
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot keep the tokenized dataset in {folder.parent}: {error.strerror}. Make that folder writable, free "
+            "some space, or choose another place with the environment variable XDG_CACHE_HOME"
+        ) from error
+
+
+def load(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | None:
+    """The dataset memory-mapped, so that ranks share its pages, and its facts; None if `folder` is not there."""
+    if not folder.is_dir():
+        return None
+    arrays: dict[str, Any] = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+    return TokenizedDataset(**arrays), json.loads((folder / _FACTS).read_text(encoding="utf-8"))

@@ -1,0 +1,278 @@
+"""Owns the way from one sample to rows of token ids with a target mask, at most seq_length tokens each.
+
+Does not own where samples come from, nor padding. Of the tokenizer it uses what every Hugging Face tokenizer does.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mobius.data.formats import Completion, Conversation, Document, Role, Sample, Turn, is_empty
+from mobius.data.store import Row
+from mobius.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Note(StrEnum):
+    """What the user should know of how samples were tokenized; the value completes "<n> records: ..."."""
+
+    SPLIT_TURNS = (
+        "each assistant turn became a sample of its own, because the tokenizer's chat template renders earlier turns "
+        "differently or does not end them with the end-of-sequence token"
+    )
+    OTHER_PROMPT = (
+        "the chat template's generation prompt holds text that a finished answer does not (a thinking tag, for "
+        "example); the model is trained without it"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A record's rows (none if it has no trainable token); `is_cut` if tokens were lost to seq_length.
+
+    A document is one row of any length: cutting documents into blocks is `pack`'s.
+    """
+
+    rows: tuple[Row, ...]
+    is_empty: bool = False
+    is_cut: bool = False
+    notes: frozenset[Note] = frozenset()
+
+
+# A prompt's text and the target's text that follows it; token ids likewise.
+Exchange = tuple[str, str]
+ExchangeIds = tuple[list[int], list[int]]
+
+
+class SampleEncoder:
+    """Turns samples into rows. Holds a tokenizer and no other state; can be pickled."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, seq_length: int) -> None:
+        if tokenizer.eos_token_id is None or tokenizer.eos_token is None:
+            raise DataError(
+                "the tokenizer has no end-of-sequence token, so a model could not learn to stop: "
+                "set `eos_token` in its tokenizer_config.json"
+            )
+        self._tokenizer = tokenizer
+        self._seq_length = seq_length
+        self._eos_id = int(tokenizer.eos_token_id)
+        self._eos = str(tokenizer.eos_token)
+        bos_id = tokenizer.bos_token_id
+        adds_bos = bos_id is not None and list(tokenizer("a").input_ids[:1]) == [bos_id]
+        self._start: list[int] = [int(bos_id)] if adds_bos else []
+
+    def encode(self, sample: Sample, where: str) -> Encoded:
+        """Raises DataError that names `where` if the chat template refuses the conversation."""
+        if is_empty(sample):
+            return Encoded((), is_empty=True)
+        match sample:
+            case Document(text):
+                ids = [*self._start, *self._tokenize(text), self._eos_id]
+                return Encoded((_as_row([([], ids)]),))
+            case Completion(prompt, response):
+                return self._encode_rows([[(prompt, response)]] if response.strip() else [], self._start)
+            case Conversation(turns):
+                return self._encode_conversation(turns, where)
+
+    def _encode_conversation(self, turns: Sequence[Turn], where: str) -> Encoded:
+        answered = [
+            index
+            for index, turn in enumerate(turns)
+            if turn.role is Role.ASSISTANT
+            and turn.content.strip()
+            and any(earlier.role is not Role.SYSTEM and earlier.role is not Role.ASSISTANT for earlier in turns[:index])
+        ]
+        if not answered:
+            return Encoded(())
+        if self._tokenizer.chat_template is None:
+            return self._encode_rows([self._plain_exchanges(turns, answered)], self._start)
+        exchanges = self._template_exchanges(turns, answered, where)
+        if exchanges is not None:
+            return self._encode_rows([exchanges], [])
+        notes = {Note.SPLIT_TURNS} if len(answered) > 1 else set()
+        rows = []
+        for index in answered:
+            exchange, is_prompt_whole = self._last_exchange(turns[: index + 1], where)
+            rows.append([exchange])
+            if not is_prompt_whole:
+                notes.add(Note.OTHER_PROMPT)
+        return self._encode_rows(rows, [], frozenset(notes))
+
+    def _plain_exchanges(self, turns: Sequence[Turn], answered: Sequence[int]) -> list[Exchange]:
+        """The text for tokenizers without a chat template."""
+        headings = {Role.SYSTEM: "", Role.USER: "### Instruction:\n", Role.TOOL: "### Tool:\n"}
+        exchanges: list[Exchange] = []
+        prompt = ""
+        for index, turn in enumerate(turns[: answered[-1] + 1]):
+            if index in answered:
+                exchanges.append((f"{prompt}### Response:\n", turn.content + self._eos))
+                prompt = "\n\n"
+            elif turn.role is Role.ASSISTANT:
+                prompt += f"### Response:\n{turn.content}{self._eos}\n\n"
+            else:
+                prompt += f"{headings[turn.role]}{turn.content}\n\n"
+        return exchanges
+
+    def _template_exchanges(self, turns: Sequence[Turn], answered: Sequence[int], where: str) -> list[Exchange] | None:
+        """The whole conversation as one text, cut by prefix differences.
+
+        Stock templates do not mark what the assistant said, but what a turn adds to the rendering of those before it is
+        that turn. None if the template is not that regular, or ends an inner turn without the end-of-sequence token.
+        """
+        whole = self._render(turns[: answered[-1] + 1], where)
+        position = 0
+        exchanges: list[Exchange] = []
+        for index in answered:
+            prompt = self._render(turns[:index], where, add_generation_prompt=True)
+            through = self._render(turns[: index + 1], where)
+            if not (through.startswith(prompt) and whole.startswith(through)) or len(prompt) < position:
+                return None
+            target = self._until_eos(through[len(prompt) :])
+            if index != answered[-1] and not target.endswith(self._eos):
+                return None
+            exchanges.append((whole[position : len(prompt)], target))
+            position = len(prompt) + len(target)
+        return exchanges
+
+    def _last_exchange(self, turns: Sequence[Turn], where: str) -> tuple[Exchange, bool]:
+        """The last turn as the target of all before it, and whether the prompt is what inference would render."""
+        prompt = self._render(turns[:-1], where, add_generation_prompt=True)
+        through = self._render(turns, where)
+        if through.startswith(prompt):
+            return (prompt, self._until_eos(through[len(prompt) :])), True
+        # Two answers that differ in their first character show where the template puts an answer.
+        probes = [self._render([*turns[:-1], Turn(Role.ASSISTANT, letter)], where) for letter in "xy"]
+        prompt = _shared_prefix(*probes)
+        if not through.startswith(prompt):
+            raise DataError(
+                f"{where}: the tokenizer's chat template renders the turns before an answer differently for different "
+                "answers, so prompt and target cannot be told apart. Use a tokenizer with another chat template, or "
+                "give the data as `prompt` and `completion`"
+            )
+        return (prompt, self._until_eos(through[len(prompt) :])), False
+
+    def _until_eos(self, text: str) -> str:
+        """Without the white space that templates write after the end-of-sequence token: it is never generated."""
+        stripped = text.rstrip()
+        return stripped if stripped.endswith(self._eos) else text
+
+    def _render(self, turns: Sequence[Turn], where: str, *, add_generation_prompt: bool = False) -> str:
+        from jinja2 import TemplateError
+
+        messages = [{"role": turn.role.value, "content": turn.content} for turn in turns]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError as error:
+            roles = ", ".join(turn.role.value for turn in turns)
+            raise DataError(
+                f"{where}: the tokenizer's chat template refuses the conversation ({roles}): {error}. "
+                "Change the order or the roles of the turns"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def _encode_rows(
+        self, conversations: Iterable[Sequence[Exchange]], start: list[int], notes: frozenset[Note] = frozenset()
+    ) -> Encoded:
+        rows = []
+        is_cut = False
+        for exchanges in conversations:
+            ids, is_row_cut = fit(self._tokenize_exchanges(exchanges, start), self._seq_length)
+            row = _as_row(ids)
+            if row[1][1:].any():
+                rows.append(row)
+                is_cut |= is_row_cut
+        return Encoded(tuple(rows), is_cut=is_cut, notes=notes)
+
+    def _tokenize_exchanges(self, exchanges: Sequence[Exchange], start: list[int]) -> list[ExchangeIds]:
+        """Token ids of each prompt and target; the last target ends with the end-of-sequence token.
+
+        A mask by length needs a token boundary where the text changes sides. Usually the tokens of a prefix are a
+        prefix of the tokens; where a token would span the border, the parts are tokenized one by one, as inference
+        does it.
+        """
+        text = ""
+        before: list[int] = []
+        result: list[ExchangeIds] = []
+        for prompt, target in exchanges:
+            through_prompt = self._tokenize(text + prompt)
+            through_target = self._tokenize(text + prompt + target)
+            is_regular = (
+                through_prompt[: len(before)] == before and through_target[: len(through_prompt)] == through_prompt
+            )
+            if not is_regular:
+                result = [(self._tokenize(prompt), self._tokenize(target)) for prompt, target in exchanges]
+                break
+            result.append((through_prompt[len(before) :], through_target[len(through_prompt) :]))
+            text += prompt + target
+            before = through_target
+        if result[-1][1][-1:] != [self._eos_id]:
+            result[-1][1].append(self._eos_id)
+        result[0][0][:0] = start
+        return result
+
+    def _tokenize(self, text: str) -> list[int]:
+        # verbose=False: no warning that the text is longer than the model's window; `fit` cuts it.
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def fit(exchanges: Sequence[ExchangeIds], seq_length: int) -> tuple[list[ExchangeIds], bool]:
+    """As many leading exchanges as seq_length holds, and whether something was lost.
+
+    If not even the first fits, prompt and target share the length (`share_length`). The prompt is then cut in its
+    middle: its head holds the instruction and its end the words that call for the answer. A cut target does not end
+    with the end-of-sequence token, because the answer does not end there.
+    """
+    length = 0
+    for index, (prompt, target) in enumerate(exchanges):
+        length += len(prompt) + len(target)
+        if length <= seq_length:
+            continue
+        if index > 0:
+            return list(exchanges[:index]), True
+        num_prompt, num_target = share_length(len(prompt), len(target), seq_length)
+        num_end = num_prompt // 4
+        kept = prompt[: num_prompt - num_end] + prompt[len(prompt) - num_end :]
+        return [(kept, target[:num_target])], True
+    return list(exchanges), False
+
+
+def share_length(num_prompt: int, num_target: int, seq_length: int) -> tuple[int, int]:
+    """How many tokens of prompt and target to keep when both together exceed seq_length.
+
+    Whichever needs at most half stays whole and the other takes the rest; if both need more, each gets half.
+    """
+    half = seq_length // 2
+    if num_target <= half:
+        return seq_length - num_target, num_target
+    if num_prompt <= half:
+        return num_prompt, seq_length - num_prompt
+    return half, seq_length - half
+
+
+def pack(documents: Iterable[Row], seq_length: int) -> list[Row]:
+    """Join documents, which end with the end-of-sequence token, and cut them into rows of seq_length, the last shorter.
+
+    A last row of a single token is left out: nothing predicts a row's first token.
+    """
+    ids = np.concatenate([row[0] for row in documents] or [np.empty(0, np.int32)])
+    blocks = [ids[first : first + seq_length] for first in range(0, len(ids), seq_length)]
+    return [(block, np.ones(len(block), dtype=np.bool_)) for block in blocks if len(block) > 1]
+
+
+def _shared_prefix(first: str, second: str) -> str:
+    length = next((index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    return min(first, second, key=len) if length is None else first[:length]
+
+
+def _as_row(exchanges: Sequence[ExchangeIds]) -> Row:
+    ids = [token for prompt, target in exchanges for token in (*prompt, *target)]
+    mask = [is_target for prompt, target in exchanges for is_target in (*[False] * len(prompt), *[True] * len(target))]
+    return np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_)

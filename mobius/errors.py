@@ -1,0 +1,69 @@
+"""Owns the exceptions that a user sees as one message without a traceback.
+
+Does not own our own bugs: those are `assert`s and Python's built-in exceptions, and keep their traceback.
+
+    MobiusError                 exit code 1 unless said otherwise
+    ├── ConfigError             an option, a key of a YAML file or a launch variable; exit code 2
+    ├── PlanError               the model cannot be cut or placed as asked
+    ├── ScheduleError           an action list that is incomplete, over its slots, or would deadlock
+    ├── HostMemoryError         too little CPU memory, found before it is allocated
+    ├── GpuMemoryError          too little GPU memory, or a GPU that was asked for and is absent
+    ├── DataError               a dataset that is missing, broken, empty or fully masked
+    ├── CheckpointError         weights or an output folder that cannot be read or written
+    ├── TransportError          another rank died or does not answer
+    └── NonFiniteLossError      too many steps in a row with a non-finite gradient
+"""
+
+from typing import ClassVar
+
+
+class MobiusError(Exception):
+    """Base of every error whose message is written for the user: what was given, what is allowed, what to change."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(MobiusError):
+    """One or more problems with what the user configured, told together.
+
+    `problems` keeps them apart for a caller that wants to add its own; the message has one line for each, and then
+    `hint`, if there is one.
+    """
+
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, *problems: str, hint: str | None = None) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems if hint is None else (*problems, hint)))
+
+
+class PlanError(MobiusError):
+    """The model cannot be partitioned or placed under the given limits."""
+
+
+class ScheduleError(MobiusError):
+    """An action list breaks a rule of the schedule: completeness, residency, slot budget or freedom from deadlock."""
+
+
+class HostMemoryError(MobiusError):
+    """CPU memory does not suffice; the message carries the arithmetic."""
+
+
+class GpuMemoryError(MobiusError):
+    """GPU memory does not suffice, or there is no GPU where one was asked for."""
+
+
+class DataError(MobiusError):
+    """A dataset cannot be found, read or used."""
+
+
+class CheckpointError(MobiusError):
+    """Weights or results cannot be read or written."""
+
+
+class TransportError(MobiusError):
+    """A neighbouring rank is gone or did not answer in time."""
+
+
+class NonFiniteLossError(MobiusError):
+    """Training was stopped after too many steps in a row whose gradients were not finite."""

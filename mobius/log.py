@@ -1,0 +1,79 @@
+"""Owns what a run says on the screen: which rank speaks, on which stream, in which form.
+
+Does not own the content, nor the files a run writes. Parts log through `logging.getLogger(__name__)`.
+"""
+
+import logging
+import re
+import sys
+import warnings
+from typing import IO, Final
+
+from tqdm import tqdm
+
+# Their loggers and warnings are for their developers; what matters to a user comes as an exception.
+_NOISY_LIBRARIES: Final = (
+    "transformers",
+    "torch",
+    "datasets",
+    "huggingface_hub",
+    "tokenizers",
+    "safetensors",
+    "pyarrow",
+    "urllib3",
+    "httpx",
+    "httpcore",
+    "filelock",
+    "fsspec",
+    "matplotlib",
+    "PIL",
+    "asyncio",
+)
+
+
+def setup_logging(rank: int) -> None:
+    """Send rank 0's records from INFO on to standard output, and the warnings of other ranks to standard error.
+
+    Third-party records and warnings are dropped below ERROR. Calling it again replaces the earlier call.
+    """
+    handler = _BarSafeHandler(sys.stdout if rank == 0 else sys.stderr)
+    handler.setFormatter(_PlainFormatter(rank))
+    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    root = logging.getLogger()
+    for earlier in [old for old in root.handlers if isinstance(old, _BarSafeHandler)]:
+        root.removeHandler(earlier)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("mobius").setLevel(logging.INFO)
+    for name in _NOISY_LIBRARIES:
+        logging.getLogger(name).setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", module=rf"{re.escape(name)}(\.|$)")
+    logging.captureWarnings(True)
+
+
+class _PlainFormatter(logging.Formatter):
+    """The bare message; from WARNING on with its level, and with the rank if it is not the first."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("%(message)s")
+        self._prefix = f"[rank {rank}] " if rank else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record).rstrip()  # captured warnings end with a line feed of their own
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return f"{self._prefix}{level}{text}"
+
+
+class _BarSafeHandler(logging.Handler):
+    """Writes whole lines above any progress bar instead of through it."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm.write(self.format(record), file=self._stream)
+            self._stream.flush()
+        except Exception:  # the logging module's own rule: a record that cannot be written must not end the run
+            self.handleError(record)

@@ -1,0 +1,95 @@
+"""Owns every access to the process environment: which rank this process is, and the variables libraries read.
+
+Does not own process groups or devices: it reads and sets text, nothing else.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from mobius.errors import ConfigError
+
+# Libraries read these once, while they are imported. A value the user has set is left alone.
+_QUIET_ENVIRONMENT: Final = {
+    "TOKENIZERS_PARALLELISM": "false",  # tokenizers warns about the fork of every data worker otherwise
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # one bar per rank and file otherwise
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "TRANSFORMERS_VERBOSITY": "error",  # transformers overrides a level set by `logging` before its import
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "DATASETS_VERBOSITY": "error",
+    "TORCH_LOGS": "-all",  # only errors; torch sets the levels of its loggers when it is imported
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # the C++ side warns about host names and barriers on standard error
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "USE_TF": "0",  # datasets imports TensorFlow and JAX where they are installed
+    "USE_JAX": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where this process stands among the processes of the run: 0 <= rank < num_ranks, all of them on one node."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> "Ranks":
+        """Read what torchrun sets; without it, this is the only rank.
+
+        Raises ConfigError if the variables are incomplete, are not numbers or contradict each other.
+        """
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        given = {name: os.environ[name] for name in names if name in os.environ}
+        if not given:
+            return cls(rank=0, num_ranks=1, local_rank=0)
+        shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        if len(given) < len(names):
+            missing = ", ".join(name for name in names if name not in given)
+            raise ConfigError(
+                f"the environment sets {shown} but not {missing}: start with torchrun, which sets all three, "
+                "or unset them to run as a single process"
+            )
+        try:
+            rank, num_ranks, local_rank = (int(given[name]) for name in names)
+        except ValueError:
+            raise ConfigError(f"the environment sets {shown}: all three must be whole numbers") from None
+        if not (0 <= rank < num_ranks and 0 <= local_rank < num_ranks):
+            raise ConfigError(
+                f"the environment sets {shown}: RANK and LOCAL_RANK must be at least 0 and below WORLD_SIZE"
+            )
+        if rank != local_rank:
+            raise ConfigError(
+                f"the environment sets {shown}: all ranks must run on one node, where RANK equals LOCAL_RANK"
+            )
+        return cls(rank=rank, num_ranks=num_ranks, local_rank=local_rank)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for the run: it prints and writes the shared files."""
+        return self.rank == 0
+
+
+def prepare_environment() -> None:
+    """Keep third-party libraries quiet; call it before torch, transformers or datasets is imported."""
+    for name, value in _QUIET_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def visible_devices() -> str | None:
+    """`CUDA_VISIBLE_DEVICES` as the user set it, or None; an empty text hides every GPU."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def omp_num_threads() -> int | None:
+    """`OMP_NUM_THREADS` if it is set to a positive number, else None."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def cache_folder() -> Path:
+    """Where prepared data is kept between runs: `mobius` in `$XDG_CACHE_HOME`, which is `~/.cache` unless it is set."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mobius"

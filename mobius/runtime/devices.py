@@ -1,0 +1,97 @@
+"""Chooses this rank's device, caps its memory and reads its meters; it owns no memory itself."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from mobius.config import Device, Dtype
+from mobius.errors import GpuMemoryError
+from mobius.memory.available import peak_host_bytes
+from mobius.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
+
+
+def choose_device(wanted: Device, ranks: Ranks) -> torch.device:
+    """The device of this rank. Raises GpuMemoryError if GPUs are wanted, or there are some, but not one for every
+    rank.
+    """
+    count = torch.cuda.device_count() if wanted is not Device.CPU and torch.cuda.is_available() else 0
+    if wanted is Device.CPU or (wanted is Device.AUTO and count == 0):
+        return torch.device("cpu")
+    if count < ranks.num_ranks:
+        raise GpuMemoryError(
+            f"{ranks.num_ranks} ranks need one GPU each, but torch sees {count}. Start fewer ranks (--nproc_per_node), check "
+            "CUDA_VISIBLE_DEVICES and the driver (nvidia-smi), or use --device cpu."
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_dtype(dtype: Dtype, device: torch.device) -> None:
+    """Raise GpuMemoryError if the device does not compute in `dtype`."""
+    if dtype is Dtype.BF16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise GpuMemoryError(f"{torch.cuda.get_device_name(device)} does not compute in bf16: use --fp16 or --fp32.")
+
+
+def cap_gpu_memory(device: torch.device, limit_gib: float | None) -> int | None:
+    """Make `limit_gib` the most that this process may take of the GPU; return the bytes it may use, None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    if limit_gib is None:
+        return free
+    limit = int(limit_gib * GIB)
+    if limit > total:
+        raise GpuMemoryError(
+            f"--gpu_memory_limit {limit_gib:g} is more than the {total / GIB:.1f} GiB of {torch.cuda.get_device_name(device)}."
+        )
+    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    return min(limit, free)
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Bytes of one rank since its start; GPU numbers are 0 on a CPU."""
+
+    peak_allocated: int
+    peak_reserved: int
+    allocated: int
+    peak_host: int
+
+
+class MemoryMeter:
+    """Reads what a rank uses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self._device) if self.has_gpu else "cpu"
+
+    @property
+    def has_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def read(self) -> MemoryReading:
+        if not self.has_gpu:
+            return MemoryReading(0, 0, 0, peak_host_bytes())
+        return MemoryReading(
+            torch.cuda.max_memory_allocated(self._device),
+            torch.cuda.max_memory_reserved(self._device),
+            torch.cuda.memory_allocated(self._device),
+            peak_host_bytes(),
+        )
+
+    def synchronize(self) -> None:
+        """Wait for the device, before its clock or its host memory is let go."""
+        if self.has_gpu:
+            torch.cuda.synchronize(self._device)

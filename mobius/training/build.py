@@ -1,0 +1,215 @@
+"""The composition root: turns a configuration into the parts of a run; the only place that knows everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from tqdm import tqdm
+from transformers import PretrainedConfig
+
+from mobius.config import Config, Dtype
+from mobius.data.batches import Batch, Batches
+from mobius.memory.available import available_host_bytes
+from mobius.memory.host_arena import HostArena
+from mobius.memory.layout import StageLayout
+from mobius.memory.resident import ResidentStages
+from mobius.memory.stage_memory import StageMemory
+from mobius.memory.weight_slots import WeightSlots
+from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.families import folder_has_weights
+from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource
+from mobius.optim.adamw import AdamWSettings, FlatAdamW
+from mobius.optim.grad_scaler import LossScale
+from mobius.optim.stepper import Stepper
+from mobius.optim.tied import TiedPair
+from mobius.planner.budget import GIB, ByteSizes, check_gpu_memory, check_host_memory, gpu_need
+from mobius.planner.plan import Plan, make_plan
+from mobius.planner.shape import ModelShape
+from mobius.ranks import Ranks
+from mobius.runtime.devices import TORCH_DTYPES, MemoryMeter, cap_gpu_memory, check_dtype, choose_device
+from mobius.runtime.distributed_transport import DistributedTransport
+from mobius.runtime.executor import Executor, StepBatch
+from mobius.runtime.stage import StageModule
+from mobius.runtime.transport import SingleRankTransport, Transport
+from mobius.runtime.waits import WaitClock
+from mobius.schedule.build import build_schedule
+from mobius.schedule.schedule import Schedule
+from mobius.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What is known before any large memory is taken or any rank is spoken to; the same on all ranks but for
+    `device`.
+    """
+
+    config: Config
+    ranks: Ranks
+    device: torch.device
+    dtype: torch.dtype
+    parts: ModelParts
+    shape: ModelShape
+    plan: Plan
+    schedule: Schedule
+
+
+def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig) -> Blueprint:
+    """Plan the run and check that it fits into GPU and host memory.
+
+    Raises PlanError, GpuMemoryError or HostMemoryError, each with its arithmetic.
+    """
+    pipeline = config.pipeline
+    device = choose_device(pipeline.device, ranks)
+    check_dtype(config.model.dtype, device)
+    gpu_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
+    parts = ModelParts(model_config, device)
+    shape = parts.shape()
+    plan = make_plan(
+        shape,
+        num_ranks=ranks.num_ranks,
+        num_stages=pipeline.num_stages,
+        num_microbatches=pipeline.num_microbatches,
+        num_slots=pipeline.num_slots if pipeline.use_offload else None,
+    )
+    dtype = TORCH_DTYPES[config.model.dtype]
+    sizes = ByteSizes(dtype.itemsize)
+    if gpu_bytes is not None:
+        need = gpu_need(
+            plan.spans,
+            shape,
+            sizes,
+            num_ranks=ranks.num_ranks,
+            num_slots=plan.num_slots,
+            batch_tokens=pipeline.batch_size * config.data.seq_length,
+            microbatch_tokens=pipeline.microbatch_size * config.data.seq_length,
+            loss_chunk_tokens=pipeline.loss_chunk_tokens,
+        )
+        check_gpu_memory(need, available_bytes=gpu_bytes, is_offloading=pipeline.use_offload)
+    if pipeline.use_offload or device.type == "cpu":
+        limit = pipeline.host_memory_limit
+        available = available_host_bytes() if limit is None else int(limit * GIB)
+        check_host_memory(plan.spans, shape, sizes, num_ranks=ranks.num_ranks, available_bytes=available)
+    schedule = build_schedule(ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots)
+    return Blueprint(config, ranks, device, dtype, parts, shape, plan, schedule)
+
+
+def connect(blueprint: Blueprint) -> Transport:
+    """Meet the other ranks; collective."""
+    ranks, config = blueprint.ranks, blueprint.config
+    if ranks.num_ranks == 1:
+        return SingleRankTransport()
+    return DistributedTransport(
+        rank=ranks.rank,
+        num_ranks=ranks.num_ranks,
+        device=blueprint.device,
+        shape=(config.pipeline.microbatch_size, config.data.seq_length, blueprint.shape.hidden_size),
+        dtype=blueprint.dtype,
+    )
+
+
+@dataclass(frozen=True)
+class RankState:
+    """This rank's stages: their code, and the memory that holds their training state."""
+
+    stages: Mapping[int, StageModule]
+    memory: StageMemory
+    arena: HostArena | None
+
+    def close(self) -> None:
+        """Give page-locked memory back; nothing may be copying any more."""
+        if self.arena is not None:
+            self.arena.close()
+
+
+def load_state(blueprint: Blueprint, model_folder: Path) -> RankState:
+    """Allocate this rank's stages and fill them, tensor by tensor; no rank reads another's stages."""
+    config, parts, device = blueprint.config, blueprint.parts, blueprint.device
+    inputs = LayerInputs(parts, device=device, dtype=blueprint.dtype)
+    chunk = config.pipeline.loss_chunk_tokens
+    stages = {
+        stage: StageModule(parts, blueprint.plan.spans[stage], inputs, loss_chunk_tokens=chunk)
+        for stage in blueprint.plan.stages_of(blueprint.ranks.rank)
+    }
+    layouts = {stage: StageLayout.of(module.shapes) for stage, module in stages.items()}
+    arena: HostArena | None = None
+    memory: StageMemory
+    if blueprint.plan.num_slots is None:
+        memory = ResidentStages(layouts, dtype=blueprint.dtype, device=device)
+    else:
+        arena = HostArena(layouts, dtype=blueprint.dtype, register=device.type == "cuda")
+        memory = WeightSlots(arena.states, num_slots=blueprint.plan.num_slots, device=device)
+    _fill(memory, stages, _weight_source(blueprint, model_folder), show_progress=blueprint.ranks.is_first)
+    return RankState(stages, memory, arena)
+
+
+def _weight_source(blueprint: Blueprint, model_folder: Path) -> WeightSource:
+    parts = blueprint.parts
+    if not folder_has_weights(model_folder):
+        return InitialWeights(parts, seed=blueprint.config.optim.seed)
+    aliases = {parts.tied_names[1]: parts.tied_names[0]} if parts.tied_names else {}
+    return CheckpointWeights(model_folder, aliases)
+
+
+def _fill(memory: StageMemory, stages: Mapping[int, StageModule], source: WeightSource, *, show_progress: bool) -> None:
+    names = [(stage, name, shape) for stage, module in stages.items() for name, shape in module.shapes.items()]
+    # None: no bar where the output is not a terminal.
+    disable = None if show_progress else True
+    for stage, name, shape in tqdm(names, desc="loading weights", unit="tensor", leave=False, disable=disable):
+        memory.states[stage].set_parameter(name, source.read(name, shape))
+
+
+def assemble(blueprint: Blueprint, state: RankState, transport: Transport, batches: Batches) -> Trainer:
+    """Put the trainer together from finished parts."""
+    config, parts, plan = blueprint.config, blueprint.parts, blueprint.plan
+    clock = WaitClock(blueprint.device)
+    tied = (
+        TiedPair(*parts.tied_names, embedding_stage=0, head_stage=plan.num_stages - 1, num_ranks=plan.num_ranks)
+        if parts.tied_names
+        else None
+    )
+    executor = Executor(
+        blueprint.schedule,
+        stages=state.stages,
+        memory=state.memory,
+        transport=transport,
+        clock=clock,
+        device=blueprint.device,
+        unsealed_names=tied.names if tied else frozenset(),
+    )
+    optim = config.optim
+    stepper = Stepper(
+        FlatAdamW(AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)),
+        memory=state.memory,
+        transport=transport,
+        clock=clock,
+        loss_scale=LossScale(is_dynamic=config.model.dtype is Dtype.FP16),
+        num_stages=plan.num_stages,
+        max_grad_norm=optim.max_grad_norm,
+        tied=tied,
+    )
+    return Trainer(
+        config.optim,
+        executor=executor,
+        stepper=stepper,
+        batches=_step_batches(batches, pin=blueprint.device.type == "cuda"),
+        transport=transport,
+        clock=clock,
+        meter=MemoryMeter(blueprint.device),
+    )
+
+
+def _step_batches(batches: Batches, *, pin: bool) -> Iterator[StepBatch]:
+    """The endless batches as tensors, page-locked if they go to a GPU."""
+    for batch in batches:
+        yield _to_step_batch(cast(Batch, batch), pin=pin)
+
+
+def _to_step_batch(batch: Batch, *, pin: bool) -> StepBatch:
+    input_ids, labels = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)
+    if pin:
+        input_ids, labels = input_ids.pin_memory(), labels.pin_memory()
+    return StepBatch(input_ids, labels, batch.num_targets, batch.num_tokens)

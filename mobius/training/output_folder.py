@@ -1,0 +1,221 @@
+"""Owns when bytes become visible under their final names: a results folder and single files appear whole or not at all.
+
+Does not know what is in them: weights are `checkpoint.py`'s, the summary is `report.py`'s.
+
+    prepare   save_ckpt (old, if any)          save_ckpt.partial (made, locked)
+    a run     save_ckpt (old, if any)          save_ckpt.partial <- every file of the run
+    commit    save_ckpt -> save_ckpt.replaced  save_ckpt.partial -> save_ckpt   then save_ckpt.replaced is removed
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mobius.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Return when `path`, a file or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replaced_whole(path: Path) -> Iterator[Path]:
+    """Give a temporary path beside `path` to write to; on success it is synced and takes `path`'s name at once.
+
+    On an exception the temporary file is removed and an older `path` stays as it was.
+    """
+    temporary = path.with_name(f"{path.name}.partial")
+    try:
+        yield temporary
+        sync_to_disk(temporary)
+        temporary.replace(path)
+        sync_to_disk(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class OutputFolder:
+    """The folder `--save_dir` of one run, and the files that are saved beside it.
+
+    Every rank may make one and ask for paths; only the first rank calls `prepare` and `commit`.
+    """
+
+    def __init__(self, save_dir: Path, *, overwrite: bool, files: Mapping[str, Path]) -> None:
+        """`files` maps an option as typed (`--save_params`) to the single file it names; those are written apart."""
+        self.save_dir = save_dir.resolve()
+        self.partial = self.save_dir.with_name(f"{self.save_dir.name}.partial")
+        self._replaced = self.save_dir.with_name(f"{self.save_dir.name}.replaced")
+        self._overwrite = overwrite
+        self._files = files
+        self._lock: int | None = None
+
+    def place(self, path: Path) -> Path:
+        """Return where to write what the user wants at `path`: inside `partial` if `path` is inside `save_dir`."""
+        resolved = path.resolve()
+        if resolved.is_relative_to(self.save_dir):
+            return self.partial / resolved.relative_to(self.save_dir)
+        return resolved
+
+    def prepare(self, needed_bytes: Mapping[str, int]) -> None:
+        """Make `partial`, or say before training what would make saving fail after it.
+
+        `needed_bytes` maps options (`--save_dir` and those of `files`) to the bytes that will be written there. What a
+        crashed run left in `partial` is removed. Raises CheckpointError.
+        """
+        problems = self._folder_problems() + self._file_problems()
+        if problems:
+            raise CheckpointError("\n".join(problems))
+        try:
+            self._claim_partial()
+        except OSError as error:
+            raise CheckpointError(
+                f"--save_dir {self.save_dir}: cannot write there ({error.strerror}). Choose another folder."
+            ) from error
+        problems = self._unwritable_files() or self._space_problems(needed_bytes)
+        if problems:
+            shutil.rmtree(self.partial)
+            self._release()
+            raise CheckpointError("\n".join(problems))
+
+    def commit(self) -> None:
+        """Give `partial`, synced to the disk, the name `save_dir`; an older one is removed only after that.
+
+        Raises CheckpointError, with the results left in `partial`, if the name has been taken in the meantime.
+        """
+        problems = self._folder_problems()
+        if problems:
+            raise CheckpointError("\n".join([*problems, f"The results of this run are in {self.partial}."]))
+        try:
+            for folder, _, names in os.walk(self.partial):
+                for name in names:
+                    sync_to_disk(Path(folder, name))
+                sync_to_disk(Path(folder))
+            self._swap()
+        except OSError as error:
+            raise CheckpointError(
+                f"--save_dir {self.save_dir}: {error}. The results of this run are in {self.partial}."
+            ) from error
+        self._release()
+
+    def _swap(self) -> None:
+        had_older = self.save_dir.exists()
+        if had_older:
+            shutil.rmtree(self._replaced, ignore_errors=True)
+            self.save_dir.rename(self._replaced)
+        try:
+            self.partial.rename(self.save_dir)
+        except OSError:
+            if had_older:
+                self._replaced.rename(self.save_dir)
+            raise
+        sync_to_disk(self.save_dir.parent)
+        if had_older:
+            shutil.rmtree(self._replaced)
+
+    def _folder_problems(self) -> list[str]:
+        given = f"--save_dir {self.save_dir}"
+        if not self.save_dir.exists():
+            return []
+        if not self.save_dir.is_dir():
+            return [f"{given} is a file. Choose another name."]
+        if self.save_dir.is_mount():
+            # A mount point cannot be renamed; in a container this is the usual mistake.
+            return [f"{given} is a mount point and cannot be replaced as a whole. Use a folder inside it."]
+        if Path.cwd().is_relative_to(self.save_dir):
+            return [f"{given} is the current folder or contains it. Use a folder inside the current one."]
+        contents = sorted(path.name for path in self.save_dir.iterdir())
+        if not contents:
+            return []
+        if not self._overwrite:
+            return [
+                f"{given} exists and is not empty. Choose another folder, or add --overwrite_output_dir to replace it."
+            ]
+        if "config.json" not in contents or not any(name.endswith(".safetensors") for name in contents):
+            shown = ", ".join(contents[:3]) + (", ..." if len(contents) > 3 else "")
+            return [
+                f"{given} holds something other than a saved model ({shown}), and --overwrite_output_dir replaces only "
+                "saved models. Choose another folder, or empty this one."
+            ]
+        return []
+
+    def _file_problems(self) -> list[str]:
+        problems = []
+        for option, path in self._files.items():
+            resolved = path.resolve()
+            if resolved == self.save_dir or path.is_dir():
+                problems.append(f"{option} {path} is a folder. Name a file.")
+            elif path.exists() and not self._overwrite and not resolved.is_relative_to(self.save_dir):
+                problems.append(
+                    f"{option} {path} exists. Choose another name, or add --overwrite_output_dir to replace it."
+                )
+        return problems
+
+    def _claim_partial(self) -> None:
+        """Make an empty `partial` and lock it for as long as this process lives."""
+        self.save_dir.parent.mkdir(parents=True, exist_ok=True)
+        if self._replaced.exists() and not self.save_dir.exists():
+            logger.warning("An interrupted run had moved %s aside; it is put back.", self.save_dir)
+            self._replaced.rename(self.save_dir)
+        if self.partial.exists():
+            stale = self._lock_partial()
+            shutil.rmtree(self.partial)
+            os.close(stale)
+        self.partial.mkdir()
+        self._lock = self._lock_partial()
+
+    def _lock_partial(self) -> int:
+        descriptor = os.open(self.partial, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"--save_dir {self.save_dir}: another run is writing to {self.partial}. Choose another folder, or wait."
+            ) from None
+        return descriptor
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _unwritable_files(self) -> list[str]:
+        problems = []
+        for option, path in self._files.items():
+            folder = self.place(path).parent
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+            except OSError as error:
+                problems.append(f"{option} {path}: cannot write to {folder} ({error.strerror}). Choose another place.")
+        return problems
+
+    def _space_problems(self, needed_bytes: Mapping[str, int]) -> list[str]:
+        places = {"--save_dir": self.partial} | {option: self.place(path) for option, path in self._files.items()}
+        options_of: dict[int, list[str]] = {}
+        for option in needed_bytes:
+            options_of.setdefault(places[option].parent.stat().st_dev, []).append(option)
+        problems = []
+        for options in options_of.values():
+            needed = sum(needed_bytes[option] for option in options)
+            folder = places[options[0]].parent
+            free = shutil.disk_usage(folder).free
+            if free < needed:
+                problems.append(
+                    f"{' and '.join(options)} need {needed / 2**30:.1f} GiB in {folder}, {free / 2**30:.1f} GiB is "
+                    "free. Free some space, or choose another place."
+                )
+        return problems

@@ -1,0 +1,213 @@
+"""The life of a run, in order: read, plan, tokenize, meet, load, train, save, report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mobius.cli import to_yaml
+from mobius.config import Config
+from mobius.data.batches import Batches
+from mobius.data.datasets import PreparedData, describe_sample, prepare_dataset
+from mobius.errors import CheckpointError
+from mobius.models.families import load_generation_config, load_model_config, locate_model
+from mobius.ranks import Ranks, cache_folder
+from mobius.runtime.devices import MemoryMeter
+from mobius.runtime.transport import Transport
+from mobius.training.build import Blueprint, assemble, connect, draw_blueprint, load_state
+from mobius.training.export import export_bytes, export_model
+from mobius.training.metrics import MetricsLog, StepMetrics, step_line
+from mobius.training.output_folder import OutputFolder
+from mobius.training.report import RankMemory, RunTimings, write_report
+from mobius.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def run_training(config: Config, ranks: Ranks) -> None:
+    """Fine-tune as `config` says and leave the results; every rank calls it. Raises MobiusError for what a user can
+    mend.
+    """
+    start = time.perf_counter()
+    model_folder = locate_model(config.model.model_path)
+    model_config = load_model_config(model_folder, config.model)
+    tokenizer = _load_tokenizer(model_folder, model_config.vocab_size)
+    blueprint = draw_blueprint(config, ranks, model_config)
+    _log_model(blueprint, model_folder)
+    output = _prepare_output(config, ranks, blueprint)
+    # Before the ranks meet: a long tokenization inside a process group would run into its time-out.
+    prepared = prepare_dataset(
+        dataset=config.data.dataset,
+        tokenizer=tokenizer,
+        seq_length=config.data.seq_length,
+        max_samples=config.data.max_samples,
+        num_workers=config.data.preprocessing_num_workers,
+        cache_dir=cache_folder(),
+        show_progress=ranks.is_first,
+    )
+    _log_data(config, prepared, tokenizer)
+    if config.output.show_actions:
+        _log_actions(blueprint)
+    transport = connect(blueprint)
+    state = load_state(blueprint, model_folder)
+    transport.barrier()
+    logger.info("stages generated: %s", blueprint.plan.describe(blueprint.shape))
+    try:
+        batches = Batches(
+            prepared.tokenized,
+            batch_size=config.pipeline.batch_size,
+            seq_length=config.data.seq_length,
+            pad_token_id=_pad_token_id(tokenizer),
+            seed=config.optim.seed,
+        )
+        trainer = assemble(blueprint, state, transport, batches)
+        load_seconds = time.perf_counter() - start
+        _log_start(blueprint)
+        steps = _train(trainer, config, output, ranks)
+        train_end = time.perf_counter()
+        export_model(
+            blueprint,
+            state,
+            transport,
+            output,
+            tokenizer=tokenizer,
+            generation_config=load_generation_config(model_folder),
+            params_file=Path(config.output.save_params),
+        )
+        timings = RunTimings(
+            load_seconds=load_seconds,
+            training_seconds=sum(step.step_seconds for step in steps),
+            save_seconds=time.perf_counter() - train_end,
+        )
+        _finish(blueprint, transport, output, steps, timings)
+    finally:
+        state.close()
+    transport.close()
+
+
+def _load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"--model_path: {folder} has no tokenizer that transformers can load: {error}") from error
+    if len(tokenizer) > vocab_size:
+        raise CheckpointError(
+            f"--model_path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model only {vocab_size} (vocab_size)."
+        )
+    return tokenizer
+
+
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Any token does: padding is masked by length, never by its id."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(token) for token in candidates if token is not None)
+
+
+def _prepare_output(config: Config, ranks: Ranks, blueprint: Blueprint) -> OutputFolder:
+    """Find out now, not after training, whether the results can be written; start the folder with the settings."""
+    output = OutputFolder(
+        Path(config.output.save_dir),
+        overwrite=config.output.overwrite_output_dir,
+        files={"--save_params": Path(config.output.save_params), "--save_results": Path(config.output.save_results)},
+    )
+    if ranks.is_first:
+        num_bytes = export_bytes(blueprint)
+        output.prepare({"--save_dir": num_bytes, "--save_params": num_bytes})
+        (output.partial / "training_args.yaml").write_text(to_yaml(config))
+        (output.partial / "plan.json").write_text(blueprint.plan.to_json())
+    return output
+
+
+def _log_model(blueprint: Blueprint, folder: Path) -> None:
+    """The milestone of the model; its weights follow when the stages are filled, each rank's own."""
+    family, dtype = blueprint.parts.config.model_type, blueprint.config.model.dtype.value
+    logger.info("model loaded: %s (%s), %.3g parameters, %s", folder, family, blueprint.shape.num_parameters, dtype)
+
+
+def _log_data(config: Config, prepared: PreparedData, tokenizer: PreTrainedTokenizerBase) -> None:
+    logger.info("dataset loaded: %s (%s): %s", config.data.dataset, prepared.format_name, prepared.counts)
+    for warning in prepared.warnings:
+        logger.warning("%s", warning)
+    logger.info("%s", describe_sample(prepared, tokenizer))
+
+
+def _log_actions(blueprint: Blueprint) -> None:
+    """Every rank's actions in their five-field text form; all ranks have the same schedule, so one can tell it."""
+    for rank, actions in enumerate(blueprint.schedule.actions):
+        logger.info("actions of rank %d:", rank)
+        for action in actions:
+            logger.info("  %s", action.to_text(blueprint.plan.num_stages))
+
+
+def _log_start(blueprint: Blueprint) -> None:
+    config, pipeline = blueprint.config, blueprint.config.pipeline
+    logger.info(
+        "start of training: %d steps of %d sequences x %d tokens, in %d microbatches of %d, on %s",
+        config.optim.num_iterations,
+        pipeline.batch_size,
+        config.data.seq_length,
+        pipeline.num_microbatches,
+        pipeline.microbatch_size,
+        MemoryMeter(blueprint.device).device_name,
+    )
+
+
+def _train(trainer: Trainer, config: Config, output: OutputFolder, ranks: Ranks) -> list[StepMetrics]:
+    """Train to the end; rank 0 writes one line per step to metrics.jsonl and shows every `logging_steps`-th."""
+    total = config.optim.num_iterations
+    steps = []
+    log = MetricsLog(output.partial / "metrics.jsonl") if ranks.is_first else None
+    progress = tqdm(total=total, desc="training", unit="step", leave=False, disable=None if ranks.is_first else True)
+    try:
+        for metrics in trainer.train():
+            progress.update()
+            steps.append(metrics)
+            if log is not None:
+                log.append(metrics)
+            if metrics.step % config.output.logging_steps == 0 or metrics.step in (1, total):
+                logger.info("%s", step_line(metrics, total))
+    finally:
+        progress.close()
+        if log is not None:
+            log.close()
+    return steps
+
+
+def _finish(
+    blueprint: Blueprint, transport: Transport, output: OutputFolder, steps: list[StepMetrics], timings: RunTimings
+) -> None:
+    """Gather every rank's memory, write the report and say where everything is."""
+    meter = MemoryMeter(blueprint.device)
+    reading = meter.read()
+    table = torch.zeros(transport.num_ranks, 4, dtype=torch.float64)
+    own = [reading.peak_allocated, reading.peak_reserved, reading.allocated, reading.peak_host]
+    table[transport.rank] = torch.tensor(own, dtype=torch.float64)
+    rows = transport.sum_over_ranks(table).tolist()
+    if transport.rank != 0:
+        return
+
+    def gpu_bytes(value: float) -> int | None:
+        return int(value) if meter.has_gpu else None
+
+    per_rank = [
+        RankMemory(
+            rank=rank,
+            device=meter.device_name,
+            peak_allocated_bytes=gpu_bytes(row[0]),
+            peak_reserved_bytes=gpu_bytes(row[1]),
+            persistent_bytes=gpu_bytes(row[2]),
+            peak_host_bytes=int(row[3]),
+        )
+        for rank, row in enumerate(rows)
+    ]
+    config = blueprint.config
+    report = Path(config.output.save_results)
+    write_report(report, to_yaml(config), blueprint.plan.describe(blueprint.shape), steps, per_rank, timings)
+    logger.info("model saved to %s (checked tensor by tensor)", output.save_dir)
+    logger.info("模型已保存到 %s (parameters saved to one file)", config.output.save_params)
+    logger.info("results saved to %s", report)

@@ -1,0 +1,85 @@
+"""The training loop: one optimizer step after the other, and the numbers of each. It knows no device and no process
+group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from mobius.config import OptimConfig
+from mobius.optim.lr_schedule import learning_rate_at
+from mobius.optim.stepper import StepOutcome, Stepper
+from mobius.runtime.devices import GIB, MemoryMeter
+from mobius.runtime.executor import Executor, StepBatch
+from mobius.runtime.transport import Transport
+from mobius.runtime.waits import WaitCause, WaitClock
+from mobius.training.metrics import StepMetrics
+
+
+class Trainer:
+    """Owns the step count; everything else is handed in. All ranks run it alike."""
+
+    def __init__(
+        self,
+        config: OptimConfig,
+        *,
+        executor: Executor,
+        stepper: Stepper,
+        batches: Iterator[StepBatch],
+        transport: Transport,
+        clock: WaitClock,
+        meter: MemoryMeter,
+    ) -> None:
+        self._config = config
+        self._executor, self._stepper, self._batches = executor, stepper, batches
+        self._transport, self._clock, self._meter = transport, clock, meter
+        self._step = 0
+        self._step_end = 0.0
+
+    def train(self) -> Iterator[StepMetrics]:
+        """Run all steps, yielding the numbers of each as it ends."""
+        self._transport.barrier()
+        self._step_end = time.perf_counter()
+        while self._step < self._config.num_iterations:
+            yield self.train_step()
+
+    def train_step(self) -> StepMetrics:
+        """One optimizer step: M microbatches through all stages, then AdamW."""
+        batch = next(self._batches)
+        learning_rate = learning_rate_at(self._step, self._config)
+        loss_scale = self._stepper.loss_scale
+        sums = self._executor.run(batch, loss_scale=loss_scale.value)
+        self._step += 1
+        outcome = self._stepper.apply(sums, step=self._step, learning_rate=learning_rate)
+        return self._measure(batch, outcome, learning_rate)
+
+    def _measure(self, batch: StepBatch, outcome: StepOutcome, learning_rate: float) -> StepMetrics:
+        memory, waits = self._meter.read(), self._clock.collect()
+        # One row per rank, summed with the zeros of the others: a gather of a few numbers.
+        table = torch.zeros(self._transport.num_ranks, 3 + len(WaitCause), dtype=torch.float64)
+        own = [memory.peak_allocated, memory.peak_reserved, memory.peak_host, *(waits[cause] for cause in WaitCause)]
+        table[self._transport.rank] = torch.tensor(own, dtype=torch.float64)
+        table = self._transport.sum_over_ranks(table)
+        worst = table.amax(0).tolist()
+        previous, self._step_end = self._step_end, time.perf_counter()
+        seconds = self._step_end - previous
+        has_gpu = self._meter.has_gpu
+        return StepMetrics(
+            step=self._step,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            learning_rate=learning_rate,
+            step_seconds=seconds,
+            tokens_per_second=batch.num_tokens / seconds,
+            num_tokens=batch.num_tokens,
+            num_targets=batch.num_targets,
+            peak_gpu_memory_gib=worst[0] / GIB if has_gpu else None,
+            reserved_gpu_memory_gib=worst[1] / GIB if has_gpu else None,
+            peak_host_memory_gib=float(table[:, 2].sum()) / GIB,
+            wait_seconds={cause.value: worst[3 + index] for index, cause in enumerate(WaitCause)},
+            skipped_steps=self._stepper.num_skipped,
+            loss_scale=self._stepper.loss_scale.value if self._stepper.loss_scale.is_dynamic else None,
+        )

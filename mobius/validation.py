@@ -1,0 +1,139 @@
+"""Owns whether the values of a config are allowed, each for itself and all together.
+
+Does not own what depends on the model, the data or the machine: those are checked where they are known.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import combinations
+from pathlib import PurePath
+from typing import Final
+
+from mobius.config import Config, Device
+from mobius.errors import ConfigError
+from mobius.options import option_values, options
+
+
+def validate(config: Config, num_ranks: int) -> None:
+    """Check everything that can be known before the model is read; raises ConfigError with all problems."""
+    problems = find_problems(config, num_ranks=num_ranks)
+    if problems:
+        raise ConfigError(*problems)
+
+
+def find_problems(config: Config, *, num_ranks: int | None = None, unreadable: Iterable[str] = ()) -> list[str]:
+    """Every problem as one line; without `num_ranks`, what depends on it is left out.
+
+    `unreadable` names options whose values are only stand-ins: no rule that involves one of them is applied.
+    """
+    doubtful = set(unreadable)
+    problems = []
+    for name, value in option_values(config).items():
+        bounds = options()[name].bounds
+        if bounds and name not in doubtful and isinstance(value, int | float) and not bounds.allow(value):
+            problems.append(f"`--{name}` is {value:g}; it must be {bounds}")
+            doubtful.add(name)
+    rules = _RULES
+    if num_ranks is not None:
+        rules = (*rules, (("num_stages",), lambda config: _stages_fit_ranks(config, num_ranks)))
+    for names, rule in rules:
+        problem = None if doubtful.intersection(names) else rule(config)
+        if problem:
+            problems.append(problem)
+    return problems
+
+
+def _batch_splits_evenly(config: Config) -> str | None:
+    batch, chunks = config.pipeline.batch_size, config.pipeline.num_chunks
+    if batch % chunks == 0:
+        return None
+    divisors = [number for number in range(1, batch + 1) if batch % number == 0]
+    near_chunks = _nearest(chunks, divisors)
+    near_batches = _nearest(batch, [batch // chunks * chunks, (batch // chunks + 1) * chunks])
+    return (
+        f"`--batch_size` {batch} cannot be cut into `--num_chunks` {chunks} equal microbatches; "
+        f"use --num_chunks {near_chunks}, or --batch_size {near_batches}"
+    )
+
+
+def _stages_fit_ranks(config: Config, num_ranks: int) -> str | None:
+    stages, layers = config.pipeline.num_stages, config.model.num_layers
+    if stages % num_ranks == 0:
+        return None
+    lower = stages // num_ranks * num_ranks
+    valid = [number for number in (lower, lower + num_ranks) if layers is None or number <= layers]
+    return (
+        f"`--num_stages` {stages} is not a multiple of the number of ranks, {num_ranks}; "
+        f"use --num_stages {_nearest(stages, valid or [num_ranks])}, or another number of ranks (--nproc_per_node)"
+    )
+
+
+def _stages_fit_layers(config: Config) -> str | None:
+    stages, layers = config.pipeline.num_stages, config.model.num_layers
+    if layers is None or stages <= layers:
+        return None
+    return f"`--num_stages` {stages} is more than `--num_layers` {layers}; use at most {layers} stages, one layer each"
+
+
+def _heads_share_the_width(config: Config) -> str | None:
+    width, heads = config.model.embedding_dim, config.model.num_heads
+    if width is None or heads is None or width % heads == 0:
+        return None
+    near = _nearest(width, [width // heads * heads, (width // heads + 1) * heads])
+    return f"`--embedding_dim` {width} is not a multiple of `--num_heads` {heads}; use --embedding_dim {near}"
+
+
+def _warmup_fits_run(config: Config) -> str | None:
+    warmup, steps = config.optim.warmup_steps, config.optim.num_iterations
+    if warmup > 1 and warmup != int(warmup):
+        return (
+            f"`--warmup_steps` is {warmup:g}; use a whole number of steps, or a number below 1 for a share of the run"
+        )
+    if warmup > steps:
+        return f"`--warmup_steps` {warmup:g} is more than `--num_iterations` {steps}; use at most {steps}"
+    return None
+
+
+def _limit_has_a_gpu(config: Config) -> str | None:
+    limit = config.pipeline.gpu_memory_limit
+    if limit is None or config.pipeline.device is not Device.CPU:
+        return None
+    return f"`--gpu_memory_limit` {limit:g} has no effect with `--device cpu`; remove one of them"
+
+
+def _outputs_differ(config: Config) -> str | None:
+    outputs = {name: getattr(config.output, name) for name in ("save_params", "save_results", "save_dir")}
+    for (name, path), (other_name, other_path) in combinations(outputs.items(), 2):
+        if PurePath(path) == PurePath(other_path):
+            return f"`--{name}` and `--{other_name}` are both {path!r}; give them different names"
+    return None
+
+
+def _devices_are_a_list(config: Config) -> str | None:
+    devices = config.launch.cuda_visible_devices
+    if devices is None:
+        return None
+    names = [name.strip() for name in devices.split(",")]
+    is_list = all(name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names)
+    if is_list and len(set(names)) == len(names):
+        return None
+    return f"`--cuda_visible_devices` {devices!r} is not a list of different GPUs; write their numbers, such as 0,2,1,3"
+
+
+def _nearest(value: int, valid: Iterable[int]) -> str:
+    """The valid numbers next to `value`, below and above it, as it reads in a message."""
+    numbers = [number for number in valid if number > 0]
+    below = max((number for number in numbers if number < value), default=None)
+    above = min((number for number in numbers if number > value), default=None)
+    return " or ".join(str(number) for number in (below, above) if number is not None)
+
+
+_Rule = tuple[tuple[str, ...], Callable[[Config], str | None]]
+_RULES: Final[tuple[_Rule, ...]] = (
+    (("batch_size", "num_chunks"), _batch_splits_evenly),
+    (("num_stages", "num_layers"), _stages_fit_layers),
+    (("embedding_dim", "num_heads"), _heads_share_the_width),
+    (("warmup_steps", "num_iterations"), _warmup_fits_run),
+    (("gpu_memory_limit", "device"), _limit_has_a_gpu),
+    (("save_params", "save_results", "save_dir"), _outputs_differ),
+    (("cuda_visible_devices",), _devices_are_a_list),
+)

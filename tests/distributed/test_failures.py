@@ -1,0 +1,84 @@
+"""A run that loses a rank ends quickly and says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from harness.runs import command, environment, make_checkpoint, make_dataset
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_all_ranks_end_within_a_minute_when_one_dies_in_a_step(tmp_path: Path, victim: int) -> None:
+    make_checkpoint(tmp_path / "model")
+    make_dataset(tmp_path / "data.jsonl")
+    arguments = [
+        "--model_path",
+        "model",
+        "--dataset",
+        "data.jsonl",
+        "--fp32",
+        "--num_stages",
+        "4",
+        "--num_chunks",
+        "2",
+        "--batch_size",
+        "4",
+        "--seq_length",
+        "16",
+        "--num_iterations",
+        "100000",
+        "--save_dir",
+        "out",
+    ]
+    process = subprocess.Popen(
+        command(2, arguments),
+        cwd=tmp_path,
+        env=environment(tmp_path / "cache"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("step") and " 5/" in line:
+            break
+    else:
+        pytest.fail("".join(seen))
+    workers = _workers(process.pid)
+    os.kill(workers[victim], signal.SIGKILL)
+    start = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - start < 60
+    assert process.returncode != 0
+    assert not any(_is_alive(worker) for worker in workers.values())
+    assert "Signal 9 (SIGKILL)" in output, output  # torchrun names the rank that was killed
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "finetune_params.pt").exists()
+
+
+def _workers(launcher: int) -> dict[int, int]:
+    """Rank -> process id of the launcher's children."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return {rank: int(child) for child in children if (rank := _rank_of(int(child))) is not None}
+
+
+def _rank_of(process: int) -> int | None:
+    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return next((int(v.partition(b"=")[2]) for v in variables if v.startswith(b"RANK=")), None)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

@@ -1,0 +1,95 @@
+"""Whole runs under torchrun with gloo end with the parameters of a plain torch AdamW loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from harness.runs import make_checkpoint, make_dataset, run_main
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_scheduler
+
+from mobius.data.batches import Batches
+from mobius.data.datasets import prepare_dataset
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+STEPS = 20
+BATCH, CHUNKS, LENGTH = 6, 3, 24
+LEARNING_RATE, DECAY, CLIP = 2e-3, 0.1, 0.5
+
+
+def plain_training(model: PreTrainedModel, dataset: Path, tokenizer_folder: Path, cache: Path) -> list[float]:
+    """Train `model` in place by transformers and torch alone; returns the losses."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    prepared = prepare_dataset(
+        dataset=str(dataset), tokenizer=tokenizer, seq_length=LENGTH, max_samples=None, num_workers=1, cache_dir=cache
+    )
+    batches = Batches(
+        prepared.tokenized, batch_size=BATCH, seq_length=LENGTH, pad_token_id=tokenizer.pad_token_id, seed=42
+    )
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=STEPS)
+    losses = []
+    for _ in range(STEPS):
+        batch = next(batches)
+        total = 0.0
+        tokens, labels = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)
+        for part, part_labels in zip(tokens.chunk(CHUNKS), labels.chunk(CHUNKS), strict=True):
+            loss = model(input_ids=part, labels=part_labels, num_items_in_batch=batch.num_targets).loss
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages", "is_tied", "options"),
+    [
+        (2, 4, False, ["--use_offload", "--use_prefetch"]),
+        (2, 4, True, ["--use_offload", "--no_prefetch"]),
+        (2, 2, True, ["--no_offload"]),
+        (4, 8, False, ["--use_offload", "--use_prefetch"]),
+    ],
+)
+def test_twenty_clipped_steps_equal_a_plain_adamw_loop(
+    tmp_path: Path, num_ranks: int, num_stages: int, is_tied: bool, options: list[str]
+) -> None:
+    model = make_checkpoint(tmp_path / "model", num_layers=8, is_tied=is_tied)
+    dataset = make_dataset(tmp_path / "data.jsonl")
+    arguments = f"""--model_path model --dataset data.jsonl --fp32 --num_stages {num_stages} --num_chunks {CHUNKS}
+        --batch_size {BATCH} --seq_length {LENGTH} --num_iterations {STEPS} --learning_rate {LEARNING_RATE}
+        --warmup_steps 2 --weight_decay {DECAY} --max_grad_norm {CLIP} --save_dir out""".split()
+    result = run_main(num_ranks, tmp_path, *arguments, *options)
+    assert result.returncode == 0, result.stdout
+
+    losses = plain_training(model, dataset, tmp_path / "model", tmp_path / "cache-plain")
+    logged = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in logged] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in logged] == pytest.approx(losses, rel=1e-5)
+    assert any(row["grad_norm"] > CLIP for row in logged), "clipping was never exercised"
+
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert trained.config.tie_word_embeddings == is_tied
+    for name, expected in model.named_parameters():
+        _assert_close(trained.get_parameter(name), expected, name)
+    single_file = torch.load(tmp_path / "finetune_params.pt", weights_only=True)
+    assert single_file.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(single_file[name], trained.get_parameter(name)) for name in single_file)
+
+
+def _assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
+    """Twenty AdamW steps apart in rounding only: norms are summed in another order, and the fused update rounds
+    otherwise.
+    """
+    moved = LEARNING_RATE * STEPS
+    assert (actual - expected).abs().max() <= 1e-4 * moved, (name, float((actual - expected).abs().max()))

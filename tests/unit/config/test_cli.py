@@ -1,0 +1,178 @@
+"""The command line takes what users type, and tells all that is wrong at once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mobius.cli import parse_args, to_yaml
+from mobius.config import Config, Dtype
+from mobius.errors import ConfigError
+from mobius.options import options
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def problems_of(*argv: str, num_ranks: int | None = None) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv, num_ranks=num_ranks)
+    return caught.value.problems
+
+
+def test_the_users_command_line_works_verbatim() -> None:
+    config = parse_args(
+        [
+            "--model_path=meta-llama/Llama-2-7b-hf", "--dataset=xsum", "--num_iterations=20", "--batch_size=64",
+            "--num_stage=8", "--use_prefetch", "--use_offload",
+        ],
+        num_ranks=4,
+    )  # fmt: skip
+    assert (config.model.model_path, config.data.dataset) == ("meta-llama/Llama-2-7b-hf", "xsum")
+    assert (config.optim.num_iterations, config.pipeline.batch_size, config.pipeline.num_stages) == (20, 64, 8)
+    assert config.pipeline.use_prefetch
+    assert config.pipeline.use_offload
+
+
+def test_no_options_give_the_defaults() -> None:
+    assert parse_args([], num_ranks=4) == Config()
+
+
+@pytest.mark.parametrize("offload", ["--use_offload", "--no_offload"])
+@pytest.mark.parametrize("prefetch", ["--use_prefetch", "--no_prefetch"])
+def test_offload_and_prefetch_combine_freely(offload: str, prefetch: str) -> None:
+    pipeline = parse_args([offload, prefetch], num_ranks=4).pipeline
+    assert (pipeline.use_offload, pipeline.use_prefetch) == ("use" in offload, "use" in prefetch)
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--lr", "1e-5"], "learning_rate", 1e-5),
+        (["--learning_r=3E-4"], "learning_rate", 3e-4),
+        (["--max_steps", "7"], "num_iterations", 7),
+        (["--num_micro_batches=8"], "num_chunks", 8),
+        (["--batch-size", "256"], "batch_size", 256),
+        (["--model_", "some/model"], "model_path", "some/model"),
+        (["--dataset=a=b.jsonl"], "dataset", "a=b.jsonl"),
+        (["--fp16"], "dtype", Dtype.FP16),
+        (["--dtype", "fp32"], "dtype", Dtype.FP32),
+        (["--no_pre"], "use_prefetch", False),
+        (["--overwrite_output_dir"], "overwrite_output_dir", True),
+        (["--seed", "1", "--seed", "2"], "seed", 2),
+        (["--lr", "1e-3", "--learning_rate", "0.001"], "learning_rate", 1e-3),
+    ],
+)
+def test_spellings_prefixes_and_values(argv: list[str], name: str, value: object) -> None:
+    config = parse_args(argv)
+    assert getattr(getattr(config, options()[name].section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--batchsize", "4"], ["unknown option `--batchsize`", "`--batch_size`"]),
+        (["-num_stages", "4"], ["unknown option `-num_stages`", "`--num_stages`"]),
+        (["--num", "4"], ["`--num`", "--num_stages", "--num_chunks", "write more"]),
+        (["--batch_size", "many"], ["`--batch_size many`", "whole number"]),
+        (["--batch_size", "4.5"], ["`--batch_size 4.5`", "whole number"]),
+        (["--batch_size"], ["`--batch_size` has no value"]),
+        (["--batch_size", "--use_offload"], ["`--batch_size` has no value"]),
+        (["--dtype", "int8"], ["bf16, fp16, fp32"]),
+        (["--use_prefetch", "true"], ["`true`", "--no_prefetch"]),
+        (["--use_prefetch=true"], ["`--use_prefetch=true`", "takes no value"]),
+        (["--dataset="], ["`--dataset `", "text"]),
+        (["--config"], ["`--config` has no value"]),
+        (["--config", "nowhere.yaml"], ["nowhere.yaml", "cannot be read", "No such file"]),
+        (["--bf16", "--fp16"], ["`--bf16` and `--fp16`", "keep one"]),
+        (["--use_offload", "--no_offload"], ["`--use_offload` and `--no_offload`"]),
+        (["--lr", "1e-3", "--learning_rate", "1e-4"], ["`--lr` and `--learning_rate`"]),
+        (["--learning_rate", "-1e-4"], ["`--learning_rate` is -0.0001", "above 0"]),
+        (["--learning_rate", "nan"], ["`--learning_rate` is nan"]),
+    ],
+)
+def test_a_mistake_is_one_problem_that_says_what_to_change(argv: list[str], parts: list[str]) -> None:
+    (problem,) = problems_of(*argv)
+    for part in parts:
+        assert part in problem
+
+
+def test_all_problems_are_told_in_one_message(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("learning_rat: 1\nseq_length: long\nlogging_steps: 0\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        parse_args(
+            ["--config", str(file), "--batchsiz", "3", "--num_stages", "6", "--adam_beta1", "1.5", "extra"], num_ranks=4
+        )
+    lines = str(caught.value).splitlines()
+    expected = ["learning_rat", "seq_length", "--batchsiz", "extra", "--adam_beta1", "--logging_steps", "--num_stages"]
+    for part in expected:
+        assert sum(part in line for line in lines) == 1, part
+    assert len(lines) == len(expected) + 1
+    assert lines[-1] == "Run with `--help` to see all options."
+
+
+def test_a_mistake_causes_no_second_problem() -> None:
+    # 5 does not divide the default batch size, but the user did say another one, only not readably.
+    assert len(problems_of("--batch_size", "x", "--num_chunks", "5")) == 1
+    assert len(problems_of("--batchsize", "10", "--num_chunks", "5")) == 1
+    assert len(problems_of("--config", "nowhere.yaml", "--num_chunks", "5")) == 1
+
+
+def test_short_model_names_are_completed_unless_a_folder_has_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_args(["--model", "llama-2-7b-hf"]).model.model_path == "meta-llama/Llama-2-7b-hf"
+    assert parse_args(["--model", "Llama-2-13b-hf"]).model.model_path == "meta-llama/Llama-2-13b-hf"
+    assert parse_args(["--model", "gpt-oss"]).model.model_path == "gpt-oss"
+    (tmp_path / "llama-2-7b-hf").mkdir()
+    assert parse_args(["--model", "llama-2-7b-hf"]).model.model_path == "llama-2-7b-hf"
+
+
+def test_help_shows_every_option_with_its_default_and_aliases(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # one line per option, so that no text is broken up
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--batch_size", "x", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for option in options().values():
+        assert option.text in text, option.name
+        assert f"--{option.name}" in text
+        for alias in option.aliases:
+            assert f"--{alias}" in text
+    assert "default: 128" in text
+    for title in ("Model:", "Data:", "Pipeline and memory:", "Optimizer:", "Output:", "Launch"):
+        assert f"\n{title}" in text
+
+
+def test_help_is_printed_by_the_first_rank_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        parse_args(["-h"])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.xdist_group("processes")
+def test_the_front_end_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, mobius.cli, mobius.launch, mobius.log\n"
+        "assert not {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_resolved_yaml_reads_back_unchanged(tmp_path: Path) -> None:
+    config = parse_args(
+        ["--lr", "1e-5", "--no_offload", "--fp32", "--gpu_memory_limit", "24", "--cuda_visible_devices", "0,2,1,3",
+         "--dataset", "数据/a: b #c.jsonl", "--seed", "7", "--model", "123"]
+    )  # fmt: skip
+    file = tmp_path / "resolved.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    assert parse_args(["--config", str(file)]) == config
+    assert all(f"{name}: " in file.read_text(encoding="utf-8") for name in options())

@@ -1,0 +1,226 @@
+"""train.sh's command fits the machine, and nothing from a file reaches the shell as code."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mobius.config import Device
+from mobius.errors import ConfigError
+from mobius.launch import Machine, count_cores, count_gpus, launch_command, place
+from mobius.options import OptionValue, config_from
+
+ROOT = Path(__file__).resolve().parents[3]
+LAPTOP = Machine(num_gpus=0, num_cores=6)
+BOX = Machine(num_gpus=4, num_cores=64)
+
+
+@pytest.fixture
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return str(probe.getsockname()[1])
+
+
+def words_of(arguments: list[str], machine: Machine, folder: Path = ROOT) -> list[str]:
+    return launch_command(arguments, folder, machine)[0]
+
+
+def test_the_readme_config_starts_four_ranks_in_its_device_order(
+    monkeypatch: pytest.MonkeyPatch, free_port: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert words_of(["--lr", "2e-5", "--master_port", free_port], BOX) == [
+        "env", "OMP_NUM_THREADS=16", "CUDA_VISIBLE_DEVICES=0,2,1,3", sys.executable, "scripts/run_ranks.py",
+        "--nproc_per_node", "4", "--master_port", free_port,
+        "main.py", "--lr", "2e-5", "--master_port", free_port, "--config", "configs/fine_tune.yaml",
+    ]  # fmt: skip
+
+
+def test_a_machine_without_gpus_starts_as_many_ranks_and_hides_nothing(
+    monkeypatch: pytest.MonkeyPatch, free_port: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words = words_of(["configs/fine_tune.yaml", "--master_port", free_port], LAPTOP)
+    assert words[:2] == ["env", "OMP_NUM_THREADS=1"]
+    assert words[words.index("--nproc_per_node") + 1] == "4"
+    assert not any(word.startswith("CUDA_VISIBLE_DEVICES") for word in words)
+
+
+def test_a_config_beside_the_caller_goes_before_the_projects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "mine.yaml").write_text(f"num_stages: 6\nnproc_per_node: 3\nmaster_port: {free_port}\n")
+    for arguments in (["mine.yaml"], ["--config", "mine.yaml"], ["--conf=mine.yaml"]):
+        assert words_of(arguments, LAPTOP, tmp_path)[-2:] == ["--config", str(tmp_path / "mine.yaml")]
+    arguments = ["configs/quickstart.yaml", "--master_port", free_port]
+    assert words_of(arguments, LAPTOP, tmp_path)[-1] == "configs/quickstart.yaml"
+
+
+def test_a_config_that_is_nowhere_is_looked_for_beside_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/nowhere.yaml"):
+        words_of(["nowhere.yaml"], LAPTOP, tmp_path)
+
+
+def test_help_is_asked_of_the_program_itself() -> None:
+    assert words_of(["--help"], LAPTOP) == [sys.executable, "main.py", "--help"]
+    assert words_of(["configs/quickstart.yaml", "-h"], LAPTOP) == [sys.executable, "main.py", "--help"]
+
+
+@pytest.mark.parametrize(
+    ("values", "machine", "is_typed", "expected"),
+    [
+        # nproc_per_node, then the list, then all GPUs, then 2
+        ({}, LAPTOP, False, (2, None)),
+        ({"nproc_per_node": 3}, LAPTOP, False, (3, None)),
+        ({}, BOX, False, (4, None)),
+        ({"cuda_visible_devices": "3,1"}, BOX, False, (2, "3,1")),
+        ({"cuda_visible_devices": "3,1,0", "nproc_per_node": 2}, BOX, False, (2, "3,1,0")),
+        # the environment goes before the file, what is typed before both
+        ({"cuda_visible_devices": "0,1,2"}, Machine(4, 8, "2,3"), False, (2, None)),
+        ({"cuda_visible_devices": "0,1,2"}, Machine(4, 8, "2,3"), True, (3, "0,1,2")),
+        # GPUs that are hidden or not wanted
+        ({}, Machine(4, 8, ""), False, (2, None)),
+        ({}, Machine(4, 8, "-1"), False, (2, None)),
+        ({"device": Device.CPU}, BOX, False, (2, None)),
+        # too few GPUs without having asked for them: all ranks go to the CPU
+        ({"nproc_per_node": 2}, Machine(1, 8), False, (2, "")),
+        ({"cuda_visible_devices": "GPU-5f,MIG-1,MIG-2"}, Machine(1, 8), False, (3, "GPU-5f,MIG-1,MIG-2")),
+    ],
+)
+def test_processes_and_devices(
+    values: dict[str, OptionValue], machine: Machine, is_typed: bool, expected: tuple[int, str | None]
+) -> None:
+    placement = place(config_from(values), machine, is_device_list_typed=is_typed)
+    assert (placement.num_processes, placement.cuda_visible_devices) == expected
+
+
+def test_a_device_list_that_is_overruled_is_mentioned() -> None:
+    config = config_from({"cuda_visible_devices": "0,1"})
+    assert "CUDA_VISIBLE_DEVICES=2,3" in (place(config, Machine(4, 8, "2,3"), is_device_list_typed=False).notice or "")
+    assert place(config, Machine(4, 8, "0,1"), is_device_list_typed=False).notice is None
+
+
+@pytest.mark.parametrize(
+    ("values", "machine", "parts"),
+    [
+        ({"cuda_visible_devices": "0,2,1,3"}, Machine(2, 8), ["GPU 2, 3", "has 2", "--cuda_visible_devices 0,1"]),
+        ({}, Machine(2, 8, "0,5"), ["CUDA_VISIBLE_DEVICES lists GPU 5", "has 2"]),
+        ({"nproc_per_node": 3, "cuda_visible_devices": "0,1"}, BOX, ["`--nproc_per_node` 3", "there are 2"]),
+        ({"device": Device.CUDA}, LAPTOP, ["`--device cuda`", "no NVIDIA GPU"]),
+        ({"device": Device.CUDA}, Machine(2, 8, ""), ["hides all GPUs"]),
+    ],
+)
+def test_gpus_that_are_asked_for_and_absent_are_an_error(
+    values: dict[str, OptionValue], machine: Machine, parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        place(config_from(values), machine, is_device_list_typed=False)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_stages_are_checked_against_the_ranks_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match="use --num_stages 4 or 8"):
+        words_of(["--num_stages", "6"], BOX)
+
+
+def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with socket.socket() as busy:
+        busy.bind(("", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"`--master_port` {port} cannot be used"):
+            words_of(["--master_port", str(port)], BOX)
+
+
+def test_the_users_thread_count_is_kept(monkeypatch: pytest.MonkeyPatch, free_port: str) -> None:
+    monkeypatch.chdir(ROOT)
+    words = words_of(["--master_port", free_port], Machine(4, 64, omp_num_threads=3))
+    assert not any(word.startswith("OMP_NUM_THREADS") for word in words)
+
+
+def test_two_config_files_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="two YAML files"):
+        words_of(["a.yaml", "--config", "b.yaml"], LAPTOP)
+
+
+def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert count_gpus(tmp_path) == 2
+    assert count_gpus(tmp_path / "absent", nvidia_smi="no-such-program") == 0
+
+
+def test_nvidia_smi_is_asked_where_there_are_no_device_files(tmp_path: Path) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA L20 (UUID: GPU-1)'\necho 'GPU 1: NVIDIA L20 (UUID: GPU-2)'\n")
+    script.chmod(0o755)
+    assert count_gpus(tmp_path, nvidia_smi=str(script)) == 2
+
+
+def test_cores_are_limited_by_the_containers_share(tmp_path: Path) -> None:
+    quota = tmp_path / "cpu.max"
+    quota.write_text("50000 100000\n")
+    assert count_cores(quota) == 1
+    quota.write_text("max 100000\n")
+    assert count_cores(quota) == count_cores(tmp_path / "absent") >= 1
+
+
+def project_that_shows_its_arguments(folder: Path) -> Path:
+    """A copy of the launcher whose ranks print what reaches them instead of training."""
+    shutil.copy(ROOT / "train.sh", folder)
+    for name in ("mobius", "scripts"):
+        (folder / name).mkdir()
+        for file in (ROOT / name).glob("*"):
+            if file.is_file():
+                shutil.copy(file, folder / name)
+    (folder / "requirements.txt").touch()
+    (folder / "scripts/run_ranks.py").write_text("import sys\nprint('\\n'.join(sys.argv[1:]))\n")
+    return folder
+
+
+@pytest.mark.xdist_group("processes")
+def test_train_sh_hands_words_over_unread_and_returns_the_exit_code(tmp_path: Path, free_port: str) -> None:
+    folder = project_that_shows_its_arguments(tmp_path)
+    trap = tmp_path / "ran"
+    dataset = f"a b; touch {trap}; $(touch {trap}) `touch {trap}` \"'*"
+    (folder / "my run.yaml").write_text(f"master_port: {free_port}\ndevice: cpu\nsave_dir: $(touch {trap})\n")
+    environment = {**os.environ, "MOBIUS_PYTHON": "system", "PYTHON": sys.executable}
+    command = ["bash", str(folder / "train.sh"), "my run.yaml", "--dataset", dataset]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == [
+        "--nproc_per_node", "2", "--master_port", free_port, "main.py", "--dataset", dataset, "--config", "my run.yaml",
+    ]  # fmt: skip
+    assert run.stderr == ""
+    assert not trap.exists()
+
+    run = subprocess.run([*command, "--batchsize", "3"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "did you mean `--batch_size`?" in run.stderr
+
+
+@pytest.mark.xdist_group("processes")
+def test_the_environment_is_refused_if_a_package_is_missing(tmp_path: Path) -> None:
+    folder = project_that_shows_its_arguments(tmp_path)
+    (folder / "requirements.txt").write_text("pyyaml>=6\nno-such-package-here>=2  # a reason\n")
+    environment = {**os.environ, "MOBIUS_PYTHON": "system", "PYTHON": sys.executable}
+    run = subprocess.run(["bash", str(folder / "train.sh")], env=environment, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "no-such-package-here>=2 (absent)" in run.stderr
+    assert "pyyaml" not in run.stderr
+
+
+@pytest.mark.parametrize("name", ["train.sh", "scripts/environment.sh"])
+def test_a_shell_script_parses(name: str) -> None:
+    subprocess.run(["bash", "-n", str(ROOT / name)], check=True)

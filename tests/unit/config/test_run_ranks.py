@@ -1,0 +1,37 @@
+"""A run whose rank dies says which one and how, in one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
+    program = folder / "program.py"
+    program.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n")
+    # Port 0 lets the system choose, so that tests may run side by side.
+    command = [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", "2", "--master_port", "0", str(program)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [
+        ("sys.exit(7 if rank == 1 else time.sleep(60))", 7, "rank 1 ended first, with exit code 7"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(60)",
+            137,
+            "rank 0 ended first, by SIGKILL",
+        ),
+    ],
+)
+def test_the_first_rank_to_end_is_named_and_the_others_stop(tmp_path: Path, body: str, code: int, line: str) -> None:
+    result = run(tmp_path, body)
+    assert result.returncode == code
+    lines = [text for text in result.stderr.splitlines() if "OMP_NUM_THREADS" not in text and "*****" not in text]
+    assert len(lines) == 1
+    assert lines[0].startswith(line)

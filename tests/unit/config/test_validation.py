@@ -1,0 +1,67 @@
+"""Values that do not fit together are told with the nearest ones that do."""
+
+import pytest
+
+from mobius.config import Config, Device
+from mobius.errors import ConfigError
+from mobius.options import OptionValue, config_from
+from mobius.validation import find_problems, validate
+
+
+@pytest.mark.parametrize(
+    ("values", "num_ranks", "parts"),
+    [
+        ({"num_stages": 6}, 4, ["`--num_stages` 6", "ranks, 4", "use --num_stages 4 or 8,"]),
+        ({"num_stages": 3}, 4, ["use --num_stages 4,"]),
+        ({"num_stages": 6, "num_layers": 7}, 4, ["use --num_stages 4,"]),
+        ({"batch_size": 64, "num_chunks": 5}, 4, ["--num_chunks 4 or 8, or --batch_size 60 or 65"]),
+        ({"batch_size": 2, "num_chunks": 4}, 4, ["--num_chunks 2, or --batch_size 4"]),
+        ({"num_stages": 8, "num_layers": 4}, 4, ["`--num_stages` 8 is more than `--num_layers` 4"]),
+        ({"embedding_dim": 100, "num_heads": 8}, 4, ["--embedding_dim 96 or 104"]),
+        ({"warmup_steps": 3.0, "num_iterations": 2}, 4, ["`--warmup_steps` 3", "`--num_iterations` 2"]),
+        ({"warmup_steps": 1.5, "num_iterations": 9}, 4, ["whole number of steps"]),
+        ({"gpu_memory_limit": 24.0, "device": Device.CPU}, 4, ["no effect with `--device cpu`"]),
+        ({"save_dir": "out", "save_params": "./out"}, 4, ["`--save_params` and `--save_dir`"]),
+        ({"cuda_visible_devices": "0,x"}, 4, ["'0,x'", "0,2,1,3"]),
+        ({"cuda_visible_devices": "0,0"}, 4, ["different GPUs"]),
+        ({"master_port": 70000}, 4, ["below 65536"]),
+        ({"seq_length": 1}, 4, ["at least 2"]),
+        ({"adam_beta2": 1.0}, 4, ["at least 0 and below 1"]),
+        ({"max_grad_norm": -1.0}, 4, ["at least 0"]),
+        ({"num_heads": 0}, 4, ["at least 1"]),
+    ],
+)
+def test_a_broken_rule_names_what_would_be_valid(
+    values: dict[str, OptionValue], num_ranks: int, parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(config_from(values), num_ranks)
+    (problem,) = caught.value.problems
+    for part in parts:
+        assert part in problem
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_the_defaults_are_valid(num_ranks: int) -> None:
+    validate(Config(), num_ranks)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"cuda_visible_devices": "0, 2,1,3"},
+        {"cuda_visible_devices": "GPU-8a1,MIG-77"},
+        {"max_grad_norm": 0.0, "weight_decay": 0.0, "warmup_steps": 0.0},
+        {"use_prefetch": True, "use_offload": False},
+        {"num_stages": 32, "num_layers": 32},
+        {"warmup_steps": 2.0, "num_iterations": 2},
+    ],
+)
+def test_values_at_the_edge_are_allowed(values: dict[str, OptionValue]) -> None:
+    assert find_problems(config_from(values)) == []
+
+
+def test_the_number_of_ranks_is_only_judged_where_it_is_known() -> None:
+    config = config_from({"num_stages": 6})
+    assert find_problems(config) == []
+    assert len(find_problems(config, num_ranks=4)) == 1

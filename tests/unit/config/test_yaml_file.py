@@ -1,0 +1,106 @@
+"""A YAML file is read as people write it; what is wrong is told with its line."""
+
+from pathlib import Path
+
+import pytest
+
+from mobius.cli import parse_args
+from mobius.config import Dtype
+from mobius.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def write(folder: Path, text: str) -> str:
+    file = folder / "run.yaml"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def test_there_are_configs() -> None:
+    assert {"fine_tune.yaml", "quickstart.yaml"} <= {file.name for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_config_loads_for_the_number_of_ranks_it_is_meant_for(file: Path) -> None:
+    launch = parse_args(["--config", str(file)]).launch
+    num_ranks = launch.nproc_per_node or len((launch.cuda_visible_devices or "0").split(","))
+    parse_args(["--config", str(file)], num_ranks=num_ranks)
+
+
+def test_fine_tune_holds_the_values_of_the_readme() -> None:
+    config = parse_args(["--config", str(ROOT / "configs/fine_tune.yaml")], num_ranks=4)
+    assert (config.pipeline.batch_size, config.pipeline.num_chunks, config.pipeline.num_stages) == (64, 4, 8)
+    assert (config.data.seq_length, config.optim.num_iterations, config.model.num_layers) == (128, 2, 32)
+    assert (config.model.model_path, config.data.dataset) == ("meta-llama/Llama-2-7b-hf", "xsum")
+    assert (config.output.save_results, config.output.save_dir) == ("test_result.txt", "save_ckpt")
+    assert (config.pipeline.use_prefetch, config.pipeline.use_offload) == (True, True)
+    assert (config.launch.cuda_visible_devices, config.launch.master_port) == ("0,2,1,3", 29502)
+
+
+def test_the_command_line_goes_before_the_file_and_the_file_before_the_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path, "model: a\nbatch_size: 32\nuse_offload: false\nbf16: false\nfp16: true\n")
+    config = parse_args(["--config", file, "--batch_size", "8", "--use_offload", "--model_path", "b"])
+    assert (config.pipeline.batch_size, config.pipeline.use_offload, config.model.model_path) == (8, True, "b")
+    assert config.model.dtype is Dtype.FP16
+    assert config.data.seq_length == 512
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1.0e-5", "1E-05", "0.00001", "+1e-5", ".1e-4"])
+def test_numbers_with_an_exponent_are_numbers(tmp_path: Path, text: str) -> None:
+    assert parse_args(["--config", write(tmp_path, f"lr: {text}\n")]).optim.learning_rate == pytest.approx(1e-5)
+
+
+def test_a_name_that_looks_like_an_exponent_in_quotes_stays_text(tmp_path: Path) -> None:
+    assert parse_args(["--config", write(tmp_path, "dataset: '1e5'\n")]).data.dataset == "1e5"
+
+
+@pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "no_prefetch: false\nnum_layers:\n"])
+def test_a_file_may_leave_everything_at_its_default(tmp_path: Path, text: str) -> None:
+    assert parse_args(["--config", write(tmp_path, text)]) == parse_args([])
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("seed: 1\nbatchsize: 3\n", ["line 2", "unknown key `batchsize`", "`batch_size`"]),
+        ("batch_size: '64'\n", ["line 1", "`batch_size: '64'`", "whole number"]),
+        ("batch_size: true\n", ["`batch_size: True`", "whole number"]),
+        ("batch_size: 64.0\n", ["whole number"]),
+        ("batch_size: [64]\n", ["whole number"]),
+        ("batch_size:\n", ["`batch_size: None`", "whole number"]),
+        ("learning_rate: fast\n", ["`learning_rate: 'fast'`", "a number above 0"]),
+        ("learning_rate: true\n", ["a number above 0"]),
+        ("use_prefetch: 1\n", ["`use_prefetch: 1`", "true or false"]),
+        ("dataset: 12\n", ["text in quotes"]),
+        ("dtype: int8\n", ["bf16, fp16, fp32"]),
+        ("seed: 1\nlr: 1e-4\nseed: 2\n", ["line 3", "`seed` is already set on line 1"]),
+        ("seq_length: 128\ncutoff_len: 256\n", ["line 2", "`seq_length` and `cutoff_len`"]),
+        ("bf16: true\nfp16: true\n", ["line 2", "`bf16` and `fp16`"]),
+        ("training:\n  seed: 1\n", ["line 1", "unknown key `training`"]),
+        ("- seed\n", ["expected lines of `option: value`"]),
+        ("seed: [1\n", ["not valid YAML"]),
+        ("logging_steps: 0\n", ["`--logging_steps` is 0", "at least 1"]),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(tmp_path: Path, text: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(["--config", write(tmp_path, text)])
+    (problem,) = caught.value.problems
+    for part in parts:
+        assert part in problem
+
+
+def test_agreeing_spellings_are_no_conflict(tmp_path: Path) -> None:
+    file = write(tmp_path, "use_prefetch: false\nno_prefetch: true\nseq_length: 64\nmax_length: 64\n")
+    config = parse_args(["--config", file])
+    assert not config.pipeline.use_prefetch
+    assert config.data.seq_length == 64
+
+
+def test_a_file_that_is_not_text_or_not_a_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    for path, part in ((tmp_path / "binary.yaml", "not a UTF-8"), (tmp_path, "cannot be read")):
+        with pytest.raises(ConfigError, match=part):
+            parse_args(["--config", str(path)])

@@ -1,0 +1,166 @@
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from mobius.data.sources import open_source
+from mobius.errors import DataError
+
+RECORDS: list[dict[str, object]] = [{"text": "one"}, {"text": "two, with a comma"}, {"text": "dreißig 三十"}]
+
+
+def write(path: Path, records: list[dict[str, object]] = RECORDS) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    match path.name.partition(".")[2]:
+        case "jsonl" | "lines.json":
+            path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        case "json":
+            path.write_text("\n " + json.dumps(records, indent=1), encoding="utf-8")
+        case "csv":
+            path.write_text("text\n" + "".join(f'"{record["text"]}"\n' for record in records), encoding="utf-8")
+        case "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    return path
+
+
+def fields(dataset: Path | str) -> list[dict[str, object]]:
+    return [dict(record.fields) for record in open_source(str(dataset)).read()]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.lines.json", "a.csv", "a.parquet"])
+def test_every_kind_of_file_gives_the_same_records(tmp_path: Path, name: str) -> None:
+    assert fields(write(tmp_path / name)) == RECORDS
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"text": "one"}\n\n{"text": "two"}')
+    assert fields(path) == [{"text": "one"}, {"text": "two"}]
+
+
+def test_a_long_csv_field_is_read_whole(tmp_path: Path) -> None:
+    long = "word " * 100_000
+    assert fields(write(tmp_path / "a.csv", [{"text": long}])) == [{"text": long}]
+
+
+def test_a_folder_gives_all_its_files_in_order(tmp_path: Path) -> None:
+    write(tmp_path / "b.csv", [{"text": "second"}])
+    write(tmp_path / "a" / "z.jsonl", [{"text": "first"}])
+    write(tmp_path / ".cache" / "hidden.jsonl", [{"text": "no"}])
+    write(tmp_path / "dataset_infos.json", [{"text": "no"}])
+    (tmp_path / "README.md").write_text("no")
+    assert fields(tmp_path) == [{"text": "first"}, {"text": "second"}]
+
+
+def test_a_folder_with_splits_gives_the_train_split(tmp_path: Path) -> None:
+    for split in ("test", "train", "validation"):
+        write(tmp_path / "data" / f"{split}-00000-of-00001.parquet", [{"text": split}])
+    assert fields(tmp_path) == [{"text": "train"}]
+
+
+def test_a_word_that_contains_train_is_no_split(tmp_path: Path) -> None:
+    write(tmp_path / "constraints.jsonl", [{"text": "a"}])
+    write(tmp_path / "other.jsonl", [{"text": "b"}])
+    assert fields(tmp_path) == [{"text": "a"}, {"text": "b"}]
+
+
+def test_the_fingerprint_follows_the_content_and_not_the_place(tmp_path: Path) -> None:
+    first, same = write(tmp_path / "a" / "x.jsonl"), write(tmp_path / "b" / "x.jsonl")
+    other = write(tmp_path / "c" / "x.jsonl", RECORDS[:2])
+    prints = [open_source(str(path)).fingerprint for path in (first, same, other)]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_the_number_of_lines_is_known_before_reading(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl")
+    assert open_source(str(path)).num_records == 3
+    path.write_text(path.read_text().rstrip("\n"))
+    assert open_source(str(path)).num_records == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.jsonl", '{"text": "one"}\n\n{"text": "two"\n', "a.jsonl, line 3, column"),
+        ("a.jsonl", '{"text": "one"}\n["two"]\n', "a.jsonl, line 2: a record must be a JSON object"),
+        ("a.json", '[\n{"text": "one"},\n{"text" "two"}]', "a.json, line 3, column 9: broken JSON"),
+        ("a.json", '["one"]', "a.json, record 0: a record must be a JSON object"),
+        ("a.csv", "text,more\none,1\ntwo\n", "a.csv, line 3: the row has more or fewer fields"),
+        ("a.csv", 'text\n"one"x\n', "a.csv, line 2: broken CSV"),
+        ("a.parquet", "no parquet", "a.parquet: cannot be read as Parquet"),
+        ("a.jsonl", b'{"text": "\xff"}', "a.jsonl: is not UTF-8 text"),
+        ("a.txt", "words", "files of the kind '.txt' cannot be read; use .json, .jsonl, .csv, .parquet"),
+    ],
+)
+def test_broken_data_is_named_by_file_and_line(tmp_path: Path, name: str, content: str | bytes, complaint: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError) as caught:
+        fields(path)
+    assert complaint in str(caught.value)
+
+
+def test_a_missing_file_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as caught:
+        open_source("data/train.jsonl")
+    assert f"--dataset data/train.jsonl: there is no file or folder {tmp_path}/data/train.jsonl" in str(caught.value)
+
+
+def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no data files in .*; looked for .json, .jsonl, .csv, .parquet"):
+        open_source(str(tmp_path))
+
+
+def test_a_local_folder_of_a_known_name_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "xsum" / "data" / "train-00000.parquet", [{"document": "d", "summary": "s"}])
+    assert fields("xsum") == fields("xsum/") == [{"document": "d", "summary": "s"}]
+
+
+@pytest.fixture
+def offline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub and no network; both libraries read their variables while they are imported."""
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "hub_id"), [("xsum", "EdinburghNLP/xsum"), ("some-body/some.set", "some-body/some.set")]
+)
+def test_an_unreachable_hub_dataset_says_where_it_looked_and_how_to_get_it(
+    tmp_path: Path, offline_cache: Path, dataset: str, hub_id: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        open_source(dataset)
+    message = str(caught.value)
+    folder = hub_id.split("/")[1]
+    assert str(tmp_path / dataset) in message
+    assert f"hf download --repo-type dataset {hub_id} --local-dir {folder}" in message
+    assert f"--dataset {folder}/" in message
+
+
+def test_xsum_is_the_train_split_of_its_hub_id(tmp_path: Path, offline_cache: Path) -> None:
+    """Offline, the library reads what an earlier download left in its cache, here laid out by the library itself."""
+    import datasets
+
+    downloaded = tmp_path / "download" / "xsum"
+    for split in ("train", "test"):
+        write(downloaded / f"{split}.jsonl", [{"document": f"{split} document", "summary": "summary"}])
+    loaded = datasets.load_dataset(str(downloaded), split="train", cache_dir=str(tmp_path / "build"))
+    built = Path(loaded.cache_files[0]["filename"]).parent
+    shutil.copytree(built, offline_cache / "EdinburghNLP___xsum" / "default" / "0.0.0" / ("0" * 40))
+    source = open_source("xsum")
+    assert source.label == "EdinburghNLP/xsum"
+    assert source.num_records == 1
+    assert [dict(record.fields) for record in source.read()] == [{"document": "train document", "summary": "summary"}]
+    assert open_source("xsum").fingerprint == source.fingerprint

@@ -1,0 +1,289 @@
+import pickle
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase
+
+from mobius.data.formats import Completion, Conversation, Document, Role, Sample, Turn
+from mobius.data.store import Row
+from mobius.data.tokenization import Encoded, Note, SampleEncoder, fit, pack, share_length
+from mobius.errors import DataError
+
+EOS = "<|im_end|>"
+
+TWO_EXCHANGES = Conversation(
+    (
+        Turn(Role.SYSTEM, "Be brief."),
+        Turn(Role.USER, "Name a colour."),
+        Turn(Role.ASSISTANT, "Red."),
+        Turn(Role.USER, "Another one?"),
+        Turn(Role.ASSISTANT, "Blue."),
+    )
+)
+ONE_EXCHANGE = Conversation(TWO_EXCHANGES.turns[:3])
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, sample: Sample, seq_length: int = 256) -> Encoded:
+    return SampleEncoder(tokenizer, seq_length=seq_length).encode(sample, "train.jsonl, line 5")
+
+
+def parts(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[tuple[str, str]]:
+    """The row's runs as ("prompt" or "target", text)."""
+    ids, is_target = row
+    borders = [0, *(np.flatnonzero(np.diff(is_target.astype(int))) + 1).tolist(), len(ids)]
+    return [
+        ("target" if is_target[start] else "prompt", tokenizer.decode(ids[start:end].tolist()))
+        for start, end in pairwise(borders)
+    ]
+
+
+def test_every_assistant_turn_is_a_target_that_ends_with_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    encoded = encode(tokenizer, TWO_EXCHANGES)
+    (row,) = encoded.rows
+    assert parts(tokenizer, row) == [
+        (
+            "prompt",
+            "<|begin|><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName a colour.<|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
+        ("target", "Red.<|im_end|>"),
+        ("prompt", "\n<|im_start|>user\nAnother one?<|im_end|>\n<|im_start|>assistant\n"),
+        ("target", "Blue.<|im_end|>"),
+    ]
+    assert not encoded.is_cut
+    assert not encoded.notes
+
+
+def test_the_row_begins_with_the_tokens_inference_would_send(tokenizer: PreTrainedTokenizerBase) -> None:
+    (row,) = encode(tokenizer, ONE_EXCHANGE).rows
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
+    assert row[0][: len(prompt)].tolist() == prompt
+    assert row[1].tolist() == [False] * len(prompt) + [True] * (len(row[0]) - len(prompt))
+
+
+def test_without_a_template_the_text_has_plain_headings(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = None
+    (row,) = encode(tokenizer, TWO_EXCHANGES).rows
+    assert parts(tokenizer, row) == [
+        ("prompt", "Be brief.\n\n### Instruction:\nName a colour.\n\n### Response:\n"),
+        ("target", "Red.<|im_end|>"),
+        ("prompt", "\n\n### Instruction:\nAnother one?\n\n### Response:\n"),
+        ("target", "Blue.<|im_end|>"),
+    ]
+
+
+def test_a_completion_follows_its_prompt_directly(tokenizer: PreTrainedTokenizerBase) -> None:
+    (row,) = encode(tokenizer, Completion("The sky is", " blue.")).rows
+    assert parts(tokenizer, row) == [("prompt", "The sky is"), ("target", " blue.<|im_end|>")]
+
+
+def test_a_word_that_spans_prompt_and_completion_is_not_one_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    whole = tokenizer("return", add_special_tokens=False).input_ids
+    assert len(whole) == 1, "the test needs a word that is one token"
+    (row,) = encode(tokenizer, Completion("ret", "urn")).rows
+    assert parts(tokenizer, row) == [("prompt", "ret"), ("target", "urn<|im_end|>")]
+
+
+def test_a_beginning_token_is_added_where_the_tokenizer_adds_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin|> $A <|im_end|>", special_tokens=[("<|begin|>", 1), ("<|im_end|>", 2)]
+    )
+    (row,) = encode(tokenizer, Completion("a", " b")).rows
+    assert parts(tokenizer, row) == [("prompt", "<|begin|>a"), ("target", " b<|im_end|>")]
+    (document,) = encode(tokenizer, Document("words")).rows
+    assert parts(tokenizer, document) == [("target", "<|begin|>words<|im_end|>")]
+    (chat,) = encode(tokenizer, ONE_EXCHANGE).rows
+    assert chat[0].tolist().count(1) == 1, "the chat template writes it already"
+
+
+def test_the_mask_does_not_depend_on_token_ids(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Padding with eos is common, and prompts may contain eos: both must not move the mask."""
+    expected = encode(tokenizer, TWO_EXCHANGES).rows[0]
+    tokenizer.pad_token = EOS
+    row = encode(tokenizer, TWO_EXCHANGES).rows[0]
+    assert row[0].tolist() == expected[0].tolist()
+    assert row[1].tolist() == expected[1].tolist()
+
+
+def test_a_template_that_does_not_end_turns_with_eos_gets_it_at_the_end_of_each_target(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    encoded = encode(tokenizer, TWO_EXCHANGES)
+    start = "<system>Be brief.</turn>\n<user>Name a colour.</turn>\n<assistant>"
+    assert [parts(tokenizer, row) for row in encoded.rows] == [
+        [("prompt", start), ("target", "Red.</turn>\n<|im_end|>")],
+        [
+            ("prompt", start + "Red.</turn>\n<user>Another one?</turn>\n<assistant>"),
+            ("target", "Blue.</turn>\n<|im_end|>"),
+        ],
+    ]
+    assert encoded.notes == {Note.SPLIT_TURNS}
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_one_row_per_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]"
+        "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    encoded = encode(tokenizer, TWO_EXCHANGES)
+    start = "[system]Be brief.<|im_end|>[user]Name a colour.<|im_end|>[assistant]"
+    assert [parts(tokenizer, row) for row in encoded.rows] == [
+        [("prompt", start), ("target", "<think></think>Red.<|im_end|>")],
+        [
+            ("prompt", start + "Red.<|im_end|>[user]Another one?<|im_end|>[assistant]"),
+            ("target", "<think></think>Blue.<|im_end|>"),
+        ],
+    ]
+    assert encoded.notes == {Note.SPLIT_TURNS}
+
+
+def test_a_generation_prompt_that_the_answer_does_not_repeat_is_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
+    )
+    sample = Conversation((Turn(Role.USER, "Markup?"), Turn(Role.ASSISTANT, "<b>")))
+    encoded = encode(tokenizer, sample)
+    assert [parts(tokenizer, row) for row in encoded.rows] == [
+        [("prompt", "[user]Markup?<|im_end|>[assistant]"), ("target", "<b><|im_end|>")]
+    ]
+    assert encoded.notes == {Note.OTHER_PROMPT}
+
+
+def test_a_template_that_hides_the_border_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = (
+        "{{ messages | length }} {{ messages[-1]['content'] | length }} {{ messages[-1]['content'] }}"
+    )
+    with pytest.raises(DataError, match=r"train.jsonl, line 5: .* prompt and target cannot be told apart"):
+        encode(tokenizer, Conversation((Turn(Role.USER, "a"), Turn(Role.ASSISTANT, "long answer"))))
+
+
+def test_a_conversation_the_template_refuses_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    )
+    with pytest.raises(
+        DataError, match=r"line 5: .*\(system, user, assistant, user, assistant\): System role not supported"
+    ):
+        encode(tokenizer, TWO_EXCHANGES)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        Completion("a question", "  "),
+        Conversation((Turn(Role.USER, "a"),)),
+        Conversation((Turn(Role.USER, "a"), Turn(Role.ASSISTANT, ""))),
+        Conversation((Turn(Role.SYSTEM, "s"), Turn(Role.ASSISTANT, "nobody asked"))),
+    ],
+)
+def test_a_sample_without_an_answer_has_no_row_but_is_not_empty(
+    tokenizer: PreTrainedTokenizerBase, sample: Sample
+) -> None:
+    assert encode(tokenizer, sample) == Encoded(())
+
+
+@pytest.mark.parametrize(
+    "sample", [Completion("", " "), Conversation((Turn(Role.USER, ""),)), Document("\n"), Conversation(())]
+)
+def test_a_sample_without_text_is_empty(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> None:
+    assert encode(tokenizer, sample) == Encoded((), is_empty=True)
+
+
+def test_what_follows_the_last_answer_is_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    longer = Conversation((*ONE_EXCHANGE.turns, Turn(Role.USER, "And then?")))
+    assert encode(tokenizer, longer).rows[0][0].tolist() == encode(tokenizer, ONE_EXCHANGE).rows[0][0].tolist()
+
+
+def test_a_tokenizer_without_eos_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        SampleEncoder(tokenizer, seq_length=8)
+
+
+def test_an_encoder_can_be_sent_to_a_worker(tokenizer: PreTrainedTokenizerBase) -> None:
+    encoder = SampleEncoder(tokenizer, seq_length=64)
+    copy = pickle.loads(pickle.dumps(encoder))
+    assert copy.encode(TWO_EXCHANGES, "").rows[0][0].tolist() == encoder.encode(TWO_EXCHANGES, "").rows[0][0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_target", "kept"),
+    [
+        (100, 4, (6, 4)),  # a short target stays whole
+        (100, 5, (5, 5)),
+        (100, 6, (5, 5)),  # both too long: half each
+        (100, 100, (5, 5)),
+        (5, 100, (5, 5)),
+        (2, 100, (2, 8)),  # a short prompt stays whole
+        (0, 11, (0, 10)),
+    ],
+)
+def test_prompt_and_target_share_a_length_of_ten(num_prompt: int, num_target: int, kept: tuple[int, int]) -> None:
+    assert share_length(num_prompt, num_target, 10) == kept
+
+
+def test_an_odd_length_is_used_up() -> None:
+    assert share_length(50, 50, 11) == (5, 6)
+
+
+def test_a_cut_prompt_keeps_its_head_and_its_end() -> None:
+    prompt, target = list(range(100)), [900, 901]
+    assert fit([(prompt, target)], 10) == ([([0, 1, 2, 3, 4, 5, 98, 99], [900, 901])], True)
+
+
+def test_a_prompt_too_short_to_keep_an_end_keeps_its_head() -> None:
+    assert fit([([1, 2, 3, 4], [9, 9, 9])], 6) == ([([1, 2, 3], [9, 9, 9])], True)
+
+
+def test_what_fits_exactly_is_not_cut() -> None:
+    exchanges = [([1, 2], [3]), ([4], [5, 6])]
+    assert fit(exchanges, 6) == (exchanges, False)
+
+
+def test_exchanges_that_do_not_fit_are_left_out_whole() -> None:
+    assert fit([([1, 2], [3]), ([4], [5, 6])], 5) == ([([1, 2], [3])], True)
+
+
+def test_a_cut_sample_has_exactly_the_sequence_length_and_its_whole_short_answer(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    question = Turn(Role.USER, "Why is it so? " * 100)
+    encoded = encode(tokenizer, Conversation((question, Turn(Role.ASSISTANT, "Nobody knows."))), seq_length=40)
+    (row,) = encoded.rows
+    assert encoded.is_cut
+    assert len(row[0]) == 40
+    (_, prompt), target = parts(tokenizer, row)
+    assert prompt.startswith("<|begin|><|im_start|>user\nWhy is it so?")
+    assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert target == ("target", "Nobody knows.<|im_end|>")
+
+
+def test_a_cut_target_does_not_pretend_to_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    (row,) = encode(tokenizer, Completion("Count:", " one" * 50), seq_length=20).rows
+    assert row[0][-1] != tokenizer.eos_token_id
+    assert row[1].sum() == 20 - len(tokenizer("Count:").input_ids)
+
+
+def test_documents_are_packed_into_full_rows_with_eos_between(tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [encode(tokenizer, Document(text)).rows[0] for text in ("one two three", "four five")]
+    stream = [*tokenizer("one two three").input_ids, 2, *tokenizer("four five").input_ids, 2]
+    assert len(stream) % 3 != 1, "a last row of one token would be left out"
+    packed = pack(rows, 3)
+    assert [len(ids) for ids, _ in packed[:-1]] == [3] * (len(packed) - 1)
+    assert [token for ids, _ in packed for token in ids.tolist()] == stream
+    assert all(is_target.all() for _, is_target in packed)
+
+
+def test_a_last_packed_row_of_one_token_is_left_out() -> None:
+    document: Row = (np.arange(9, dtype=np.int32), np.ones(9, dtype=np.bool_))
+    assert [ids.tolist() for ids, _ in pack([document], 4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert pack([], 4) == []

@@ -1,0 +1,58 @@
+"""The floors: who may import whom, and that importing does nothing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).parents[3]
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in (ROOT / "mobius").rglob("*.py")
+)
+
+
+def run_python(program: str) -> str:
+    # A process of its own: what is imported here came from other tests too.
+    finished = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_modules_import_only_from_floors_below(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+
+    exit_code = lint_imports(config_filename="pyproject.toml", cache_dir=None, no_cache=True, no_logo=True)
+
+    assert exit_code == 0, capsys.readouterr().out
+
+
+def test_every_module_can_be_imported_without_a_gpu_and_importing_does_nothing() -> None:
+    printed = run_python(
+        "import importlib, threading\n"
+        f"for name in {MODULES!r}:\n"
+        "    importlib.import_module(name)\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized(), 'the GPU was touched'\n"
+        "assert not torch.distributed.is_initialized(), 'a process group was made'\n"
+        "assert threading.active_count() == 1, threading.enumerate()\n"
+    )
+
+    assert printed == ""
+
+
+def test_planner_schedule_and_the_ground_floor_work_where_torch_is_not_installed() -> None:
+    on_torch = tuple(f"mobius.{name}" for name in ("data", "memory", "models", "optim", "runtime", "training"))
+    ground = [name for name in MODULES if not name.startswith(on_torch)]
+
+    run_python(
+        "import importlib, sys\n"
+        "for name in ('torch', 'transformers', 'datasets'):\n"
+        "    sys.modules[name] = None  # makes its import fail\n"
+        f"for name in {ground!r}:\n"
+        "    importlib.import_module(name)\n"
+    )

@@ -1,0 +1,128 @@
+"""Rules of the house that no tool knows: sizes, names, docstrings, and what must not be in the sources."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MODULES = sorted((ROOT / "mobius").rglob("*.py"))
+SOURCE_FOLDERS = ("mobius", "scripts", "tests", "configs", "docs", "assets", ".ci")
+SOURCE_SUFFIXES = {".py", ".c", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".jinja", ".sh", ""}
+
+MAX_LINES = 400
+VAGUE_NAMES = {"utils", "util", "common", "manager", "helper", "helpers", "misc"}
+PERSONAL = {
+    "a person's folder": r"(?<![\w.])/(?:home|Users)/[a-z]|(?<![\w.])/root/[\w.]",
+    "an access token": r"\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9]{20,}|\bghp_[A-Za-z0-9]{20,}",
+}
+
+parametrized_over_modules = pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def text_files() -> Iterator[Path]:
+    candidates = [path for path in ROOT.iterdir() if path.is_file()]
+    for folder in SOURCE_FOLDERS:
+        candidates += [
+            path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts
+        ]
+    return (path for path in candidates if path.suffix in SOURCE_SUFFIXES)
+
+
+@parametrized_over_modules
+def test_a_module_is_small(path: Path) -> None:
+    num_lines = len(path.read_text(encoding="utf-8").splitlines())
+
+    assert num_lines <= MAX_LINES, "split it by idea, not by size"
+
+
+@parametrized_over_modules
+def test_a_module_is_named_for_what_it_holds(path: Path) -> None:
+    words = {word for part in path.relative_to(ROOT).with_suffix("").parts for word in part.split("_")}
+
+    assert not words & VAGUE_NAMES
+
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, Definition]]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield prefix + node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from public_definitions(node.body, f"{prefix}{node.name}.")
+
+
+@functools.cache
+def protocol_methods() -> frozenset[str]:
+    """Methods that a Protocol documents for all classes that fit it."""
+    return frozenset(
+        name
+        for path in MODULES
+        for node in ast.walk(syntax_tree(path))
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("Protocol") for base in node.bases)
+        for name, method in public_definitions(node.body)
+        if ast.get_docstring(method)
+    )
+
+
+def is_documented(name: str, node: Definition) -> bool:
+    """By a docstring of its own; a property by its name and type, a method of a Protocol there."""
+    decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+    if decorators & {"property", "cached_property", "setter", "overload", "override"}:
+        return True
+    return bool(ast.get_docstring(node)) or ("." in name and node.name in protocol_methods())
+
+
+@parametrized_over_modules
+def test_a_module_and_everything_public_in_it_is_documented(path: Path) -> None:
+    tree = syntax_tree(path)
+
+    assert ast.get_docstring(tree), "the module itself has no docstring"
+    assert [name for name, node in public_definitions(tree.body) if not is_documented(name, node)] == []
+
+
+@parametrized_over_modules
+def test_a_module_logs_instead_of_printing(path: Path) -> None:
+    calls = [node for node in ast.walk(syntax_tree(path)) if isinstance(node, ast.Call)]
+
+    assert not [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+
+
+@parametrized_over_modules
+def test_only_ranks_touches_the_environment(path: Path) -> None:
+    touching = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    used = {
+        node.attr if isinstance(node, ast.Attribute) else node.name
+        for node in ast.walk(syntax_tree(path))
+        if isinstance(node, ast.Attribute | ast.alias)
+    }
+
+    assert path.name == "ranks.py" or not used & touching
+
+
+@pytest.mark.parametrize("rule", PERSONAL)
+def test_no_file_contains_what_belongs_to_one_person(rule: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in text_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if re.search(PERSONAL[rule], line)
+    ]
+
+    assert not found, f"{rule} in {found}"
+
+
+def test_the_rule_against_personal_folders_and_tokens_would_find_one() -> None:
+    # In two pieces each, so that the rule does not find this file.
+    assert re.search(PERSONAL["a person's folder"], "cd /ho" + "me/ada/models")
+    assert not re.search(PERSONAL["a person's folder"], "https://example.org/home/page")
+    assert re.search(PERSONAL["an access token"], "token=hf_" + "a1" * 17)
