@@ -11,7 +11,7 @@ from typing import Final
 from mobius.errors import ConfigError
 
 # Libraries read these once, while they are imported. A value the user has set is left alone.
-_QUIET_ENVIRONMENT: Final = {
+_ENVIRONMENT: Final = {
     "TOKENIZERS_PARALLELISM": "false",  # tokenizers warns about the fork of every data worker otherwise
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # one bar per rank and file otherwise
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -22,6 +22,7 @@ _QUIET_ENVIRONMENT: Final = {
     "TORCH_LOGS": "-all",  # only errors; torch sets the levels of its loggers when it is imported
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # the C++ side warns about host names and barriers on standard error
     "TF_CPP_MIN_LOG_LEVEL": "3",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # activations of changing sizes leave no unusable gaps
     "USE_TF": "0",  # datasets imports TensorFlow and JAX where they are installed
     "USE_JAX": "0",
 }
@@ -73,8 +74,8 @@ class Ranks:
 
 
 def prepare_environment() -> None:
-    """Keep third-party libraries quiet; call it before torch, transformers or datasets is imported."""
-    for name, value in _QUIET_ENVIRONMENT.items():
+    """Make libraries quiet and GPU memory unfragmented; call it before torch, transformers or datasets is imported."""
+    for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 

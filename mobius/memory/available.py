@@ -6,8 +6,9 @@ from pathlib import Path
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes that may still be taken: the lesser of MemAvailable and what the cgroup's limit leaves. `root` is for
-    tests.
+    """Bytes that may still be taken: the lesser of MemAvailable and what the cgroup's limit leaves.
+
+    `root` is for tests.
     """
     limits = [_memory_available(root), _cgroup_left(root / "sys/fs/cgroup", "memory.max", "memory.current")]
     limits.append(_cgroup_left(root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))

@@ -1,5 +1,6 @@
-"""Host memory of this rank's streamed stages: exact-size mappings, those that the GPU copies from and to registered
-with CUDA.
+"""Owns the host memory of this rank's streamed stages, in mappings of exactly their size.
+
+Those that the GPU copies from and to are registered with CUDA. Who copies when is weight_slots.py's business.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ class HostArena:
     """
 
     def __init__(self, layouts: Mapping[int, StageLayout], *, dtype: torch.dtype, register: bool) -> None:
-        """Map memory for `layouts` (stage -> layout); `register` page-locks weights and gradients for asynchronous
-        copies.
+        """Map zeroed memory for `layouts` (stage -> layout).
+
+        `register` page-locks weights and gradients for asynchronous copies.
         """
         self._register = register
         self._registered: list[Tensor] = []
@@ -49,8 +51,8 @@ class HostArena:
         error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
         if int(error) != 0:
             raise HostMemoryError(
-                f"CUDA cannot page-lock {tensor.nbytes / 2**30:.2f} GiB of host memory (cudaHostRegister: {error}). Raise the "
-                "limit of locked memory (`ulimit -l unlimited`; in a container --ulimit memlock=-1)."
+                f"CUDA cannot page-lock {tensor.nbytes / 2**30:.2f} GiB of host memory (cudaHostRegister: {error}). "
+                "Raise the limit of locked memory (`ulimit -l unlimited`; in a container --ulimit memlock=-1)."
             )
         self._registered.append(tensor)
         return tensor
@@ -62,9 +64,7 @@ class HostArena:
 
 
 def _map(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """A zero tensor [num_elements] in an anonymous mapping of exactly its size (rounded to pages), on huge pages if
-    possible.
-    """
+    """A zero tensor [num_elements] in an anonymous mapping of exactly its size, on huge pages if possible."""
     num_bytes = num_elements * dtype.itemsize
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,11 +1,12 @@
-"""Streams and events of one device behind one small interface; on a CPU everything is synchronous and they do
-nothing.
+"""Streams and events of one device behind one small interface; what runs on which is the caller's business.
+
+On a CPU everything is synchronous and they do nothing.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -38,7 +39,7 @@ class _CudaStream:
         return torch.cuda.stream(self._stream)
 
     def record(self) -> Event:
-        return self._stream.record_event()
+        return cast(Event, self._stream.record_event())
 
 
 class _NoEvent:

@@ -79,7 +79,7 @@ class WeightSlots:
         slot.views = state.layout.views(slot.buffer)
 
     def weights(self, stage: int) -> dict[str, Tensor]:
-        """Views of the slot that holds `stage`; the compute stream waits for the copy on the first call after a load."""
+        """Views of the slot that holds `stage`; at the first call after a load, the compute stream waits for it."""
         slot = self._slot_of(stage)
         if slot.ready is not None:
             slot.ready.wait()
@@ -112,8 +112,9 @@ class WeightSlots:
         return square
 
     def offload(self, stage: int) -> None:
-        """Free `stage`'s slot; if its gradients are sealed, start copying them to the host. Returns before the copy
-        is done.
+        """Free `stage`'s slot; if its gradients are sealed, start copying them to the host.
+
+        Returns before the copy is done.
         """
         slot = self._slot_of(stage)
         slot.stage, slot.views = None, {}

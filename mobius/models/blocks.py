@@ -1,5 +1,4 @@
-"""Takes a transformers model apart into an embedding, layers and a head: code without storage, run on weights passed
-in.
+"""Takes a transformers model apart into an embedding, layers and a head, which run on weights passed in.
 
 The model is built on the meta device, so it costs no memory. Layers that differ in nothing but their index share one
 template.
@@ -49,7 +48,7 @@ class ModelParts:
     """A causal language model as blocks: embedding, layers, norm, head; and its own initialization."""
 
     def __init__(self, config: PretrainedConfig, device: torch.device) -> None:
-        """Build the blocks of `config` with buffers on `device`. Raises CheckpointError for a model of another build."""
+        """Build the blocks of `config`, buffers on `device`. Raises CheckpointError for a model of another build."""
         self.config = config
         with torch.device("meta"):
             model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=torch.float32))
@@ -72,6 +71,7 @@ class ModelParts:
         return (self.embedding.prefix + "weight", self.head.prefix + "weight") if self.is_tied else None
 
     def shape(self) -> ModelShape:
+        """The model in the planner's numbers."""
         return ModelShape(
             embedding_parameters=self.embedding.num_parameters,
             layer_parameters=tuple(layer.num_parameters for layer in self.layers),
@@ -120,9 +120,7 @@ def _layer_blocks(prefix: str, layers: nn.ModuleList) -> tuple[Block, ...]:
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Everything that makes a layer compute what it does, its index left out: classes, parameter shapes, plain
-    settings.
-    """
+    """Everything that makes a layer compute what it does but its index: classes, parameter shapes, plain settings."""
     parts: list[Any] = []
     for path, module in layer.named_modules():
         settings = {
@@ -140,8 +138,7 @@ class LayerInputs:
 
     The family's own forward makes them: it is run once per length with recorders in the layers' places, so masks by
     layer kind, scaled and sliding variants are exactly transformers' own. Right padding with causal attention needs no
-    padding
-    mask.
+    padding mask.
     """
 
     def __init__(self, parts: ModelParts, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -158,8 +155,9 @@ class LayerInputs:
         self._by_length: dict[int, tuple[dict[str, Any], ...]] = {}
 
     def __call__(self, seq_length: int) -> tuple[dict[str, Any], ...]:
-        """Keyword arguments of every layer for sequences of `seq_length` tokens; tensors have batch size 1 and are
-        shared.
+        """Keyword arguments of every layer for sequences of `seq_length` tokens.
+
+        Tensors have batch size 1 and are shared.
         """
         if seq_length not in self._by_length:
             hidden = torch.zeros(1, seq_length, self._hidden_size, device=self._device, dtype=self._dtype)

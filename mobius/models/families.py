@@ -1,5 +1,6 @@
-"""Finds a model and reads its configuration; which families are supported is decided here, weights are read
-elsewhere.
+"""Finds a model and reads its configuration; which families are supported is decided here.
+
+Weights are read elsewhere (weights.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED_FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 """`model_type` of the families whose loss and gradients are proved equal to transformers' own by tests/pipeline."""
+
+HUB_SECONDS = 10.0
+"""What the hub is given to answer before it counts as out of reach."""
 
 _SHAPE_OPTIONS = {
     "embedding_dim": "hidden_size",
@@ -36,19 +40,41 @@ def locate_model(model_path: str) -> Path:
                 f"--model_path {model_path}: the folder has no config.json, so it is no Hugging Face model."
             )
         return folder
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
     try:
-        return Path(snapshot_download(model_path, allow_patterns=patterns))
-    except (
-        Exception
-    ) as error:  # the hub client raises many unrelated types for "not there"; all mean the same to the user
+        return _fetch(model_path)
+    except HFValidationError as error:
         raise CheckpointError(
-            f"--model_path {model_path}: not found. Looked for a folder {folder.absolute()}, for the model in the cache "
-            f"{constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {_first_line(error)}). Without a network: on a "
-            f"machine that has one run `hf download {model_path} --local-dir MODEL`, copy the folder and give --model_path MODEL."
+            f"--model_path {model_path}: there is no folder {folder.absolute()}, and this is no Hugging Face id. Give "
+            "a folder with a config.json, or an id such as meta-llama/Llama-2-7b-hf."
         ) from error
+    except Exception as error:
+        # The hub client raises many unrelated types for "not there"; all mean the same to the user.
+        raise CheckpointError(
+            f"--model_path {model_path}: not found. Looked for a folder {folder.absolute()}, for the model in the "
+            f"cache {constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {_first_line(error)}). Without a "
+            f"network: on a machine that has one run `hf download {model_path} --local-dir MODEL`, copy the folder and "
+            "give --model_path MODEL."
+        ) from error
+
+
+def _fetch(model_path: str) -> Path:
+    """Download the model from the hub; if that does not answer or refuses, take what an earlier download left."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        # snapshot_download asks without a time-out: where a firewall swallows packets it would wait for minutes.
+        HfApi().model_info(model_path, timeout=HUB_SECONDS)
+    except Exception as error:
+        try:
+            return Path(snapshot_download(model_path, local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise error from None
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    return Path(snapshot_download(model_path, allow_patterns=patterns))
 
 
 def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
@@ -70,6 +96,7 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
             f"Supported: {', '.join(SUPPORTED_FAMILIES)}."
         )
     has_weights = folder_has_weights(folder)
+    reshaped = set()
     for option, field in _SHAPE_OPTIONS.items():
         wanted, own = getattr(options, option), getattr(config, field)
         if wanted is None or wanted == own:
@@ -80,6 +107,9 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
             )
         else:
             _set_shape(config, field, wanted)
+            reshaped.add(field)
+    if reshaped & {"hidden_size", "num_attention_heads"}:
+        _fit_heads(config)
     _apply_num_layers(config, options, has_weights)
     config.use_cache = False
     config._attn_implementation = "sdpa"
@@ -97,13 +127,19 @@ def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
                 f"--num_heads {value} is not a multiple of the model's {key_value_heads} key-value heads."
             )
     setattr(config, field, value)
-    if field in ("hidden_size", "num_attention_heads") and config.model_type in ("llama", "mistral", "qwen2"):
-        if config.hidden_size % config.num_attention_heads:
-            raise ConfigError(
-                f"--embedding_dim {config.hidden_size} is not a multiple of the {config.num_attention_heads} attention heads "
-                "(--num_heads)."
-            )
-        config.head_dim = config.hidden_size // config.num_attention_heads
+
+
+def _fit_heads(config: PretrainedConfig) -> None:
+    """Let the width of a head follow from the hidden size, in the families where it does. Raises ConfigError."""
+    if config.model_type not in ("llama", "mistral", "qwen2"):
+        return
+    # Even: rotary embeddings turn pairs.
+    if config.hidden_size % (2 * config.num_attention_heads):
+        raise ConfigError(
+            f"--embedding_dim {config.hidden_size} does not divide into {config.num_attention_heads} attention heads "
+            f"(--num_heads) of equal, even width. Use a multiple of {2 * config.num_attention_heads}."
+        )
+    config.head_dim = config.hidden_size // config.num_attention_heads
 
 
 def _apply_num_layers(config: PretrainedConfig, options: ModelConfig, has_weights: bool) -> None:
@@ -137,8 +173,8 @@ def folder_has_weights(folder: Path) -> bool:
         return True
     if pickled := sorted(folder.glob("*.bin")):
         raise CheckpointError(
-            f"{folder} holds its weights as {pickled[0].name}; only safetensors are read. Convert once, where it fits in memory: "
-            f'python -c "from transformers import AutoModelForCausalLM as M; '
+            f"{folder} holds its weights as {pickled[0].name}; only safetensors are read. Convert once, where it fits "
+            f'in memory: python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
         )
     return False

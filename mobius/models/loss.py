@@ -13,9 +13,7 @@ HeadFunction = Callable[[dict[str, Tensor], Tensor], Tensor]
 
 
 def shift_labels(labels: Tensor) -> Tensor:
-    """Move labels [B, L] so that position t holds the token that t predicts; the last position predicts nothing
-    (-100).
-    """
+    """Move labels [B, L] so that position t holds the token that t predicts; the last position holds -100."""
     return F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
 
 

@@ -1,5 +1,6 @@
-"""Where initial parameter values come from: a safetensors checkpoint or the family's own initialization, tensor by
-tensor.
+"""Where initial parameter values come from: a safetensors checkpoint or the family's own initialization.
+
+They come tensor by tensor; where they go is the caller's business.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from mobius.models.blocks import ModelParts
 class WeightSource(Protocol):
     """Gives one parameter at a time by its Hugging Face name, on the CPU; the caller owns the tensor."""
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The value of parameter `name`, which has `shape` in the model."""
 
 
 class CheckpointWeights:
@@ -41,7 +43,8 @@ class CheckpointWeights:
         if file_name is None:
             raise CheckpointError(
                 f"{self._folder} has no tensor {name!r} (it has {len(self._file_of)} tensors, for example "
-                f"{next(iter(self._file_of), None)!r}). The checkpoint belongs to another model than its config.json, or is incomplete."
+                f"{next(iter(self._file_of), None)!r}). The checkpoint belongs to another model than its config.json, "
+                "or is incomplete."
             )
         # Opened anew for each tensor: an open file keeps every page that was touched in this process's memory.
         try:
@@ -51,7 +54,8 @@ class CheckpointWeights:
             raise CheckpointError(f"{self._folder / file_name}: cannot read {stored!r}: {error}") from error
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
-                f"{self._folder / file_name}: {stored!r} has shape {tuple(tensor.shape)}, the configuration asks for {shape}."
+                f"{self._folder / file_name}: {stored!r} has shape {tuple(tensor.shape)}, "
+                f"the configuration asks for {shape}."
             )
         return tensor
 
@@ -68,8 +72,12 @@ def _index(folder: Path) -> dict[str, str]:
         return weight_map
     names: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names.update(dict.fromkeys(file.keys(), path.name))  # noqa: SIM118 (no mapping, only a method of that name)
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = file.keys()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: is damaged or no safetensors file: {error}") from error
+        names.update(dict.fromkeys(found, path.name))
     return names
 
 
@@ -90,7 +98,8 @@ class InitialWeights:
         path, _, local = self._aliases.get(name, name).rpartition(".")
         leaf = copy.deepcopy(self._model.get_submodule(path)).to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(self._seed * 2**32 + zlib.crc32(path.encode()))
+            # One hash of both: the CPU generator looks at the low 32 bits of a seed only.
+            torch.manual_seed(zlib.crc32(f"{self._seed} {path}".encode()))
             self._model._init_weights(leaf)
         tensor = cast(nn.Parameter, getattr(leaf, local)).detach()
         assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)

@@ -107,6 +107,7 @@ class Stepper:
             logger.warning("step %d is skipped: not finite: %s (loss %s)", step, where, loss)
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise NonFiniteLossError(
-                f"{self._skipped_in_a_row} steps in a row, the last of them step {step}, had non-finite values: {where} "
-                f"(loss {loss}). Lower --learning_rate, use --bf16 or --fp32, or look at the data of these steps."
+                f"{self._skipped_in_a_row} steps in a row, the last of them step {step}, had non-finite values: "
+                f"{where} (loss {loss}). Lower --learning_rate, use --bf16 or --fp32, or look at the data of these "
+                "steps."
             )

@@ -6,6 +6,7 @@ Both owners then make the same update from the same numbers, so the copies stay 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -60,4 +61,4 @@ def _gradient(memory: StageMemory, stage: int, name: str) -> Tensor:
 
 
 def _square(gradient: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+    return cast(Tensor, torch.linalg.vector_norm(gradient, dtype=torch.float32)).square()

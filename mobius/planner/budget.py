@@ -57,9 +57,9 @@ def check_host_memory(
     if need > available_bytes:
         raise HostMemoryError(
             f"{num_ranks} rank(s) need {need / GIB:.1f} GiB of host memory "
-            f"({num_parameters:.3g} parameters x {sizes.host} bytes + {num_ranks} x {PROCESS_BYTES / GIB:.1f} GiB for the "
-            f"processes), {available_bytes / GIB:.1f} GiB is available. Use a smaller model or a host with more memory; "
-            "if this host's memory grows on demand, state how much may be used with --host_memory_limit."
+            f"({num_parameters:.3g} parameters x {sizes.host} bytes + {num_ranks} x {PROCESS_BYTES / GIB:.1f} GiB for "
+            f"the processes), {available_bytes / GIB:.1f} GiB is available. Use a smaller model or a host with more "
+            "memory; if this host's memory grows on demand, state how much may be used with --host_memory_limit."
         )
     return need
 
@@ -82,9 +82,9 @@ class GpuNeed:
     def describe(self) -> str:
         """The sum as text, in GiB."""
         return (
-            f"weights {self.weights / GIB:.2f} + gradients {self.gradients / GIB:.2f} + optimizer {self.optimizer / GIB:.2f} "
-            f"+ stashed activations {self.stash / GIB:.2f} + one layer's work {self.working_set / GIB:.2f} "
-            f"= {self.total / GIB:.2f} GiB"
+            f"weights {self.weights / GIB:.2f} + gradients {self.gradients / GIB:.2f} "
+            f"+ optimizer {self.optimizer / GIB:.2f} + stashed activations {self.stash / GIB:.2f} "
+            f"+ one layer's work {self.working_set / GIB:.2f} = {self.total / GIB:.2f} GiB"
         )
 
 

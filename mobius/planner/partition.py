@@ -10,7 +10,7 @@ from mobius.planner.shape import ModelShape
 
 @dataclass(frozen=True)
 class StageSpan:
-    """The layers `[first_layer, end_layer)` of one stage; the first stage also owns the embedding, the last the head."""
+    """The layers `[first_layer, end_layer)` of a stage; the first stage also owns the embedding, the last the head."""
 
     stage: int
     first_layer: int

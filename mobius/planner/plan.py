@@ -1,5 +1,6 @@
-"""The plan of a run: everything a schedule and the ranks need, and nothing else. It is saved with the results as
-JSON.
+"""The plan of a run: everything a schedule and the ranks need, and nothing else.
+
+It is saved with the results as JSON. What fits into memory is budget.py's business.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Plan:
         return range(rank, self.num_stages, self.num_ranks)
 
     def to_json(self) -> str:
+        """The plan as an object of its fields, ending in a line break."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def describe(self, shape: ModelShape) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from mobius.config import Device, Dtype
 from mobius.errors import GpuMemoryError
 from mobius.memory.available import peak_host_bytes
-from mobius.ranks import Ranks
+from mobius.ranks import Ranks, omp_num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -19,20 +20,31 @@ TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP3
 
 
 def choose_device(wanted: Device, ranks: Ranks) -> torch.device:
-    """The device of this rank. Raises GpuMemoryError if GPUs are wanted, or there are some, but not one for every
-    rank.
+    """The device of this rank.
+
+    Raises GpuMemoryError if GPUs are wanted, or there are some, but not one for every rank.
     """
     count = torch.cuda.device_count() if wanted is not Device.CPU and torch.cuda.is_available() else 0
     if wanted is Device.CPU or (wanted is Device.AUTO and count == 0):
         return torch.device("cpu")
     if count < ranks.num_ranks:
         raise GpuMemoryError(
-            f"{ranks.num_ranks} ranks need one GPU each, but torch sees {count}. Start fewer ranks (--nproc_per_node), check "
-            "CUDA_VISIBLE_DEVICES and the driver (nvidia-smi), or use --device cpu."
+            f"{ranks.num_ranks} ranks need one GPU each, but torch sees {count}. Start fewer ranks (--nproc_per_node), "
+            "check CUDA_VISIBLE_DEVICES and the driver (nvidia-smi), or use --device cpu."
         )
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def set_host_threads(ranks: Ranks) -> None:
+    """Give this rank its share of the cores for the CPU optimizer.
+
+    torchrun sets OMP_NUM_THREADS=1 where the user has set nothing, which would make AdamW as slow as one core; a larger
+    number is the user's own and stays.
+    """
+    if (omp_num_threads() or 1) == 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.num_ranks))
 
 
 def check_dtype(dtype: Dtype, device: torch.device) -> None:
@@ -51,7 +63,8 @@ def cap_gpu_memory(device: torch.device, limit_gib: float | None) -> int | None:
     limit = int(limit_gib * GIB)
     if limit > total:
         raise GpuMemoryError(
-            f"--gpu_memory_limit {limit_gib:g} is more than the {total / GIB:.1f} GiB of {torch.cuda.get_device_name(device)}."
+            f"--gpu_memory_limit {limit_gib:g} is more than the {total / GIB:.1f} GiB of "
+            f"{torch.cuda.get_device_name(device)}."
         )
     torch.cuda.set_per_process_memory_fraction(limit / total, device)
     return min(limit, free)
@@ -82,6 +95,7 @@ class MemoryMeter:
         return self._device.type == "cuda"
 
     def read(self) -> MemoryReading:
+        """The numbers now; asks torch and the kernel, does not synchronize."""
         if not self.has_gpu:
             return MemoryReading(0, 0, 0, peak_host_bytes())
         return MemoryReading(

@@ -47,8 +47,9 @@ class DistributedTransport:
         self._warm()
 
     def _warm(self) -> None:
-        """Use every edge once, in one order: communicators connect at their first message, and must not do so in a
-        circle.
+        """Use every edge once, in one order.
+
+        Communicators connect at their first message, and must not do so in a circle.
         """
         token = torch.ones(8, device=self._device)
         for (source, target), group in self._edges.items():

@@ -1,5 +1,4 @@
-"""Plays one rank's actions of one step: for each action its handler. What happens in which order is the schedule's
-business.
+"""Plays one rank's actions of one step: for each action its handler. The order is the schedule's business.
 
 Nothing here waits for the device: handlers enqueue, and the order of streams and edges does the rest.
 """
@@ -149,9 +148,7 @@ class Executor:
         self._finish_backward(stage, microbatch, layer_inputs, gradient)
 
     def _finish_backward(self, stage: int, microbatch: int, layer_inputs: list[Tensor], gradient: Tensor) -> None:
-        """Backward through the layers, then to the stage before or into the embedding; after the last microbatch,
-        seal.
-        """
+        """Backward through the layers, then to the stage before or into the embedding; the last microbatch seals."""
         module, weights, gradients = self._stages[stage], self._weights(stage), self._memory.gradients(stage)
         gradient = module.backward(weights, gradients, layer_inputs, gradient)
         if module.span.is_first:

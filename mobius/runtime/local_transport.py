@@ -31,6 +31,7 @@ class LocalHub:
         self.meeting = threading.Barrier(num_ranks)
 
     def transport(self, rank: int) -> LocalTransport:
+        """The connection of `rank`; to be made once, in its own thread."""
         return LocalTransport(self, rank)
 
 

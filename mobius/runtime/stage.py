@@ -59,8 +59,7 @@ class StageModule:
         return hidden, stashed
 
     def backward(self, weights: Views, gradients: Views, stashed: list[Tensor], gradient: Tensor) -> Tensor:
-        """Add the gradients of the layers' parameters to `gradients` and return the gradient of the first layer's
-        input.
+        """Add the layers' parameter gradients to `gradients` and return the gradient of the first layer's input.
 
         Args:
             stashed: the layers' inputs from `forward`; the list is emptied, so that each is freed once it is used.
@@ -72,7 +71,7 @@ class StageModule:
         return gradient
 
     def embedding_backward(self, weights: Views, gradients: Views, tokens: Tensor, gradient: Tensor) -> None:
-        """Add the embedding's gradient for `tokens` [B, L]; `gradient` is that of the first layer's input, [B, L, H]."""
+        """Add the embedding's gradient for `tokens` [B, L]; `gradient` [B, L, H] is that of the first layer's input."""
         _block_backward(self._parts.embedding, weights, gradients, tokens, gradient, {})
 
     def loss(
@@ -115,8 +114,9 @@ def _own(views: Views, block: Block) -> dict[str, Tensor]:
 def _block_backward(
     block: Block, weights: Views, gradients: Views, inputs: Tensor, gradient: Tensor, arguments: dict[str, Any]
 ) -> Tensor:
-    """Recompute `block` on `inputs` with a graph, add its parameters' gradients, return that of `inputs` (floating
-    only).
+    """Recompute `block` on `inputs` with a graph, add its parameters' gradients, return that of `inputs`.
+
+    Inputs that are no floating-point numbers (token ids) have none: then `gradient` is returned.
     """
     leaves = {name: view.detach().requires_grad_() for name, view in _own(weights, block).items()}
     inputs = inputs.detach()

@@ -12,6 +12,7 @@ class Stash:
         self._entries: dict[tuple[int, int], list[Tensor]] = {}
 
     def put(self, stage: int, microbatch: int, tensors: list[Tensor]) -> None:
+        """Keep `tensors` until `take`; the stash owns the list from now on."""
         assert (stage, microbatch) not in self._entries, f"stage {stage}, microbatch {microbatch} is stashed already"
         self._entries[stage, microbatch] = tensors
 

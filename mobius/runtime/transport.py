@@ -1,5 +1,4 @@
-"""How ranks talk: activations along directed edges, scalars over all ranks. What is said, and when, the executor
-decides.
+"""How ranks talk: activations along directed edges, scalars over all ranks. The executor decides what is said.
 
 Messages are FIFO per directed edge (source rank, target rank). A hop from a rank to itself is a queue of references.
 """
@@ -35,8 +34,9 @@ class Transport(Protocol):
         """Sum a small CPU tensor (float64) over all ranks; blocks."""
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """Give `tensor` to `peer` and return the one it gives, of the same shape; blocks or orders the compute
-        stream.
+        """Give `tensor` to `peer` and return the one it gives, of the same shape.
+
+        Blocks, or makes the compute stream wait.
         """
 
     def barrier(self) -> None:
@@ -53,9 +53,11 @@ class SelfEdge:
         self._queue: deque[Tensor] = deque()
 
     def put(self, tensor: Tensor) -> None:
+        """Append a message; it is not copied."""
         self._queue.append(tensor)
 
     def take(self) -> Tensor:
+        """Remove the oldest message; there must be one."""
         return self._queue.popleft()
 
 

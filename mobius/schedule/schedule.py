@@ -23,6 +23,7 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def rank_of(self, stage: int) -> int:
+        """The rank that runs `stage`."""
         return stage % self.num_ranks
 
     def local_stages(self, rank: int) -> range:

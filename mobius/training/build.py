@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from tqdm import tqdm
@@ -43,8 +42,9 @@ from mobius.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What is known before any large memory is taken or any rank is spoken to; the same on all ranks but for
-    `device`.
+    """What is known before any large memory is taken or any rank is spoken to.
+
+    It is the same on all ranks but for `ranks` and `device`.
     """
 
     config: Config
@@ -205,7 +205,7 @@ def assemble(blueprint: Blueprint, state: RankState, transport: Transport, batch
 def _step_batches(batches: Batches, *, pin: bool) -> Iterator[StepBatch]:
     """The endless batches as tensors, page-locked if they go to a GPU."""
     for batch in batches:
-        yield _to_step_batch(cast(Batch, batch), pin=pin)
+        yield _to_step_batch(batch, pin=pin)
 
 
 def _to_step_batch(batch: Batch, *, pin: bool) -> StepBatch:

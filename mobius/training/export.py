@@ -1,10 +1,12 @@
-"""Writes what a finished run leaves: the model folder, the single parameter file; and reads it back before the run
-says done.
+"""Writes what a finished run leaves, the model folder and the single parameter file, and reads it back.
+
+How the files look is checkpoint.py's business, how they get their final names output_folder.py's.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,9 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def saved_parameters(blueprint: Blueprint) -> list[SavedParameter]:
-    """Every parameter of the model in forward order with the rank that has it; a tied head is not saved a second
-    time.
-    """
+    """Every parameter of the model in forward order with the rank that has it; a tied head is saved once."""
     parts, plan = blueprint.parts, blueprint.plan
     blocks = [(parts.embedding, 0)]
     blocks += [(parts.layers[layer], span.stage) for span in plan.spans for layer in span.layers]
@@ -77,7 +77,7 @@ def export_model(
         write_model_files(folder, blueprint.parts.config, tokenizer, generation_config, dtype=blueprint.dtype)
     transport.barrier()
     own = [parameter.name for parameter in parameters if parameter.owner_rank == rank]
-    verify_folder(folder, ((name, lambda name=name: read(name)) for name in own))
+    verify_folder(folder, ((name, partial(read, name)) for name in own))
     transport.barrier()
     if transport.rank == 0:
         write_params_file(output.place(params_file), folder)

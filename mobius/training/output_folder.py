@@ -85,9 +85,14 @@ class OutputFolder:
             ) from error
         problems = self._unwritable_files() or self._space_problems(needed_bytes)
         if problems:
+            self.discard()
+            raise CheckpointError("\n".join(problems))
+
+    def discard(self) -> None:
+        """Remove `partial`, if this process made it; an older `save_dir` stays as it was."""
+        if self._lock is not None:
             shutil.rmtree(self.partial)
             self._release()
-            raise CheckpointError("\n".join(problems))
 
     def commit(self) -> None:
         """Give `partial`, synced to the disk, the name `save_dir`; an older one is removed only after that.

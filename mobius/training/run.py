@@ -17,7 +17,7 @@ from mobius.data.datasets import PreparedData, describe_sample, prepare_dataset
 from mobius.errors import CheckpointError
 from mobius.models.families import load_generation_config, load_model_config, locate_model
 from mobius.ranks import Ranks, cache_folder
-from mobius.runtime.devices import MemoryMeter
+from mobius.runtime.devices import MemoryMeter, set_host_threads
 from mobius.runtime.transport import Transport
 from mobius.training.build import Blueprint, assemble, connect, draw_blueprint, load_state
 from mobius.training.export import export_bytes, export_model
@@ -30,32 +30,28 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(config: Config, ranks: Ranks) -> None:
-    """Fine-tune as `config` says and leave the results; every rank calls it. Raises MobiusError for what a user can
-    mend.
+    """Fine-tune as `config` says and leave the results; every rank calls it.
+
+    Raises MobiusError for what a user can mend.
     """
     start = time.perf_counter()
+    set_host_threads(ranks)
     model_folder = locate_model(config.model.model_path)
     model_config = load_model_config(model_folder, config.model)
     tokenizer = _load_tokenizer(model_folder, model_config.vocab_size)
     blueprint = draw_blueprint(config, ranks, model_config)
     _log_model(blueprint, model_folder)
     output = _prepare_output(config, ranks, blueprint)
-    # Before the ranks meet: a long tokenization inside a process group would run into its time-out.
-    prepared = prepare_dataset(
-        dataset=config.data.dataset,
-        tokenizer=tokenizer,
-        seq_length=config.data.seq_length,
-        max_samples=config.data.max_samples,
-        num_workers=config.data.preprocessing_num_workers,
-        cache_dir=cache_folder(),
-        show_progress=ranks.is_first,
-    )
-    _log_data(config, prepared, tokenizer)
-    if config.output.show_actions:
-        _log_actions(blueprint)
-    transport = connect(blueprint)
-    state = load_state(blueprint, model_folder)
-    transport.barrier()
+    try:
+        prepared = _prepare_data(config, ranks, tokenizer)
+        if config.output.show_actions:
+            _log_actions(blueprint)
+        transport = connect(blueprint)
+        state = load_state(blueprint, model_folder)
+        transport.barrier()
+    except BaseException:
+        output.discard()  # nothing is trained yet: a refused run leaves nothing behind
+        raise
     logger.info("stages generated: %s", blueprint.plan.describe(blueprint.shape))
     try:
         batches = Batches(
@@ -97,7 +93,8 @@ def _load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
         raise CheckpointError(f"--model_path: {folder} has no tokenizer that transformers can load: {error}") from error
     if len(tokenizer) > vocab_size:
         raise CheckpointError(
-            f"--model_path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model only {vocab_size} (vocab_size)."
+            f"--model_path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model only {vocab_size} "
+            "(vocab_size)."
         )
     return tokenizer
 
@@ -129,11 +126,22 @@ def _log_model(blueprint: Blueprint, folder: Path) -> None:
     logger.info("model loaded: %s (%s), %.3g parameters, %s", folder, family, blueprint.shape.num_parameters, dtype)
 
 
-def _log_data(config: Config, prepared: PreparedData, tokenizer: PreTrainedTokenizerBase) -> None:
+def _prepare_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+    """Tokenize, before the ranks meet: inside a process group a long tokenization would run into its time-out."""
+    prepared = prepare_dataset(
+        dataset=config.data.dataset,
+        tokenizer=tokenizer,
+        seq_length=config.data.seq_length,
+        max_samples=config.data.max_samples,
+        num_workers=config.data.preprocessing_num_workers,
+        cache_dir=cache_folder(),
+        show_progress=ranks.is_first,
+    )
     logger.info("dataset loaded: %s (%s): %s", config.data.dataset, prepared.format_name, prepared.counts)
     for warning in prepared.warnings:
         logger.warning("%s", warning)
     logger.info("%s", describe_sample(prepared, tokenizer))
+    return prepared
 
 
 def _log_actions(blueprint: Blueprint) -> None:

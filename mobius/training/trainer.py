@@ -1,5 +1,6 @@
-"""The training loop: one optimizer step after the other, and the numbers of each. It knows no device and no process
-group.
+"""The training loop: one optimizer step after the other, and the numbers of each.
+
+It knows no device and no process group.
 """
 
 from __future__ import annotations

@@ -88,8 +88,9 @@ def test_twenty_clipped_steps_equal_a_plain_adamw_loop(
 
 
 def _assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
-    """Twenty AdamW steps apart in rounding only: norms are summed in another order, and the fused update rounds
-    otherwise.
+    """Twenty AdamW steps apart in rounding only.
+
+    Norms are summed in another order, and the fused update rounds otherwise.
     """
     moved = LEARNING_RATE * STEPS
     assert (actual - expected).abs().max() <= 1e-4 * moved, (name, float((actual - expected).abs().max()))

@@ -71,19 +71,24 @@ class Pipeline:
     num_microbatches: int
     num_slots: int | None
     loss_chunk_tokens: int = 4096
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    _arenas: list[HostArena] = field(default_factory=list)
 
     def run(self, batch: StepBatch) -> Tensor:
         """Run one step in rank-threads; `gradients` are then as on the host, tied ones summed. Returns the loss."""
         results = run_rank_threads(self.num_ranks, lambda transport: self._run_rank(transport, batch))
         for gradients, _ in results:
             self.gradients.update(gradients)
-        return torch.stack([sums.loss for _, sums in results]).sum()
+        while self._arenas:
+            self._arenas.pop().close()
+        return torch.stack([sums.loss for _, sums in results]).sum().cpu()
 
     def _run_rank(self, transport: LocalTransport, batch: StepBatch) -> tuple[dict[str, Tensor], StepSums]:
-        parts = ModelParts(self.model.config, CPU)
+        parts = ModelParts(self.model.config, self.device)
         spans = balanced_partition(len(parts.layers), self.num_ranks * self.stages_per_rank)
-        inputs = LayerInputs(parts, device=CPU, dtype=torch.float32)
+        inputs = LayerInputs(parts, device=self.device, dtype=self.dtype)
         stages = {
             span.stage: StageModule(parts, span, inputs, loss_chunk_tokens=self.loss_chunk_tokens)
             for span in spans
@@ -96,7 +101,12 @@ class Pipeline:
                 state.set_parameter(name, values[name].detach())
         schedule = build_schedule(self.num_ranks, self.stages_per_rank, self.num_microbatches, self.num_slots)
         executor = Executor(
-            schedule, stages=stages, memory=memory, transport=transport, clock=WaitClock(CPU), device=CPU
+            schedule,
+            stages=stages,
+            memory=memory,
+            transport=transport,
+            clock=WaitClock(self.device),
+            device=self.device,
         )
         sums = executor.run(batch)
         if parts.tied_names:
@@ -110,15 +120,20 @@ class Pipeline:
 
     def _memory(self, layouts: dict[int, StageLayout]) -> StageMemory:
         if self.num_slots is None:
-            return ResidentStages(layouts, dtype=torch.float32, device=CPU)
-        arena = HostArena(layouts, dtype=torch.float32, register=False)
-        return WeightSlots(arena.states, num_slots=self.num_slots, device=CPU)
+            return ResidentStages(layouts, dtype=self.dtype, device=self.device)
+        arena = HostArena(layouts, dtype=self.dtype, register=self.device.type == "cuda")
+        self._arenas.append(arena)
+        return WeightSlots(arena.states, num_slots=self.num_slots, device=self.device)
 
 
 def make_model(family: str) -> PreTrainedModel:
     """A tiny model of `family` with random weights, norms and biases included."""
+    return model_of(FAMILIES[family]())
+
+
+def model_of(config: PretrainedConfig) -> PreTrainedModel:
+    """A model of `config` with random weights, norms and biases included."""
     torch.manual_seed(0)
-    config = FAMILIES[family]()
     config.use_cache = False
     config._attn_implementation = "sdpa"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -139,8 +154,9 @@ def make_batch(num_sequences: int) -> StepBatch:
 
 
 def plain_step(model: PreTrainedModel, batch: StepBatch, num_microbatches: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same step by transformers alone: its own loss, one backward per microbatch, gradients accumulated by
-    autograd.
+    """The same step by transformers alone.
+
+    Its own loss, one backward per microbatch, gradients accumulated by autograd.
     """
     model.zero_grad()
     total = torch.zeros(())
@@ -148,6 +164,6 @@ def plain_step(model: PreTrainedModel, batch: StepBatch, num_microbatches: int) 
     for tokens, labels in microbatches:
         loss = model(input_ids=tokens, labels=labels, num_items_in_batch=batch.num_targets).loss
         loss.backward()
-        total += loss.detach()
+        total += loss.detach().cpu()
     named = model.named_parameters(remove_duplicate=False)
     return total, {name: parameter.grad for name, parameter in named if parameter.grad is not None}

@@ -50,7 +50,7 @@ def make_dataset(path: Path, num_records: int = 24) -> Path:
 
 def command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
     """The command line of a run with `num_ranks` CPU processes."""
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), "--master_port", str(_free_port())]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), "--master_port", str(free_port())]
     return [sys.executable, *(launcher if num_ranks > 1 else []), str(ROOT / "main.py"), "--device", "cpu", *arguments]
 
 
@@ -73,7 +73,8 @@ def run_main(num_ranks: int, folder: Path, *arguments: str, timeout: float = 240
     )
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,6 +1,4 @@
-"""The reference test: a pipeline of rank-threads computes the loss and every gradient of the plain transformers
-model.
-"""
+"""The reference test: a pipeline of rank-threads computes loss and every gradient of the plain transformers model."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ def _assert_equal(actual: torch.Tensor, expected: torch.Tensor, is_reordered: bo
 
     Autograd adds head and embedding gradient within a microbatch, (h0 + e0) + (h1 + e1); in a pipeline the two are
     made by different stages and meet at the end of the step, (h0 + h1) + (e0 + e1). The bits differ, by 1e-6 of the
-    largest at
-    most.
+    largest at most.
     """
     if is_reordered:
         assert (actual - expected).abs().max() <= 1e-6 * expected.abs().max(), where

@@ -276,11 +276,15 @@ def test_a_cut_target_does_not_pretend_to_end(tokenizer: PreTrainedTokenizerBase
 def test_documents_are_packed_into_full_rows_with_eos_between(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [encode(tokenizer, Document(text)).rows[0] for text in ("one two three", "four five")]
     stream = [*tokenizer("one two three").input_ids, 2, *tokenizer("four five").input_ids, 2]
-    assert len(stream) % 3 != 1, "a last row of one token would be left out"
-    packed = pack(rows, 3)
-    assert [len(ids) for ids, _ in packed[:-1]] == [3] * (len(packed) - 1)
-    assert [token for ids, _ in packed for token in ids.tolist()] == stream
-    assert all(is_target.all() for _, is_target in packed)
+    (whole,) = pack(rows, 100)
+    assert whole[0].tolist() == stream
+    assert whole[1].all()
+
+
+def test_packed_rows_are_full_but_the_last() -> None:
+    documents: list[Row] = [(np.arange(n, dtype=np.int32), np.ones(n, dtype=np.bool_)) for n in (5, 2)]
+    assert [ids.tolist() for ids, _ in pack(documents, 3)] == [[0, 1, 2], [3, 4, 0]]
+    assert [ids.tolist() for ids, _ in pack(documents, 5)] == [[0, 1, 2, 3, 4], [0, 1]]
 
 
 def test_a_last_packed_row_of_one_token_is_left_out() -> None:

@@ -212,3 +212,23 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
     assert path.read_text() == "first"
     assert names(tmp_path) == ["file"]
+
+
+def test_what_is_discarded_is_gone_and_the_older_results_are_not(tmp_path: Path) -> None:
+    saved_model(tmp_path / "save", "old")
+    output = make(tmp_path / "save", overwrite=True)
+    output.prepare({})
+
+    output.discard()
+
+    assert names(tmp_path) == ["save"]
+    assert (tmp_path / "save" / "config.json").read_text() == "old"
+    make(tmp_path / "save", overwrite=True).prepare({})
+
+
+def test_a_rank_that_did_not_prepare_discards_nothing(tmp_path: Path) -> None:
+    make(tmp_path / "save").prepare({})
+
+    make(tmp_path / "save").discard()
+
+    assert names(tmp_path) == ["save.partial"]

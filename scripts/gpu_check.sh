@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Checks Mobius on the GPUs of this machine and prints one table last:  bash scripts/gpu_check.sh PART...
+#
+#   tests      pytest -m gpu (1 GPU; more where there are more)
+#   losses     20 steps of a 1.1B checkpoint with each of offload x prefetch, against plain training on one GPU
+#   messages   activations of 256 MiB between ranks
+#   7b         Llama-2-7B's shape, batch 64 x 512, 32 stages, under 24 GiB per GPU
+#   size       what one GPU of 24 GiB trains without offload, and with it
+#
+# PYTHON (default python3) must have the requirements installed; WORK (default a new folder in /tmp) takes the files.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+WORK=${WORK:-$(mktemp -d /tmp/mobius-check.XXXX)}
+GPUS=${GPUS:-$($PYTHON -c 'import torch; print(torch.cuda.device_count())')}
+HOST_GIB=${HOST_GIB:-0}
+mkdir -p "$WORK"
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export XDG_CACHE_HOME=$WORK/cache
+folders=()
+failed=0
+
+# run NAME RANKS OPTIONS...: one training run with the user's command line; its log's end is shown if it fails
+run() {
+    local name=$1 ranks=$2
+    shift 2
+    local host=()
+    [ "$HOST_GIB" != 0 ] && host=(--host_memory_limit "$HOST_GIB")
+    folders+=("$WORK/$name")
+    local start=$SECONDS
+    if $PYTHON -m torch.distributed.run --nproc_per_node "$ranks" --master_port 29502 ./main.py "$@" "${host[@]}" \
+        --dataset assets/docstrings/train.jsonl --save_dir "$WORK/$name" --save_params "$WORK/params.pt" \
+        --save_results "$WORK/$name.txt" --overwrite_output_dir >"$WORK/$name.log" 2>&1; then
+        echo "== $name: ended well after $((SECONDS - start)) s"
+    else
+        echo "== $name: FAILED after $((SECONDS - start)) s"
+        grep -v "^step\|^W\|^  prompt" "$WORK/$name.log" | tail -n "${FAIL_LINES:-12}" | cut -c1-400
+        failed=1
+    fi
+}
+
+SIZE=${SIZE:-1b}
+make_1b() { [ -d "$WORK/1b" ] || $PYTHON scripts/make_model.py "$SIZE" "$WORK/1b"; }
+
+part_tests() { $PYTHON -m pytest -q -m gpu tests/gpu -p no:cacheprovider || failed=1; }
+
+part_losses() {
+    make_1b
+    local options="--model_path $WORK/1b --num_iterations=${STEPS:-20} --batch_size=64 --seq_length ${LENGTH:-256} --num_chunks 8"
+    $PYTHON scripts/plain_training.py --output "$WORK/losses.json" $options --dataset assets/docstrings/train.jsonl \
+        >"$WORK/plain.log" 2>&1 || { tail -n 12 "$WORK/plain.log"; failed=1; }
+    for offload in use_offload no_offload; do
+        for prefetch in use_prefetch no_prefetch; do
+            run "1b-$GPUS-$offload-$prefetch" "$GPUS" $options --num_stage=$((GPUS * 2)) --$prefetch --$offload
+        done
+    done
+}
+
+part_messages() {
+    make_1b
+    run "1b-$GPUS-256MiB-messages" "$GPUS" --model_path "$WORK/1b" --num_iterations 4 --batch_size 256 --seq_length 1024 \
+        --num_chunks 4 --num_stages $((GPUS * 2)) --use_prefetch --use_offload
+}
+
+part_7b() {
+    $PYTHON scripts/make_model.py 7b "$WORK/7b" --config_only
+    run "7b-$GPUS-24GiB" "$GPUS" --model_path "$WORK/7b" --num_iterations 6 --batch_size 64 --seq_length 512 --num_chunks 4 \
+        --num_stages 32 --use_prefetch --use_offload --gpu_memory_limit 24
+}
+
+part_size() {
+    local options="--batch_size 4 --seq_length 512 --num_chunks 4 --num_iterations 3 --gpu_memory_limit 24"
+    for layers in 20 22 24 26; do
+        $PYTHON scripts/make_model.py 1b "$WORK/1b-$layers" --config_only --num_layers $layers
+        run "$layers-layers-no_offload" 1 --model_path "$WORK/1b-$layers" $options --num_stages 1 --no_offload
+    done
+    $PYTHON scripts/make_model.py 7b "$WORK/7b" --config_only
+    run "7b-1-use_offload" 1 --model_path "$WORK/7b" $options --num_stages 32 --use_offload
+}
+
+for part in "$@"; do
+    echo "==== $part"
+    "part_$part"
+done
+if [ ${#folders[@]} -gt 0 ]; then
+    losses=()
+    [ -f "$WORK/losses.json" ] && losses=(--losses "$WORK/losses.json")
+    $PYTHON scripts/compare_runs.py "${folders[@]}" "${losses[@]}"
+fi
+exit $failed

@@ -1,0 +1,107 @@
+"""Trains by transformers and torch alone, in one process on one device: the yardstick for the losses of a pipeline run.
+
+    python scripts/plain_training.py --output losses.json [the options of main.py]
+
+The same data in the same order, the same microbatches, fp32 masters, gradients accumulated in fp32, AdamW, clipping.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler  # noqa: E402
+
+from mobius.cli import parse_args  # noqa: E402
+from mobius.config import Config  # noqa: E402
+from mobius.data.batches import Batches  # noqa: E402
+from mobius.data.datasets import prepare_dataset  # noqa: E402
+from mobius.ranks import cache_folder  # noqa: E402
+from mobius.runtime.devices import TORCH_DTYPES  # noqa: E402
+
+
+def make_batches(config: Config) -> Batches:
+    """The batches of the run that `config` describes."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model.model_path)
+    prepared = prepare_dataset(
+        dataset=config.data.dataset,
+        tokenizer=tokenizer,
+        seq_length=config.data.seq_length,
+        max_samples=config.data.max_samples,
+        num_workers=1,
+        cache_dir=cache_folder(),
+    )
+    return Batches(
+        prepared.tokenized,
+        batch_size=config.pipeline.batch_size,
+        seq_length=config.data.seq_length,
+        pad_token_id=tokenizer.pad_token_id or 0,
+        seed=config.optim.seed,
+    )
+
+
+def train(config: Config, device: torch.device) -> list[float]:
+    """Train and return the loss of every step."""
+    dtype = TORCH_DTYPES[config.model.dtype]
+    model = AutoModelForCausalLM.from_pretrained(config.model.model_path, dtype=dtype).to(device).eval()
+    weights = list(model.parameters())
+    masters = [torch.nn.Parameter(weight.detach().float().clone()) for weight in weights]
+    optim = config.optim
+    groups = [
+        {"params": [m for m in masters if m.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon
+    )
+    scheduler = get_scheduler(
+        optim.lr_scheduler_type.value,
+        optimizer,
+        num_warmup_steps=optim.num_warmup_steps,
+        num_training_steps=optim.num_iterations,
+    )
+    batches = make_batches(config)
+    losses = []
+    for _ in range(optim.num_iterations):
+        batch = next(batches)
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        total = 0.0
+        tokens, labels = torch.from_numpy(batch.input_ids).to(device), torch.from_numpy(batch.labels).to(device)
+        chunks = config.pipeline.num_chunks
+        for part, part_labels in zip(tokens.chunk(chunks), labels.chunk(chunks), strict=True):
+            loss = model(input_ids=part, labels=part_labels, num_items_in_batch=batch.num_targets).loss
+            loss.backward()
+            total += loss.item()
+            for master, weight in zip(masters, weights, strict=True):
+                assert master.grad is not None
+                assert weight.grad is not None
+                master.grad += weight.grad
+                weight.grad = None
+        if optim.max_grad_norm > 0:
+            torch.nn.utils.clip_grad_norm_(masters, optim.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        with torch.no_grad():
+            for weight, master in zip(weights, masters, strict=True):
+                weight.copy_(master)
+        losses.append(total)
+        print(f"step {len(losses)} loss {total:.4f}", flush=True)
+    return losses
+
+
+def main() -> None:
+    """Train and write the losses."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    arguments, options = parser.parse_known_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    arguments.output.write_text(json.dumps(train(parse_args(options), device)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""Kernels that give the same bits every time, for tests that compare runs exactly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# cuBLAS reads it when it starts; without it deterministic algorithms are refused.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_kernels() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,94 @@
+"""On a GPU: streams and events keep results exact, and streamed stages take the memory of their slots only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, model_of, plain_step
+from transformers import LlamaConfig, PreTrainedModel
+
+from mobius.memory.host_arena import HostArena
+from mobius.memory.layout import StageLayout
+from mobius.memory.weight_slots import WeightSlots
+from mobius.runtime.executor import StepBatch
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_fp32_pipeline_on_a_gpu_equals_the_plain_model(family: str, num_ranks: int) -> None:
+    model = make_model(family).to(CUDA)
+    batch = make_batch(3)
+    expected_loss, expected = plain_step(model, _on_gpu(batch), 3)
+    for num_slots in (None, 1, 2):
+        pipeline = Pipeline(model, num_ranks, 3, 3, num_slots, device=CUDA)
+        assert torch.allclose(pipeline.run(batch), expected_loss, rtol=1e-6)
+        for name, gradient in expected.items():
+            difference = (pipeline.gradients[name].to(CUDA) - gradient).abs().max()
+            assert difference <= 1e-5 * gradient.abs().max(), (name, num_slots)
+
+
+def test_bf16_pipeline_stays_near_the_fp32_model() -> None:
+    model = make_model("llama").to(CUDA)
+    batch = make_batch(3)
+    expected_loss, expected = plain_step(model, _on_gpu(batch), 3)
+    pipeline = Pipeline(model, 1, 3, 3, 2, device=CUDA, dtype=torch.bfloat16)
+    assert torch.allclose(pipeline.run(batch), expected_loss, rtol=2e-3)
+    for name, gradient in expected.items():
+        error = (pipeline.gradients[name].to(CUDA).float() - gradient).norm() / gradient.norm()
+        assert error < 0.1, (name, float(error))
+
+
+def _heavy_model(num_layers: int) -> PreTrainedModel:
+    """Large weights and few tokens: copies take longer than compute, so a missing wait shows."""
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=num_layers, num_attention_heads=8, vocab_size=96
+    )
+    return model_of(config).to(CUDA)
+
+
+def test_streaming_gives_the_bits_of_resident_stages_when_copies_are_slower_than_compute() -> None:
+    model = _heavy_model(12)
+    batch = make_batch(2)
+    resident = Pipeline(model, 1, 6, 2, None, device=CUDA)
+    expected_loss = resident.run(batch)
+    for num_slots in (1, 2, 3) * 3:
+        streamed = Pipeline(model, 1, 6, 2, num_slots, device=CUDA)
+        assert torch.equal(streamed.run(batch), expected_loss)
+        for name, gradient in resident.gradients.items():
+            assert torch.equal(streamed.gradients[name], gradient.cpu()), (name, num_slots)
+
+
+def test_arena_memory_is_page_locked_and_exact() -> None:
+    layout = StageLayout.of({"a.weight": (1000, 1000), "a.bias": (1000,)})
+    arena = HostArena({0: layout}, dtype=torch.bfloat16, register=True)
+    state = arena.states[0]
+    assert state.weights.is_pinned()
+    assert state.gradients.is_pinned()
+    assert not state.master.is_pinned()
+    assert state.weights.nbytes == 2 * layout.num_elements
+    arena.close()
+    assert not state.weights.is_pinned()
+
+
+def test_streamed_stages_take_the_memory_of_their_slots() -> None:
+    layouts = {stage: StageLayout.of({"weight": (4096, 4096)}) for stage in range(8)}
+    arena = HostArena(layouts, dtype=torch.bfloat16, register=True)
+    before = torch.cuda.memory_allocated(CUDA)
+    slots = WeightSlots(arena.states, num_slots=2, device=CUDA)
+    elements = layouts[0].num_elements
+    assert torch.cuda.memory_allocated(CUDA) - before == 2 * elements * 2 + elements * 4
+    for stage in range(8):
+        slots.load(stage)
+        slots.weights(stage)
+        slots.offload(stage)
+    torch.cuda.synchronize(CUDA)
+    assert torch.cuda.memory_allocated(CUDA) - before == 2 * elements * 2 + elements * 4
+    arena.close()
+
+
+def _on_gpu(batch: StepBatch) -> StepBatch:
+    return StepBatch(batch.input_ids.to(CUDA), batch.labels.to(CUDA), batch.num_targets, batch.num_tokens)

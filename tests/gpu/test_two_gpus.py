@@ -1,0 +1,45 @@
+"""Over NCCL between two GPUs: whole runs end with the parameters that a single process has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("mode", ["--use_offload", "--no_offload"])
+def test_two_gpus_train_like_one(tmp_path: Path, mode: str, is_tied: bool) -> None:
+    make_checkpoint(tmp_path / "model", is_tied=is_tied)
+    make_dataset(tmp_path / "data.jsonl")
+    single, double = (_train(tmp_path, num_ranks, mode) for num_ranks in (1, 2))
+    assert single.keys() == double.keys()
+    for name, expected in single.items():
+        # lr 1e-3 over 6 steps moves a parameter by 6e-3 at most; rounding may cost a hundredth of that.
+        assert (double[name] - expected).abs().max() < 6e-5, name
+
+
+def _train(folder: Path, num_ranks: int, mode: str) -> dict[str, torch.Tensor]:
+    launcher = f"-m torch.distributed.run --nproc_per_node {num_ranks} --master_port {free_port()}".split()
+    options = f"""--model_path model --dataset data.jsonl --fp32 --device cuda --num_stages 4
+        --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 6 --learning_rate 1e-3
+        --save_dir out-{num_ranks} --save_params {num_ranks}.pt"""
+    result = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "main.py"), *options.split(), mode],
+        cwd=folder,
+        env={**environment(folder / "cache"), "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout
+    return dict(torch.load(folder / f"{num_ranks}.pt", weights_only=True))

@@ -1,0 +1,62 @@
+"""A stage's parameters lie in one flat buffer: aligned, apart from each other, the decayed ones first."""
+
+import torch
+
+from mobius.memory.layout import FlatRange, StageLayout
+
+# Padded to multiples of 128: matrices 150 -> 256 and 128 -> 128, then vectors 5 -> 128 and 130 -> 256.
+SHAPES = {"norm": (5,), "up": (3, 50), "bias": (130,), "down": (2, 64)}
+
+
+def test_matrices_come_first_then_vectors_each_at_a_multiple_of_128() -> None:
+    layout = StageLayout.of(SHAPES)
+
+    assert dict(layout.offsets) == {
+        "up": (0, (3, 50)),
+        "down": (256, (2, 64)),
+        "norm": (384, (5,)),
+        "bias": (512, (130,)),
+    }
+    assert layout.num_elements == 768
+    assert layout.ranges == (FlatRange(0, 384, has_decay=True), FlatRange(384, 768, has_decay=False))
+
+
+def test_names_keep_the_order_of_the_stage() -> None:
+    assert list(StageLayout.of(SHAPES).offsets) == ["norm", "up", "bias", "down"]
+
+
+def test_padding_is_not_counted_as_parameters() -> None:
+    assert StageLayout.of(SHAPES).num_parameters == 5 + 150 + 130 + 128
+
+
+def test_tensors_of_more_than_two_dimensions_are_decayed() -> None:
+    assert StageLayout.of({"experts": (2, 3, 4)}).ranges == (FlatRange(0, 128, has_decay=True),)
+
+
+def test_a_stage_without_matrices_has_one_range_without_decay() -> None:
+    assert StageLayout.of({"norm": (4,), "bias": (4,)}).ranges == (FlatRange(0, 256, has_decay=False),)
+
+
+def test_views_write_through_to_the_flat_buffer() -> None:
+    layout, flat = StageLayout.of(SHAPES), torch.zeros(768)
+
+    layout.views(flat)["down"][1, 2] = 3.0
+
+    assert flat.nonzero().tolist() == [[256 + 64 + 2]]
+    assert flat[256 + 64 + 2] == 3.0
+
+
+def test_views_do_not_overlap_and_leave_only_the_padding() -> None:
+    layout, flat = StageLayout.of(SHAPES), torch.zeros(768)
+
+    for view in layout.views(flat).values():
+        view += 1
+
+    assert flat.max() == 1
+    assert flat.sum() == 5 + 150 + 130 + 128
+
+
+def test_views_have_the_shapes_of_the_parameters_also_in_a_longer_buffer() -> None:
+    views = StageLayout.of(SHAPES).views(torch.zeros(10_000))
+
+    assert {name: tuple(view.shape) for name, view in views.items()} == SHAPES

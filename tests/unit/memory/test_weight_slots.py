@@ -1,0 +1,234 @@
+"""Stages go through the slots: loaded when there is room, used while they are there, their gradients brought home."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mobius.errors import ScheduleError
+from mobius.memory.host_arena import HostArena
+from mobius.memory.layout import StageLayout
+from mobius.memory.weight_slots import WeightSlots
+
+CPU = torch.device("cpu")
+NOTHING: frozenset[str] = frozenset()
+MakeSlots = Callable[..., WeightSlots]
+
+
+@pytest.fixture
+def make_slots(layouts: dict[int, StageLayout]) -> MakeSlots:
+    """Slots over stages 0, 2 and 4, whose weights are 1, 3 and 5 throughout."""
+
+    def make(num_slots: int = 2, dtype: torch.dtype = torch.float32) -> WeightSlots:
+        arena = HostArena(layouts, dtype=dtype, register=False)
+        for stage, state in arena.states.items():
+            state.master.fill_(stage + 1)
+            state.weights.fill_(stage + 1)
+        return WeightSlots(arena.states, num_slots=num_slots, device=CPU)
+
+    return make
+
+
+def test_a_loaded_stage_has_its_own_weights_in_their_shapes(make_slots: MakeSlots) -> None:
+    slots = make_slots()
+    slots.load(0)
+    slots.load(4)
+
+    assert {name: tuple(view.shape) for name, view in slots.weights(0).items()} == {"norm": (7,), "matrix": (5, 40)}
+    assert all(bool((view == 1).all()) for view in slots.weights(0).values())
+    assert all(bool((view == 5).all()) for view in slots.weights(4).values())
+
+
+def test_the_device_works_on_a_copy_of_the_host_weights(make_slots: MakeSlots) -> None:
+    slots = make_slots()
+    slots.load(0)
+
+    slots.weights(0)["matrix"].zero_()
+
+    assert bool((slots.states[0].weights == 1).all())
+
+
+@pytest.mark.parametrize(("num_slots", "held"), [(1, r"all 1 slots hold stages \[0\]"), (2, r"\[0, 2\]")])
+def test_loading_beyond_the_slots_is_refused_until_one_is_freed(
+    make_slots: MakeSlots, num_slots: int, held: str
+) -> None:
+    slots = make_slots(num_slots)
+    for stage in (0, 2)[:num_slots]:
+        slots.load(stage)
+
+    with pytest.raises(ScheduleError, match=f"stage 4 is to be loaded while .*{held}"):
+        slots.load(4)
+
+    slots.offload(0)
+    slots.load(4)
+    assert bool((slots.weights(4)["bias"] == 5).all())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda slots: slots.weights(4),
+        lambda slots: slots.offload(4),
+        lambda slots: slots.seal_gradients(4, excluded=NOTHING),
+    ],
+    ids=["weights", "offload", "seal"],
+)
+def test_a_stage_that_is_not_loaded_cannot_be_used(make_slots: MakeSlots, use: Callable[[WeightSlots], object]) -> None:
+    slots = make_slots()
+    slots.load(0)
+
+    with pytest.raises(ScheduleError, match=r"stage 4 is used while the slots hold stages \[0, None\]"):
+        use(slots)
+
+
+def test_an_offloaded_stage_cannot_be_used_any_more(make_slots: MakeSlots) -> None:
+    slots = make_slots()
+    slots.load(2)
+    slots.offload(2)
+
+    with pytest.raises(ScheduleError, match="stage 2"):
+        slots.weights(2)
+
+
+def test_the_next_load_brings_what_the_optimizer_has_written(make_slots: MakeSlots) -> None:
+    slots = make_slots()
+    slots.load(2)
+    slots.offload(2)
+    slots.states[2].weights.fill_(7)
+
+    slots.load(2)
+
+    assert bool((slots.weights(2)["matrix"] == 7).all())
+
+
+def test_gradients_add_up_over_microbatches_in_fp32(make_slots: MakeSlots) -> None:
+    slots = make_slots(dtype=torch.bfloat16)
+    slots.load(0)
+    for _ in range(512):
+        slots.gradients(0)["norm"].add_(1.0)
+
+    # In bf16 the sum would stop at 256, where 1 is half a unit in the last place.
+    assert slots.gradients(0)["norm"].tolist() == [512.0] * 7
+
+
+def test_each_stage_and_each_step_begins_with_zero_gradients(make_slots: MakeSlots) -> None:
+    slots = make_slots()
+    for stage in (2, 0, 0):
+        slots.load(stage)
+        gradients = slots.gradients(stage)
+        assert all(view.count_nonzero() == 0 for view in gradients.values())
+        for view in gradients.values():
+            view.fill_(3)
+        slots.seal_gradients(stage, excluded=NOTHING)
+        slots.offload(stage)
+
+
+def test_a_stage_must_be_sealed_before_the_next_one_accumulates(make_slots: MakeSlots) -> None:
+    slots = make_slots()
+    slots.load(0)
+    slots.load(2)
+    slots.gradients(0)
+
+    with pytest.raises(AssertionError, match="stage 0 was not sealed before stage 2"):
+        slots.gradients(2)
+
+
+def test_sealing_returns_the_squared_norm_without_the_excluded(make_slots: MakeSlots) -> None:
+    slots = make_slots()
+    for excluded, expected in ((NOTHING, 200 * 9.0 + 7 * 16.0), (frozenset({"matrix"}), 7 * 16.0)):
+        slots.load(0)
+        slots.gradients(0)["matrix"].fill_(3)
+        slots.gradients(0)["norm"].fill_(-4)
+        square = slots.seal_gradients(0, excluded=excluded)
+        slots.offload(0)
+
+        assert square.dtype == torch.float32
+        assert square.item() == pytest.approx(expected)
+
+
+def test_excluding_everything_leaves_a_norm_of_zero(make_slots: MakeSlots) -> None:
+    slots = make_slots()
+    slots.load(0)
+    slots.gradients(0)["norm"].fill_(2)
+
+    assert slots.seal_gradients(0, excluded=frozenset({"matrix", "norm"})).item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sealed_gradients_arrive_on_the_host_in_the_dtype_of_the_weights(
+    make_slots: MakeSlots, layouts: dict[int, StageLayout], dtype: torch.dtype
+) -> None:
+    slots = make_slots(dtype=dtype)
+    values = torch.linspace(-1, 1, 200).view(5, 40)
+    slots.load(0)
+    slots.gradients(0)["matrix"].add_(values)
+    slots.seal_gradients(0, excluded=NOTHING)
+    slots.offload(0)
+    slots.wait_for_gradients(0)
+
+    state = slots.states[0]
+    assert torch.equal(layouts[0].views(state.gradients)["matrix"], values.to(dtype))
+    assert layouts[0].views(state.gradients)["norm"].count_nonzero() == 0
+    assert bool((state.weights == 1).all()), "sealing overwrites the slot, never the host's weights"
+
+
+def test_the_norm_is_that_of_the_fp32_gradients_not_of_the_rounded_ones(make_slots: MakeSlots) -> None:
+    slots = make_slots(dtype=torch.bfloat16)
+    slots.load(2)
+    slots.gradients(2)["matrix"].fill_(1.0 + 2.0**-10)  # rounds to 1 in bf16
+
+    square = slots.seal_gradients(2, excluded=NOTHING)
+
+    assert square.item() == pytest.approx(256 * (1.0 + 2.0**-10) ** 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "is_finite"),
+    [
+        (torch.float16, 60_000.0, True),
+        (torch.float16, -70_000.0, False),  # fp16 ends at 65504
+        (torch.float16, float("nan"), False),
+        (torch.bfloat16, -70_000.0, True),
+        (torch.bfloat16, float("inf"), False),
+        (torch.float32, 70_000.0, True),
+    ],
+)
+def test_a_gradient_that_is_not_finite_after_the_cast_is_seen_in_the_norm(
+    make_slots: MakeSlots, dtype: torch.dtype, value: float, is_finite: bool
+) -> None:
+    slots = make_slots(dtype=dtype)
+    slots.load(0)
+    slots.gradients(0)["matrix"][4, 39] = value
+
+    assert bool(slots.seal_gradients(0, excluded=NOTHING).isfinite()) == is_finite
+
+
+def test_an_overflow_in_an_excluded_gradient_is_seen_too(make_slots: MakeSlots) -> None:
+    slots = make_slots(dtype=torch.float16)
+    slots.load(0)
+    slots.gradients(0)["norm"][0] = 70_000.0
+
+    assert slots.seal_gradients(0, excluded=frozenset({"norm"})).isnan()
+
+
+def test_offloading_without_gradients_leaves_those_of_the_host_alone(make_slots: MakeSlots) -> None:
+    slots = make_slots()
+    slots.states[0].gradients.fill_(9)
+    slots.load(0)
+    slots.offload(0)
+
+    assert bool((slots.states[0].gradients == 9).all())
+
+
+def test_a_slot_that_sent_gradients_sends_none_for_its_next_stage(make_slots: MakeSlots) -> None:
+    slots = make_slots(num_slots=1)
+    slots.load(0)
+    slots.gradients(0)
+    slots.seal_gradients(0, excluded=NOTHING)
+    slots.offload(0)
+    slots.states[2].gradients.fill_(9)
+
+    slots.load(2)
+    slots.offload(2)
+
+    assert bool((slots.states[2].gradients == 9).all())

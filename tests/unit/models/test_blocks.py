@@ -1,0 +1,114 @@
+"""A model taken apart: templates are shared only where layers agree, and the parts add up to the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.pipelines import CPU, FAMILIES, NUM_LAYERS, make_model
+from transformers import GPT2Config
+
+from mobius.errors import CheckpointError
+from mobius.models.blocks import LayerInputs, ModelParts
+
+# Kinds of layers in 12 of them: sliding and full attention where a family mixes them, else one.
+NUM_TEMPLATES = {
+    "llama": 1,
+    "llama-tied": 1,
+    "qwen2": 2,
+    "qwen3": 2,
+    "mistral": 1,
+    "gemma3": 2,
+    "gemma3-softcap": 2,
+}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_layers_share_a_template_exactly_where_they_are_of_one_kind(family: str) -> None:
+    config = FAMILIES[family]()
+    parts = ModelParts(config, CPU)
+
+    assert len({id(layer.module) for layer in parts.layers}) == NUM_TEMPLATES[family]
+    kinds = getattr(config, "layer_types", None) or ["one"] * NUM_LAYERS
+    for one, kind in zip(parts.layers, kinds, strict=True):
+        for other, other_kind in zip(parts.layers, kinds, strict=True):
+            assert (one.module is other.module) == (kind == other_kind), (one.prefix, other.prefix)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_blocks_have_the_names_and_shapes_of_the_real_model(family: str) -> None:
+    model = make_model(family)
+    parts = ModelParts(model.config, CPU)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for block in (parts.embedding, *parts.layers, parts.norm, parts.head):
+        shapes.update(block.full_shapes())
+
+    assert shapes == {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_shape_counts_every_parameter_of_the_real_model_once(family: str) -> None:
+    model = make_model(family)
+    shape = ModelParts(model.config, CPU).shape()
+
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+    assert shape.num_layers == NUM_LAYERS
+    per_layer = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    assert list(shape.layer_parameters) == per_layer
+    assert shape.is_tied == model.config.tie_word_embeddings
+    assert (shape.hidden_size, shape.intermediate_size, shape.vocab_size) == (32, 48, 96)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_parameters_have_no_storage_and_buffers_have_the_values_of_the_real_model(family: str) -> None:
+    model = make_model(family)
+    parts = ModelParts(model.config, CPU)
+
+    assert all(parameter.is_meta for parameter in parts.model.parameters())
+    expected = dict(model.named_buffers())
+    actual = dict(parts.model.named_buffers())
+    assert actual.keys() == expected.keys()
+    assert expected, "the family has no buffers to compare"
+    for name, buffer in expected.items():
+        assert torch.equal(actual[name], buffer), name
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma3"])
+def test_tied_names_are_those_of_the_shared_matrix(family: str) -> None:
+    parts = ModelParts(FAMILIES[family](), CPU)
+
+    assert parts.tied_names == (None if family == "llama" else ("model.embed_tokens.weight", "lm_head.weight"))
+
+
+def test_a_family_without_a_pipeline_plan_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"'gpt2' has no pipeline plan"):
+        ModelParts(GPT2Config(n_layer=1, n_embd=8, n_head=2), CPU)
+
+
+def test_a_shared_template_runs_each_layer_on_its_own_weights() -> None:
+    model = make_model("llama")
+    parts = ModelParts(model.config, CPU)
+    hidden = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
+    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(6)
+    positions = torch.arange(6)[None]
+    rotary = model.model.rotary_emb(hidden, positions)
+
+    for index in (0, 1, 7):
+        weights = dict(model.model.layers[index].named_parameters())
+        expected = model.model.layers[index](hidden, position_embeddings=rotary, position_ids=positions)
+        assert torch.equal(parts.layers[index](weights, hidden, **arguments[index]), expected)
+
+
+def test_layer_inputs_follow_the_layer_kinds_and_the_length() -> None:
+    parts = ModelParts(FAMILIES["gemma3"](), CPU)
+    inputs = LayerInputs(parts, device=CPU, dtype=torch.float32)
+    short, long = inputs(6), inputs(10)
+
+    assert inputs(6) is short
+    assert len(short) == len(long) == NUM_LAYERS
+    sliding, full = short[0]["position_embeddings"], short[5]["position_embeddings"]
+    assert sliding[0].shape == (1, 6, 16)
+    assert not torch.equal(sliding[0], full[0]), "rotary frequencies differ by layer kind in Gemma 3"
+    # A window of 4 hides from token 9 what is 4 or more tokens back.
+    mask = long[0]["attention_mask"][0, 0, 9]
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    assert visible.tolist() == [False] * 6 + [True] * 4

@@ -1,0 +1,299 @@
+"""A model is found, or the message says where it was looked for; shape options shape what has no weights yet."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.pipelines import CPU, FAMILIES
+from transformers import GPT2Config, PretrainedConfig
+
+from mobius.config import ModelConfig
+from mobius.errors import CheckpointError, ConfigError
+from mobius.models import families
+from mobius.models.blocks import ModelParts
+from mobius.models.families import SUPPORTED_FAMILIES, load_generation_config, load_model_config, locate_model
+
+
+def write_config(folder: Path, config: PretrainedConfig, *, has_weights: bool) -> Path:
+    """A model folder as far as the configuration is concerned: that there are weights is seen by a file's name."""
+    config.save_pretrained(folder)
+    if has_weights:
+        (folder / "model.safetensors").touch()
+    return folder
+
+
+def load(folder: Path, **options: int) -> PretrainedConfig:
+    return load_model_config(folder, replace(ModelConfig(model_path=str(folder)), **options))  # type: ignore[arg-type]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    write_config(tmp_path / "model", FAMILIES["llama"](), has_weights=False)
+
+    assert locate_model(str(tmp_path / "model")) == tmp_path / "model"
+
+
+def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"--model_path {tmp_path}: the folder has no config.json"):
+        locate_model(str(tmp_path))
+
+
+@pytest.fixture(params=["offline", "unreachable", "silent"])
+def hub_out_of_reach(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The three ways to be without a hub, the last as behind a firewall; gives the cache, which is empty."""
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(families, "HUB_SECONDS", 0.2)
+    with socket.socket() as server:  # bound, but it never listens: a connection is refused
+        server.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        if request.param == "offline":
+            monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        elif request.param == "silent":
+            server.listen()  # takes connections and never answers
+        yield tmp_path / "hub"
+
+
+@pytest.mark.timeout(20)
+def test_a_missing_model_is_told_with_folder_cache_hub_and_the_way_to_get_it_offline(
+    tmp_path: Path, hub_out_of_reach: Path
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        locate_model("nobody/nothing")
+
+    message = str(caught.value)
+    assert f"a folder {tmp_path / 'nobody' / 'nothing'}" in message
+    assert f"the cache {hub_out_of_reach}" in message
+    assert "on the hub" in message
+    assert "`hf download nobody/nothing --local-dir MODEL`" in message
+    assert "--model_path MODEL" in message
+
+
+@pytest.mark.timeout(20)
+def test_a_model_in_the_cache_is_found_without_the_hub(hub_out_of_reach: Path) -> None:
+    entry, revision = hub_out_of_reach / "models--nobody--nothing", "0" * 40
+    (entry / "refs").mkdir(parents=True)
+    (entry / "refs" / "main").write_text(revision)
+    (entry / "snapshots" / revision).mkdir(parents=True)
+    (entry / "snapshots" / revision / "config.json").write_text("{}")
+
+    assert locate_model("nobody/nothing") == entry / "snapshots" / revision
+
+
+@pytest.mark.parametrize("model_path", ["./models/llama", "/models/llama", "models/my/llama"])
+def test_a_path_that_cannot_be_a_hub_id_is_not_advised_to_be_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(CheckpointError) as caught:
+        locate_model(model_path)
+
+    assert f"--model_path {model_path}" in str(caught.value)
+    assert str((tmp_path / model_path).absolute()) in str(caught.value)
+    assert "hf download" not in str(caught.value)
+
+
+def test_an_unsupported_family_is_named_with_the_supported_ones(tmp_path: Path) -> None:
+    write_config(tmp_path, GPT2Config(n_layer=1, n_embd=8, n_head=2), has_weights=False)
+
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+
+    assert "'gpt2'" in str(caught.value)
+    assert all(family in str(caught.value) for family in SUPPORTED_FAMILIES)
+
+
+@pytest.mark.parametrize("text", ["{", '{"model_type": "no-such-family"}', "{}"])
+def test_a_configuration_that_cannot_be_read_is_told_with_the_option(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+
+    with pytest.raises(CheckpointError, match=f"--model_path {tmp_path}"):
+        load(tmp_path)
+
+
+def test_pickled_weights_are_refused_with_the_command_that_converts_them(tmp_path: Path) -> None:
+    write_config(tmp_path, FAMILIES["llama"](), has_weights=False)
+    (tmp_path / "pytorch_model.bin").touch()
+
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+
+    assert "pytorch_model.bin" in str(caught.value)
+    assert "safetensors" in str(caught.value)
+    assert f"from_pretrained('{tmp_path}').save_pretrained(" in str(caught.value)
+
+
+def test_pickled_files_beside_safetensors_do_not_matter(tmp_path: Path) -> None:
+    write_config(tmp_path, FAMILIES["llama"](), has_weights=True)
+    (tmp_path / "training_args.bin").touch()
+
+    assert load(tmp_path).model_type == "llama"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_smaller_num_layers_keeps_the_first_layers_of_a_checkpoint_and_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str
+) -> None:
+    own = FAMILIES[family]()
+    write_config(tmp_path, own, has_weights=True)
+
+    config = load(tmp_path, num_layers=7)
+
+    assert config.num_hidden_layers == 7
+    assert getattr(config, "layer_types", None) in (None, list(getattr(own, "layer_types", None) or [])[:7])
+    assert len(ModelParts(config, CPU).layers) == 7
+    (warning,) = warnings_of(caplog)
+    assert "--num_layers 7" in warning
+    assert "12" in warning
+
+
+def test_more_layers_than_the_checkpoint_has_are_an_error(tmp_path: Path) -> None:
+    write_config(tmp_path, FAMILIES["llama"](), has_weights=True)
+
+    with pytest.raises(ConfigError, match=r"--num_layers 13 is more than the 12 layers"):
+        load(tmp_path, num_layers=13)
+
+
+@pytest.mark.parametrize("num_layers", [3, 24])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_num_layers_shapes_a_model_without_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, num_layers: int
+) -> None:
+    write_config(tmp_path, FAMILIES[family](), has_weights=False)
+
+    config = load(tmp_path, num_layers=num_layers)
+
+    assert len(ModelParts(config, CPU).layers) == num_layers
+    assert warnings_of(caplog) == []
+
+
+def test_more_layers_continue_the_pattern_of_layer_kinds(tmp_path: Path) -> None:
+    own = FAMILIES["gemma3"]()
+    write_config(tmp_path, own, has_weights=False)
+
+    kinds = load(tmp_path, num_layers=20).layer_types
+
+    assert [kinds[i] for i in (5, 11, 17)] == ["full_attention"] * 3
+    assert kinds.count("full_attention") == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "field", "own"),
+    [
+        ("embedding_dim", 64, "hidden_size", 32),
+        ("ff_dim", 96, "intermediate_size", 48),
+        ("num_heads", 8, "num_attention_heads", 4),
+    ],
+)
+def test_a_shape_option_beside_weights_is_one_warning_and_the_checkpoint_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, option: str, value: int, field: str, own: int
+) -> None:
+    write_config(tmp_path, FAMILIES["llama"](), has_weights=True)
+
+    config = load(tmp_path, **{option: value})
+
+    assert getattr(config, field) == own
+    (warning,) = warnings_of(caplog)
+    assert f"--{option} {value}" in warning
+    assert str(own) in warning
+
+
+def test_a_shape_option_equal_to_the_checkpoint_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_config(tmp_path, FAMILIES["llama"](), has_weights=True)
+
+    load(tmp_path, embedding_dim=32, ff_dim=48, num_heads=4, num_layers=12)
+
+    assert warnings_of(caplog) == []
+
+
+def test_shape_options_shape_a_model_without_weights(tmp_path: Path) -> None:
+    write_config(tmp_path, FAMILIES["llama"](), has_weights=False)
+
+    parts = ModelParts(load(tmp_path, num_layers=2, embedding_dim=64, ff_dim=80, num_heads=8), CPU)
+
+    # 8 heads of 64 / 8 = 8 for the queries, the model's own 2 for keys and values.
+    assert parts.layers[1].shapes == {
+        "self_attn.q_proj.weight": (64, 64),
+        "self_attn.k_proj.weight": (16, 64),
+        "self_attn.v_proj.weight": (16, 64),
+        "self_attn.o_proj.weight": (64, 64),
+        "mlp.gate_proj.weight": (80, 64),
+        "mlp.up_proj.weight": (80, 64),
+        "mlp.down_proj.weight": (64, 80),
+        "input_layernorm.weight": (64,),
+        "post_attention_layernorm.weight": (64,),
+    }
+    assert len(parts.layers) == 2
+
+
+def test_a_head_width_of_its_own_stays_when_only_the_feed_forward_changes(tmp_path: Path) -> None:
+    config = FAMILIES["llama"]()
+    config.head_dim = 16
+    write_config(tmp_path, config, has_weights=False)
+
+    shapes = ModelParts(load(tmp_path, ff_dim=96), CPU).layers[0].shapes
+
+    assert shapes["self_attn.q_proj.weight"] == (64, 32)
+    assert shapes["mlp.up_proj.weight"] == (96, 32)
+
+
+def test_key_value_heads_follow_where_every_head_has_its_own(tmp_path: Path) -> None:
+    config = FAMILIES["llama"]()
+    config.num_key_value_heads = 4
+    write_config(tmp_path, config, has_weights=False)
+
+    parts = ModelParts(load(tmp_path, num_heads=2), CPU)
+
+    assert parts.layers[0].shapes["self_attn.k_proj.weight"] == (32, 32)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_width_and_heads_are_judged_together(tmp_path: Path, family: str) -> None:
+    """60 does not divide by the model's own 8 heads, but by the 6 that are asked for with it."""
+    config = FAMILIES[family]()
+    config.num_attention_heads = 8
+    write_config(tmp_path, config, has_weights=False)
+
+    shapes = ModelParts(load(tmp_path, embedding_dim=60, num_heads=6), CPU).layers[0].shapes
+
+    assert shapes["self_attn.q_proj.weight"] == (60, 60)
+    assert shapes["self_attn.k_proj.weight"] == (20, 60)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"num_heads": 5}, r"--num_heads 5 .*2 key-value heads"),
+        ({"embedding_dim": 34}, r"--embedding_dim 34 .*4 attention heads"),
+        ({"embedding_dim": 12}, r"--embedding_dim 12 .*4 attention heads"),  # 3 per head: rotary turns pairs
+    ],
+)
+def test_widths_that_no_head_fits_are_refused(tmp_path: Path, options: dict[str, int], problem: str) -> None:
+    write_config(tmp_path, FAMILIES["llama"](), has_weights=False)
+
+    with pytest.raises(ConfigError, match=problem):
+        load(tmp_path, **options)
+
+
+def test_generation_defaults_are_read_where_there_are_any(tmp_path: Path) -> None:
+    assert load_generation_config(tmp_path) is None
+    settings: dict[str, Any] = {"do_sample": True, "temperature": 0.6}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+
+    read = load_generation_config(tmp_path)
+
+    assert read is not None
+    assert (read.do_sample, read.temperature) == (True, 0.6)

@@ -1,0 +1,177 @@
+"""The chunked loss is the plain one, in value and every gradient, without ever making all logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mobius.models.loss import chunked_cross_entropy, shift_labels
+
+BATCH, LENGTH, HIDDEN, VOCAB = 3, 7, 16, 40
+NUM_TARGETS = 50  # of the whole step: more than these sequences have
+
+
+@dataclass
+class Head:
+    """A head with weight and bias that notes how many tokens it was asked for at a time."""
+
+    sizes: list[int] = field(default_factory=list)
+
+    def __call__(self, weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
+        self.sizes.append(hidden.shape[0])
+        return F.linear(hidden, weights["weight"], weights["bias"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one loss; `gradients` collects."""
+
+    weights: dict[str, Tensor]
+    hidden: Tensor
+    labels: Tensor
+    gradients: dict[str, Tensor]
+
+    @classmethod
+    def make(cls, dtype: torch.dtype = torch.float64) -> Case:
+        """In double precision the only difference left is a wrong formula; accumulators as in a run."""
+        generator = torch.Generator().manual_seed(5)
+        weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=dtype)
+        bias = torch.randn(VOCAB, generator=generator, dtype=dtype)
+        hidden = torch.randn(BATCH, LENGTH, HIDDEN, generator=generator, dtype=dtype)
+        labels = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=generator)
+        labels[0, :5] = -100
+        labels[2] = -100
+        weights = {"weight": weight, "bias": bias}
+        return cls(weights, hidden, labels, {name: torch.zeros_like(value) for name, value in weights.items()})
+
+    def run(
+        self, head: Head, *, chunk_tokens: int, loss_scale: float = 1.0, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return chunked_cross_entropy(
+            head,
+            self.weights,
+            self.gradients,
+            self.hidden,
+            self.labels,
+            num_targets=NUM_TARGETS,
+            loss_scale=loss_scale,
+            chunk_tokens=chunk_tokens,
+            softcap=softcap,
+        )
+
+    def expected(self, softcap: float | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Loss, gradient of hidden and of the weights by autograd on the full logits."""
+        hidden = self.hidden.clone().requires_grad_()
+        weight, bias = (self.weights[name].clone().requires_grad_() for name in ("weight", "bias"))
+        logits = hidden @ weight.T + bias
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        picked = logits.log_softmax(-1).gather(-1, self.labels.clamp(min=0)[..., None])[..., 0]
+        loss = -(picked * (self.labels != -100)).sum() / NUM_TARGETS
+        loss.backward()
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        assert bias.grad is not None
+        return loss.detach(), hidden.grad, {"weight": weight.grad, "bias": bias.grad}
+
+
+def test_labels_are_shifted_to_the_position_that_predicts_them() -> None:
+    labels = torch.tensor([[5, 6, 7], [-100, 8, -100]])
+
+    assert shift_labels(labels).tolist() == [[6, 7, -100], [8, -100, -100]]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 7, 20, 21, 1000])
+def test_the_chunked_loss_equals_the_plain_one_and_so_does_every_gradient(
+    chunk_tokens: int, softcap: float | None
+) -> None:
+    case = Case.make()
+    expected_loss, expected_hidden, expected_weights = case.expected(softcap)
+
+    loss, hidden_gradient = case.run(Head(), chunk_tokens=chunk_tokens, softcap=softcap)
+
+    # The logits are widened to fp32 before the softmax, in which the bits of fp64 end.
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(hidden_gradient, expected_hidden, rtol=1e-5, atol=1e-7)
+    for name, expected in expected_weights.items():
+        torch.testing.assert_close(case.gradients[name], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_softcap_changes_the_loss() -> None:
+    assert not torch.allclose(Case.make().expected()[0], Case.make().expected(2.0)[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 8, 21, 64])
+def test_no_more_than_the_chunk_is_given_to_the_head_at_a_time(chunk_tokens: int) -> None:
+    head = Head()
+
+    Case.make().run(head, chunk_tokens=chunk_tokens)
+
+    assert max(head.sizes) == min(chunk_tokens, BATCH * LENGTH)
+    assert sum(head.sizes) == BATCH * LENGTH, "each token's logits are made once: no recomputation"
+
+
+def test_ignored_positions_have_no_gradient_and_do_not_move_the_loss() -> None:
+    case = Case.make()
+    loss, hidden_gradient = case.run(Head(), chunk_tokens=4)
+    ignored = case.labels == -100
+    assert not hidden_gradient[ignored].any()
+    assert hidden_gradient[~ignored].any(dim=-1).all()
+
+    case.hidden[ignored] += 100.0
+
+    assert torch.equal(case.run(Head(), chunk_tokens=4)[0], loss)
+
+
+def test_a_microbatch_without_a_target_has_loss_and_gradients_of_zero() -> None:
+    case = Case.make()
+    case.labels.fill_(-100)
+
+    loss, hidden_gradient = case.run(Head(), chunk_tokens=4)
+
+    assert loss == 0
+    assert not hidden_gradient.any()
+    assert not case.gradients["weight"].any()
+
+
+def test_the_loss_scale_multiplies_gradients_and_not_the_loss() -> None:
+    plain, scaled = Case.make(), Case.make()
+    loss, hidden_gradient = plain.run(Head(), chunk_tokens=4)
+
+    scaled_loss, scaled_gradient = scaled.run(Head(), chunk_tokens=4, loss_scale=1024.0)
+
+    assert torch.equal(scaled_loss, loss)
+    assert torch.equal(scaled_gradient, hidden_gradient * 1024)  # exact: a power of two
+    assert torch.equal(scaled.gradients["weight"], plain.gradients["weight"] * 1024)
+
+
+def test_gradients_are_added_to_what_earlier_microbatches_left() -> None:
+    once, twice = Case.make(), Case.make()
+    once.run(Head(), chunk_tokens=21)
+    twice.run(Head(), chunk_tokens=21)
+    twice.run(Head(), chunk_tokens=21)
+
+    assert torch.equal(twice.gradients["weight"], once.gradients["weight"] * 2)
+
+
+def test_bf16_weights_accumulate_in_fp32() -> None:
+    case = Case.make(torch.bfloat16)
+    accumulators = {name: torch.zeros(value.shape) for name, value in case.weights.items()}
+    exact = Case.make(torch.bfloat16)
+    expected = Case(
+        {name: value.double() for name, value in exact.weights.items()}, exact.hidden.double(), exact.labels, {}
+    ).expected()
+
+    case = Case(case.weights, case.hidden, case.labels, accumulators)
+    loss, hidden_gradient = case.run(Head(), chunk_tokens=1)
+
+    assert loss.dtype == torch.float32
+    assert hidden_gradient.dtype == torch.bfloat16
+    assert loss.item() == pytest.approx(expected[0].item(), rel=2e-2)
+    error = (accumulators["weight"].double() - expected[2]["weight"]).abs().max()
+    assert error <= 2e-2 * expected[2]["weight"].abs().max()

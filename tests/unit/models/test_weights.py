@@ -1,0 +1,229 @@
+"""Each parameter is read from the file that holds it and from no other; fresh ones do not depend on the partition."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.pipelines import CPU, FAMILIES
+from harness.runs import make_checkpoint
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from mobius.cli import parse_args
+from mobius.errors import CheckpointError
+from mobius.models.blocks import ModelParts
+from mobius.models.families import load_model_config
+from mobius.models.weights import CheckpointWeights, InitialWeights
+from mobius.ranks import Ranks
+from mobius.training.build import draw_blueprint, load_state
+
+INDEX = "model.safetensors.index.json"
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    return dict(json.loads((folder / INDEX).read_text())["weight_map"])
+
+
+def merge(folder: Path, target: Path) -> Path:
+    """The sharded checkpoint of `folder` as a single file in `target`."""
+    target.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in set(weight_map(folder).values()):
+        tensors.update(load_file(folder / shard))
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def assert_reads_all(source: CheckpointWeights, model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert torch.equal(source.read(name, tuple(parameter.shape)), parameter), name
+
+
+def test_a_sharded_checkpoint_and_the_same_in_one_file_are_read_alike(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "sharded")
+    assert len(set(weight_map(tmp_path / "sharded").values())) > 2
+    single = merge(tmp_path / "sharded", tmp_path / "single")
+
+    assert_reads_all(CheckpointWeights(tmp_path / "sharded", {}), model)
+    assert_reads_all(CheckpointWeights(single, {}), model)
+
+
+def test_a_tied_head_is_read_from_the_embedding(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, is_tied=True)
+    assert "lm_head.weight" not in weight_map(tmp_path)
+
+    assert_reads_all(CheckpointWeights(tmp_path, {"lm_head.weight": "model.embed_tokens.weight"}), model)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"has no tensor 'model.layers.4.mlp.up_proj.weight'"):
+        CheckpointWeights(tmp_path, {}).read("model.layers.4.mlp.up_proj.weight", (64, 32))
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes_and_its_file(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    name = "model.layers.2.mlp.up_proj.weight"
+
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointWeights(tmp_path, {}).read(name, (48, 32))
+
+    assert all(part in str(caught.value) for part in (name, "(64, 32)", "(48, 32)", weight_map(tmp_path)[name]))
+
+
+def test_a_missing_file_is_named_before_anything_is_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    lost = sorted(set(weight_map(tmp_path).values()))[1]
+    (tmp_path / lost).unlink()
+
+    with pytest.raises(CheckpointError, match=lost):
+        CheckpointWeights(tmp_path, {})
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100])
+def test_a_damaged_file_is_named(tmp_path: Path, keep: int) -> None:
+    make_checkpoint(tmp_path)
+    name = "model.layers.2.mlp.up_proj.weight"
+    damaged = tmp_path / weight_map(tmp_path)[name]
+    damaged.write_bytes(damaged.read_bytes()[:keep])
+
+    with pytest.raises(CheckpointError, match=damaged.name):
+        CheckpointWeights(tmp_path, {}).read(name, (64, 32))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100])
+def test_a_damaged_single_file_is_named(tmp_path: Path, keep: int) -> None:
+    make_checkpoint(tmp_path / "sharded")
+    damaged = merge(tmp_path / "sharded", tmp_path / "single") / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:keep])
+
+    with pytest.raises(CheckpointError, match=str(damaged)):
+        CheckpointWeights(tmp_path / "single", {})
+
+
+def test_a_read_opens_only_the_file_that_holds_the_tensor(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path)
+    source = CheckpointWeights(tmp_path, {})
+    name = "model.layers.2.mlp.up_proj.weight"
+    for other in set(weight_map(tmp_path).values()) - {weight_map(tmp_path)[name]}:
+        (tmp_path / other).unlink()
+
+    assert torch.equal(source.read(name, (64, 32)), model.get_parameter(name))
+
+
+def test_a_rank_reads_every_parameter_of_its_own_stages_once_and_none_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_checkpoint(tmp_path)
+    read: list[str] = []
+
+    class RecordingFile:
+        """A safetensors file that notes what is taken from it."""
+
+        def __init__(self, path: Path, framework: str) -> None:
+            self._opened = safe_open(path, framework=framework)
+
+        def __enter__(self) -> RecordingFile:
+            self._file = self._opened.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self._opened.__exit__(*error)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            read.append(name)
+            tensor: torch.Tensor = self._file.get_tensor(name)
+            return tensor
+
+    monkeypatch.setattr("mobius.models.weights.safe_open", RecordingFile)
+    arguments = ["--model_path", str(tmp_path), "--device", "cpu", "--fp32", "--num_stages", "4", "--batch_size", "4"]
+    config = parse_args(arguments, num_ranks=2)
+    held: list[set[str]] = []
+    for rank in range(2):
+        read.clear()
+        blueprint = draw_blueprint(config, Ranks(rank, 2, rank), load_model_config(tmp_path, config.model))
+        state = load_state(blueprint, tmp_path)
+        names = [name for stage in state.memory.states.values() for name in stage.layout.offsets]
+        assert sorted(read) == sorted(names)
+        for stage in state.memory.states.values():
+            for name, view in stage.layout.views(stage.weights).items():
+                assert torch.equal(view, model.get_parameter(name)), name
+        state.close()
+        held.append(set(names))
+    assert not held[0] & held[1]
+    assert held[0] | held[1] == {name for name, _ in model.named_parameters()}
+
+
+def fresh(family: str, seed: int = 42) -> tuple[ModelParts, InitialWeights]:
+    parts = ModelParts(FAMILIES[family](), CPU)
+    return parts, InitialWeights(parts, seed=seed)
+
+
+def all_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for block in (parts.embedding, *parts.layers, parts.norm, parts.head):
+        shapes.update(block.full_shapes())
+    return shapes
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "gemma3"])
+def test_fresh_weights_do_not_depend_on_the_order_or_on_what_else_is_read(family: str) -> None:
+    parts, source = fresh(family)
+    shapes = all_shapes(parts)
+    first = {name: source.read(name, shape) for name, shape in shapes.items()}
+    torch.manual_seed(99)
+    _, another_rank = fresh(family)
+
+    for name, shape in list(reversed(shapes.items()))[::3]:
+        assert torch.equal(another_rank.read(name, shape), first[name]), name
+
+
+def test_fresh_weights_leave_the_random_state_alone() -> None:
+    _, source = fresh("llama")
+    before = torch.random.get_rng_state()
+
+    source.read("model.layers.0.mlp.up_proj.weight", (48, 32))
+
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_fresh_weights_have_the_statistics_of_the_family(family: str) -> None:
+    parts, source = fresh(family)
+    norm_value = 0.0 if family.startswith("gemma3") else 1.0  # Gemma multiplies by 1 + weight
+    for name, shape in all_shapes(parts).items():
+        value = source.read(name, shape)
+        assert value.dtype == torch.float32
+        assert value.device.type == "cpu"
+        if name.endswith("norm.weight"):
+            assert torch.equal(value, torch.full(shape, norm_value)), name
+        elif name.endswith(".bias"):
+            assert torch.equal(value, torch.zeros(shape)), name
+        else:
+            drawn = value[1:] if name == "model.embed_tokens.weight" else value  # token 0 is the padding
+            # The standard deviation of n draws is off by 1 / sqrt(2 n) typically; five times that is never seen.
+            margin = 5 / (2 * drawn.numel()) ** 0.5
+            assert float(drawn.std()) == pytest.approx(parts.config.initializer_range, rel=margin), name
+            assert abs(float(drawn.mean())) < 5 * parts.config.initializer_range / drawn.numel() ** 0.5, name
+
+
+def test_fresh_weights_differ_by_seed_layer_and_matrix() -> None:
+    _, source = fresh("llama")
+    _, other_seed = fresh("llama", seed=2**32 - 1)
+    names = [f"model.layers.{layer}.mlp.{kind}_proj.weight" for layer in range(3) for kind in ("gate", "up")]
+    drawn = [reader.read(name, (48, 32)) for reader in (source, other_seed) for name in names]
+
+    assert not any(torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+def test_a_fresh_tied_head_is_the_embedding() -> None:
+    parts, source = fresh("llama-tied")
+    shape = parts.head.shapes["weight"]
+
+    assert torch.equal(source.read("lm_head.weight", shape), source.read("model.embed_tokens.weight", shape))

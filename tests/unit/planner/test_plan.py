@@ -1,0 +1,68 @@
+"""The plan: what it says of a run, in Python, in JSON and to a reader."""
+
+import json
+
+import pytest
+
+from mobius.errors import PlanError
+from mobius.planner.plan import make_plan
+from mobius.planner.shape import ModelShape
+
+
+def test_the_json_file_holds_the_whole_plan(small: ModelShape) -> None:
+    text = make_plan(small, num_ranks=1, num_stages=2, num_microbatches=3, num_slots=2).to_json()
+
+    assert json.loads(text) == {
+        "num_ranks": 1,
+        "num_microbatches": 3,
+        "num_slots": 2,
+        "spans": [
+            {"stage": 0, "first_layer": 0, "end_layer": 2, "is_first": True, "is_last": False},
+            {"stage": 1, "first_layer": 2, "end_layer": 5, "is_first": False, "is_last": True},
+        ],
+    }
+    assert text.endswith("}\n")
+
+
+def test_stages_go_round_the_ranks(small: ModelShape) -> None:
+    plan = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=2, num_slots=2)
+
+    assert (plan.num_stages, plan.stages_per_rank) == (4, 2)
+    assert [list(plan.stages_of(rank)) for rank in range(2)] == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "wanted", "slots"), [(1, 2, 2), (2, 2, 2), (4, 2, 1), (4, 1, 1), (2, 1, 1), (2, None, None)]
+)
+def test_a_rank_has_no_more_slots_than_stages(
+    small: ModelShape, num_ranks: int, wanted: int | None, slots: int | None
+) -> None:
+    plan = make_plan(small, num_ranks=num_ranks, num_stages=4, num_microbatches=2, num_slots=wanted)
+
+    assert plan.num_slots == slots
+
+
+def test_more_stages_than_layers_are_refused(small: ModelShape) -> None:
+    with pytest.raises(PlanError, match="--num_stages 6"):
+        make_plan(small, num_ranks=2, num_stages=6, num_microbatches=2, num_slots=2)
+
+
+def test_the_description_has_a_line_per_stage_with_what_it_holds(llama_7b: ModelShape) -> None:
+    plan = make_plan(llama_7b, num_ranks=2, num_stages=4, num_microbatches=4, num_slots=2)
+
+    # Eight layers are 1619.1 million parameters, the embedding 131.1, norm and head 131.1.
+    assert plan.describe(llama_7b).splitlines() == [
+        "4 stages on 2 rank(s), 4 microbatches, streamed through 2 slot(s)",
+        "  stage   0 on rank 0: embedding, layers 0-7 (1750.1M)",
+        "  stage   1 on rank 1: layers 8-15 (1619.1M)",
+        "  stage   2 on rank 0: layers 16-23 (1619.1M)",
+        "  stage   3 on rank 1: layers 24-31, norm, head (1750.1M)",
+    ]
+
+
+def test_the_description_tells_when_nothing_is_streamed(small: ModelShape) -> None:
+    plan = make_plan(small, num_ranks=1, num_stages=1, num_microbatches=1, num_slots=None)
+
+    first, stage = plan.describe(small).splitlines()
+    assert first == "1 stages on 1 rank(s), 1 microbatches, resident"
+    assert "embedding, layers 0-4, norm, head" in stage

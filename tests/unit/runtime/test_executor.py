@@ -1,0 +1,175 @@
+"""A step leaves nothing behind, and an action that fails is marked in the schedule's grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from harness.pipelines import CPU, make_batch, make_model, plain_step
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mobius.errors import TransportError
+from mobius.memory.host_arena import HostArena
+from mobius.memory.layout import StageLayout
+from mobius.memory.weight_slots import WeightSlots
+from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.planner.partition import balanced_partition
+from mobius.runtime.executor import Executor
+from mobius.runtime.local_transport import LocalTransport, run_rank_threads
+from mobius.runtime.stage import StageModule
+from mobius.runtime.transport import SingleRankTransport
+from mobius.runtime.waits import WaitCause, WaitClock
+from mobius.schedule.build import build_schedule
+
+NUM_STAGES, NUM_MICROBATCHES = 4, 3
+
+
+class FailingStage(StageModule):
+    """A stage whose backward fails at the call that `fail_at` counts down to."""
+
+    fail_at = 0
+
+    def backward(
+        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], stashed: list[Tensor], gradient: Tensor
+    ) -> Tensor:
+        if self.fail_at == 0:
+            raise RuntimeError("the card is on fire")
+        self.fail_at -= 1
+        return super().backward(weights, gradients, stashed, gradient)
+
+
+def make_executor(
+    model: PreTrainedModel,
+    transport: SingleRankTransport | LocalTransport,
+    *,
+    clock: WaitClock | None = None,
+    failing_stage: int | None = None,
+    fail_at: int = 0,
+    unsealed_names: frozenset[str] = frozenset(),
+) -> tuple[Executor, WeightSlots]:
+    parts = ModelParts(model.config, CPU)
+    inputs = LayerInputs(parts, device=CPU, dtype=torch.float32)
+    stages: dict[int, StageModule] = {}
+    for span in balanced_partition(len(parts.layers), NUM_STAGES):
+        if span.stage % transport.num_ranks == transport.rank:
+            kind = FailingStage if span.stage == failing_stage else StageModule
+            stages[span.stage] = kind(parts, span, inputs, loss_chunk_tokens=16)
+            if isinstance(stages[span.stage], FailingStage):
+                stages[span.stage].fail_at = fail_at  # type: ignore[attr-defined]
+    layouts = {stage: StageLayout.of(module.shapes) for stage, module in stages.items()}
+    memory = WeightSlots(HostArena(layouts, dtype=torch.float32, register=False).states, num_slots=2, device=CPU)
+    values = dict(model.named_parameters(remove_duplicate=False))
+    for state in memory.states.values():
+        for name in state.layout.offsets:
+            state.set_parameter(name, values[name].detach())
+    schedule = build_schedule(transport.num_ranks, NUM_STAGES // transport.num_ranks, NUM_MICROBATCHES, 2)
+    executor = Executor(
+        schedule,
+        stages=stages,
+        memory=memory,
+        transport=transport,
+        clock=clock or WaitClock(CPU),
+        device=CPU,
+        unsealed_names=unsealed_names,
+    )
+    return executor, memory
+
+
+def test_a_step_leaves_nothing_in_the_stash_and_can_be_repeated() -> None:
+    executor, _ = make_executor(make_model("llama"), SingleRankTransport())
+    batch = make_batch(NUM_MICROBATCHES)
+
+    first = executor.run(batch)
+    assert len(executor._stash) == 0
+    second = executor.run(batch)
+
+    assert torch.equal(first.loss, second.loss)
+    assert first.squared_norms == second.squared_norms
+
+
+def test_the_sums_of_a_step_are_its_loss_and_the_norm_of_every_stage() -> None:
+    model = make_model("llama")
+    batch = make_batch(NUM_MICROBATCHES)
+    executor, memory = make_executor(model, SingleRankTransport())
+    expected_loss, expected = plain_step(model, batch, NUM_MICROBATCHES)
+
+    sums = executor.run(batch, loss_scale=8.0)
+
+    assert torch.equal(sums.loss, expected_loss), "the scale is on the gradients only"
+    assert sums.squared_norms.keys() == {0, 1, 2, 3}
+    for stage, state in memory.states.items():
+        norm = sum(float(expected[name].double().square().sum()) for name in state.layout.offsets)
+        assert float(sums.squared_norms[stage]) == pytest.approx(64 * norm, rel=1e-5)
+
+
+def test_names_that_are_sealed_later_are_left_out_of_the_norm() -> None:
+    model = make_model("llama")
+    batch = make_batch(NUM_MICROBATCHES)
+    _, expected = plain_step(model, batch, NUM_MICROBATCHES)
+    executor, memory = make_executor(
+        model, SingleRankTransport(), unsealed_names=frozenset({"model.embed_tokens.weight"})
+    )
+
+    sums = executor.run(batch)
+
+    names = set(memory.states[0].layout.offsets) - {"model.embed_tokens.weight"}
+    norm = sum(float(expected[name].double().square().sum()) for name in names)
+    assert float(sums.squared_norms[0]) == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "microbatch"), [(1, 0), (2, 1), (0, 2)])
+def test_a_failing_action_is_marked_in_the_grid_and_nothing_stays_stashed(stage: int, microbatch: int) -> None:
+    executor, _ = make_executor(make_model("llama"), SingleRankTransport(), failing_stage=stage, fail_at=microbatch)
+
+    with pytest.raises(RuntimeError, match="the card is on fire") as caught:
+        executor.run(make_batch(NUM_MICROBATCHES))
+
+    (note,) = caught.value.__notes__
+    lines = note.splitlines()
+    kind = "backward_first" if stage == 0 else "backward_middle"
+    told = f"{kind} {stage + 1} {stage} {stage - 1} {microbatch} <-- ERROR HERE"
+    assert lines[-1].startswith("rank 0, action ")
+    assert lines[-1].endswith(told)
+    marked = [line for line in lines[:-1] if line.endswith("<-- ERROR HERE")]
+    assert len(marked) == 1
+    assert marked[0].startswith("rank 0")
+    assert f">B{stage}.{microbatch}<" in marked[0]
+    assert len(executor._stash) == 0
+
+
+def test_the_rank_that_fails_is_the_one_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    monkeypatch.setattr("mobius.runtime.local_transport.TIMEOUT_SECONDS", 2.0)
+    others: list[BaseException] = []
+
+    def work(transport: LocalTransport) -> None:
+        executor, _ = make_executor(model, transport, failing_stage=1)
+        try:
+            executor.run(make_batch(NUM_MICROBATCHES))
+        except TransportError as error:
+            others.append(error)
+            raise
+
+    with pytest.raises(RuntimeError, match="on fire") as caught:
+        run_rank_threads(2, work)
+
+    assert "rank 1, action" in caught.value.__notes__[0].splitlines()[-1]
+    (other,) = others
+    assert "rank 0, action" in other.__notes__[0].splitlines()[-1], "the neighbour tells where it waited"
+
+
+def test_waits_for_neighbours_are_counted_where_they_happen() -> None:
+    model = make_model("llama")
+    batch = make_batch(NUM_MICROBATCHES)
+
+    def work(transport: LocalTransport) -> dict[str, float]:
+        clock = WaitClock(CPU)
+        executor, _ = make_executor(model, transport, clock=clock)
+        executor.run(batch)
+        return clock.collect()
+
+    for waits in run_rank_threads(2, work):
+        assert waits[WaitCause.NEIGHBOURS] > 0
+        assert waits[WaitCause.OPTIMIZER] == 0

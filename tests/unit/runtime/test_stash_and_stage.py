@@ -1,0 +1,136 @@
+"""What a stage keeps is taken once; gradients reach the parameter they belong to."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness.pipelines import CPU, make_model
+from torch import Tensor, nn
+
+from mobius.models.blocks import Block, LayerInputs, ModelParts
+from mobius.planner.partition import StageSpan, balanced_partition
+from mobius.runtime.stage import StageModule
+from mobius.runtime.stash import Stash
+
+
+def test_an_entry_is_taken_exactly_once_and_belongs_to_its_microbatch() -> None:
+    stash = Stash()
+    entries = {(stage, microbatch): [torch.zeros(1)] for stage in (0, 2) for microbatch in (0, 1)}
+    for (stage, microbatch), tensors in entries.items():
+        stash.put(stage, microbatch, tensors)
+    assert len(stash) == 4
+
+    for (stage, microbatch), tensors in reversed(entries.items()):
+        assert stash.take(stage, microbatch) is tensors
+
+    assert len(stash) == 0
+    with pytest.raises(KeyError):
+        stash.take(0, 0)
+
+
+def test_an_entry_is_never_overwritten() -> None:
+    stash = Stash()
+    stash.put(1, 3, [])
+
+    with pytest.raises(AssertionError, match="stage 1, microbatch 3"):
+        stash.put(1, 3, [])
+
+
+def test_after_an_error_everything_is_dropped() -> None:
+    stash = Stash()
+    stash.put(0, 0, [torch.zeros(1)])
+
+    stash.clear()
+
+    assert len(stash) == 0
+
+
+class Gated(nn.Module):
+    """A layer whose middle parameters take no part: y = x * scale + shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(32, device="meta"))
+        self.unused = nn.Parameter(torch.empty(5, 3, device="meta"))
+        self.unused_too = nn.Parameter(torch.empty(32, device="meta"))
+        self.shift = nn.Parameter(torch.empty(32, device="meta"))
+
+    def forward(self, hidden: Tensor, **_: object) -> Tensor:
+        return hidden * self.scale + self.shift
+
+
+def gated_stage(num_layers: int) -> StageModule:
+    parts = copy.copy(ModelParts(make_model("llama").config, CPU))
+    inputs = LayerInputs(parts, device=CPU, dtype=torch.float32)
+    module = Gated()
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    parts.layers = tuple(Block(f"model.layers.{index}.", module, shapes) for index in range(num_layers))
+    return StageModule(parts, StageSpan(1, 0, num_layers, False, False), inputs, loss_chunk_tokens=8)
+
+
+def test_a_parameter_without_a_gradient_keeps_the_others_in_their_places() -> None:
+    stage = gated_stage(num_layers=2)
+    generator = torch.Generator().manual_seed(4)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in stage.shapes.items()}
+    gradients = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
+    inputs, incoming = (torch.randn(2, 6, 32, generator=generator) for _ in range(2))
+
+    output, stashed = stage.forward(weights, inputs)
+    outgoing = stage.backward(weights, gradients, stashed, incoming)
+
+    scale = [weights[f"model.layers.{i}.scale"] for i in range(2)]
+    middle = inputs * scale[0] + weights["model.layers.0.shift"]
+    torch.testing.assert_close(output, middle * scale[1] + weights["model.layers.1.shift"])
+    expected = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
+    expected["model.layers.1.scale"] = (incoming * middle).sum((0, 1))
+    expected["model.layers.1.shift"] = incoming.sum((0, 1))
+    expected["model.layers.0.scale"] = (incoming * scale[1] * inputs).sum((0, 1))
+    expected["model.layers.0.shift"] = (incoming * scale[1]).sum((0, 1))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, msg=name)
+    torch.testing.assert_close(outgoing, incoming * scale[1] * scale[0])
+
+
+def test_forward_makes_no_graph_and_backward_empties_its_inputs() -> None:
+    stage = gated_stage(num_layers=3)
+    weights = {name: torch.ones(shape) for name, shape in stage.shapes.items()}
+    gradients = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
+
+    output, stashed = stage.forward(weights, torch.ones(1, 4, 32))
+    assert not output.requires_grad
+    assert len(stashed) == 3, "one input per layer"
+
+    gradient = stage.backward(weights, gradients, stashed, torch.ones(1, 4, 32))
+    assert stashed == []
+    assert not gradient.requires_grad
+    assert not any(weight.requires_grad or weight.grad is not None for weight in weights.values())
+
+
+def test_gradients_add_up_over_microbatches() -> None:
+    stage = gated_stage(num_layers=1)
+    weights = {name: torch.ones(shape) for name, shape in stage.shapes.items()}
+    gradients = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
+    for _ in range(3):
+        _, stashed = stage.forward(weights, torch.ones(1, 4, 32))
+        stage.backward(weights, gradients, stashed, torch.ones(1, 4, 32))
+
+    assert torch.equal(gradients["model.layers.0.shift"], torch.full((32,), 12.0))
+
+
+def test_stages_hold_every_parameter_once_and_a_tied_matrix_at_both_ends() -> None:
+    for family, num_shared in (("llama", 0), ("llama-tied", 1)):
+        model = make_model(family)
+        parts = ModelParts(model.config, CPU)
+        inputs = LayerInputs(parts, device=CPU, dtype=torch.float32)
+        stages = [
+            StageModule(parts, span, inputs, loss_chunk_tokens=8) for span in balanced_partition(len(parts.layers), 5)
+        ]
+
+        names = [name for stage in stages for name in stage.shapes]
+
+        assert sorted(names) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
+        assert next(iter(stages[0].shapes)) == "model.embed_tokens.weight"
+        assert list(stages[-1].shapes)[-2:] == ["model.norm.weight", "lm_head.weight"]
+        assert len(names) == len(list(model.named_parameters())) + num_shared

@@ -1,0 +1,200 @@
+"""What a run of one rank shows and leaves: milestones in order, every file, and a model that loads and generates."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from mobius.schedule.build import build_schedule
+from mobius.training.metrics import StepMetrics
+
+Run = Callable[..., None]
+
+SAVED_FILES = {
+    "config.json",
+    "generation_config.json",
+    "metrics.jsonl",
+    "model.safetensors",
+    "plan.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "training_args.yaml",
+}
+
+
+def metrics_of(workplace: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (workplace / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_every_file_and_nothing_else(run: Run, workplace: Path) -> None:
+    before = {path.name for path in workplace.iterdir()}
+
+    run()
+
+    assert {path.name for path in workplace.iterdir()} - before == {"out", "finetune_params.pt", "test_result.txt"}
+    saved = {path.name for path in (workplace / "out").iterdir()}
+    assert saved >= SAVED_FILES
+    assert saved - SAVED_FILES <= {"special_tokens_map.json", "chat_template.jinja"}
+
+
+def test_the_saved_model_loads_and_generates(run: Run, workplace: Path, saved_inputs: Path) -> None:
+    run("--learning_rate", "1e-3")
+
+    model = AutoModelForCausalLM.from_pretrained("out")
+    tokenizer = AutoTokenizer.from_pretrained("out")
+    prompt = tokenizer("Count to", return_tensors="pt")
+    generated = model.generate(**prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    assert generated.shape == (1, prompt["input_ids"].shape[1] + 5)
+    assert isinstance(tokenizer.decode(generated[0], skip_special_tokens=True), str)
+    assert GenerationConfig.from_pretrained("out").eos_token_id is not None
+
+    original = AutoModelForCausalLM.from_pretrained(saved_inputs / "model")
+    single_file = torch.load("finetune_params.pt", weights_only=True)
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, original.get_parameter(name)), f"{name} was not trained"
+        assert torch.equal(single_file[name], parameter)
+
+
+def test_the_metrics_have_a_line_per_step_with_every_number(run: Run, workplace: Path) -> None:
+    run("--logging_steps", "3")
+
+    rows = metrics_of(workplace)
+    fields = {field.name for field in dataclasses.fields(StepMetrics)}
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row.keys() == fields
+        assert isinstance(row["loss"], float)
+        assert 7 < row["loss"] < 10, "the logarithm of 4096 tokens is 8.3"
+        assert isinstance(row["wait_seconds"], dict)
+        assert row["wait_seconds"].keys() == {"weights", "optimizer", "neighbours"}
+        assert row["peak_gpu_memory_gib"] is None
+        assert row["loss_scale"] is None
+        assert row["skipped_steps"] == 0
+
+
+def test_the_results_tell_settings_time_with_the_optimizer_and_memory(run: Run, workplace: Path) -> None:
+    run("--learning_rate", "2e-5")
+
+    text = (workplace / "test_result.txt").read_text()
+    training = re.search(r"training, optimizer included +([\d.]+) s", text)
+    assert training
+    seconds = [float(str(row["step_seconds"])) for row in metrics_of(workplace)]
+    assert float(training[1]) == pytest.approx(sum(seconds), abs=0.01)
+    assert re.search(r"seconds per step, median +[\d.]+ s", text)
+    assert re.search(r"^0 +cpu +- +- +- +[\d.]+ GiB$", text, re.MULTILINE), "one line of memory per rank"
+    assert "host memory of all ranks together" in text
+    assert "learning_rate: 2.0e-05" in text
+    assert "2 stages on 1 rank(s)" in text
+
+
+def test_the_resolved_settings_and_the_plan_are_saved_with_the_model(run: Run, workplace: Path) -> None:
+    run("--num_stage", "4")
+
+    settings = yaml.safe_load((workplace / "out" / "training_args.yaml").read_text())
+    assert (settings["num_stages"], settings["dtype"], settings["adam_beta2"]) == (4, "fp32", 0.999)
+    plan = json.loads((workplace / "out" / "plan.json").read_text())
+    assert [(span["first_layer"], span["end_layer"]) for span in plan["spans"]] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def test_milestones_come_in_order(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="mobius")
+
+    run("--show_actions")
+
+    milestones = [
+        r"^model loaded: ",
+        r"^dataset loaded: data\.jsonl",
+        r"^actions of rank 0:",
+        r"^stages generated: ",
+        r"^start of training: 3 steps of 4 sequences x 16 tokens, in 2 microbatches of 2, on cpu",
+        r"^step 1/3 \| loss ",
+        r"^step 2/3 \| loss ",
+        r"^step 3/3 \| loss ",
+        r"^model saved to .*/out",
+        r"^模型已保存到 finetune_params\.pt",
+        r"^results saved to test_result\.txt",
+    ]
+    messages = [record.getMessage() for record in caplog.records]
+    places = []
+    for pattern in milestones:
+        found = [index for index, message in enumerate(messages) if re.search(pattern, message)]
+        assert len(found) == 1, (pattern, messages)
+        places += found
+    assert places == sorted(places)
+    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+def test_the_actions_shown_are_those_of_the_schedule(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="mobius")
+
+    run("--show_actions", "--no_prefetch")
+
+    messages = [record.getMessage() for record in caplog.records]
+    start = messages.index("actions of rank 0:") + 1
+    (expected,) = build_schedule(1, 2, 2, 1).actions
+    shown = [message.strip() for message in messages[start : start + len(expected)]]
+    assert shown == [action.to_text(2) for action in expected]
+    assert shown[0] in ("generate_data -1 0 -1 -1", "load -1 0 -1 -1")
+
+
+def test_without_the_option_no_actions_are_shown(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="mobius")
+
+    run("--logging_steps", "2")
+
+    assert "forward_first" not in caplog.text
+    steps = [record.getMessage()[:8] for record in caplog.records if record.getMessage().startswith("step ")]
+    assert steps == ["step 1/3", "step 2/3", "step 3/3"], "the first, every second, and the last"
+
+
+@pytest.mark.parametrize("memory", ["--use_offload", "--no_offload"])
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_precision_trains_and_is_saved_in_its_format(
+    run: Run, workplace: Path, saved_inputs: Path, name: str, dtype: torch.dtype, memory: str
+) -> None:
+    run("--dtype", name, memory, "--learning_rate", "1e-3", "--warmup_steps", "0", "--lr_scheduler_type", "constant")
+
+    rows = metrics_of(workplace)
+    losses = [float(str(row["loss"])) for row in rows]
+    assert all(7 < loss < 10 for loss in losses)
+    if dtype is torch.float16:
+        assert all(float(str(row["loss_scale"])) >= 1 for row in rows)
+    assert json.loads((workplace / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    model = AutoModelForCausalLM.from_pretrained("out")
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert {value.dtype for value in torch.load("finetune_params.pt", weights_only=True).values()} == {dtype}
+    original = AutoModelForCausalLM.from_pretrained(saved_inputs / "model").to(dtype)
+    moved = [not torch.equal(p, original.get_parameter(name)) for name, p in model.named_parameters()]
+    assert sum(moved) > len(moved) // 2
+
+
+def test_streamed_and_resident_stages_train_alike(run: Run, workplace: Path) -> None:
+    losses = []
+    for memory in (["--use_offload", "--use_prefetch"], ["--use_offload", "--no_prefetch"], ["--no_offload"]):
+        run(*memory, "--overwrite_output_dir", "--learning_rate", "1e-3")
+        losses.append([row["loss"] for row in metrics_of(workplace)])
+
+    assert losses[0] == losses[1] == losses[2]
+    assert len(set(map(str, losses[0]))) == 3, "the loss moves"
+
+
+def test_a_model_without_weights_starts_from_the_seed(run: Run, workplace: Path) -> None:
+    fresh = workplace / "fresh"
+    fresh.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (fresh / name).symlink_to(workplace / "model" / name)
+    losses = []
+    for seed in ("1", "1", "2"):
+        run("--model_path", "fresh", "--seed", seed, "--overwrite_output_dir", "--num_iterations", "1")
+        losses.append(metrics_of(workplace)[0]["loss"])
+
+    assert losses[0] == losses[1] != losses[2]
