@@ -1,6 +1,7 @@
 """Fine-tunes a language model: `torchrun --nproc_per_node N main.py [--config FILE.yaml] [options]`. See --help."""
 
 import logging
+import os
 import sys
 import time
 
@@ -10,12 +11,13 @@ from mobius.log import setup_logging
 from mobius.ranks import Ranks, prepare_environment
 
 ECHO_SECONDS = 3.0
-"""What a rank other than the first waits before it tells an error: one that all ranks share is then told once, because
-the
-first rank's end has ended the others."""
+"""What a rank other than the first waits before it tells an error.
+
+One that all ranks share is then told once, because the first rank's end has ended the others.
+"""
 
 
-def main() -> int:
+def main() -> None:
     """Parse, train, and turn an error that the user can mend into one message and an exit code."""
     prepare_environment()
     rank = 0
@@ -32,9 +34,19 @@ def main() -> int:
         if rank != 0:
             time.sleep(ECHO_SECONDS)
         logging.getLogger("mobius").error("%s", "\n".join([str(error), *getattr(error, "__notes__", [])]))
-        return error.exit_code
-    return 0
+        _end_now(error.exit_code)
+    except Exception:
+        logging.getLogger("mobius").exception("rank %d ends with an error of Mobius itself:", rank)
+        _end_now(1)
+
+
+def _end_now(exit_code: int) -> None:
+    """End without the usual cleaning up: it can wait for a GPU that waits for a neighbour, and then no rank ends."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

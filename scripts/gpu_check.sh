@@ -5,6 +5,7 @@
 #   losses     20 steps of a 1.1B checkpoint with each of offload x prefetch, against plain training on one GPU
 #   messages   activations of 256 MiB between ranks
 #   7b         Llama-2-7B's shape, batch 64 x 512, 32 stages, under 24 GiB per GPU
+#   13b        Llama-2-13B's shape, batch 64 x 128, 40 stages, under 24 GiB per GPU
 #   size       what one GPU of 24 GiB trains without offload, and with it
 #
 # PYTHON (default python3) must have the requirements installed; WORK (default a new folder in /tmp) takes the files.
@@ -66,6 +67,12 @@ part_7b() {
     $PYTHON scripts/make_model.py 7b "$WORK/7b" --config_only
     run "7b-$GPUS-24GiB" "$GPUS" --model_path "$WORK/7b" --num_iterations 6 --batch_size 64 --seq_length 512 --num_chunks 4 \
         --num_stages 32 --use_prefetch --use_offload --gpu_memory_limit 24
+}
+
+part_13b() {
+    $PYTHON scripts/make_model.py 13b "$WORK/13b" --config_only
+    run "13b-$GPUS-24GiB" "$GPUS" --model_path "$WORK/13b" --num_iterations 4 --batch_size 64 --seq_length 128 --num_chunks 4 \
+        --num_stages 40 --use_prefetch --use_offload --gpu_memory_limit 24
 }
 
 part_size() {

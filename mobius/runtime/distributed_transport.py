@@ -67,7 +67,7 @@ class DistributedTransport:
         try:
             work = dist.irecv(buffer, source, group=self._edges[source, self.rank])
         except RuntimeError as error:
-            raise self._lost(source) from error
+            raise self._lost(source, error) from error
         assert work is not None
         self._posted[source].append((buffer, work))
 
@@ -82,7 +82,7 @@ class DistributedTransport:
         try:
             work = dist.isend(tensor, target, group=self._edges[self.rank, target])
         except RuntimeError as error:
-            raise self._lost(target) from error
+            raise self._lost(target, error) from error
         assert work is not None
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()[1].wait()
@@ -98,7 +98,7 @@ class DistributedTransport:
         try:
             dist.all_reduce(summed, group=self._scalars)
         except RuntimeError as error:
-            raise self._lost(None) from error
+            raise self._lost(None, error) from error
         return summed
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
@@ -127,10 +127,12 @@ class DistributedTransport:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._lost(peer) from error
+            raise self._lost(peer, error) from error
 
-    def _lost(self, peer: int | None) -> TransportError:
+    def _lost(self, peer: int | None, error: RuntimeError) -> TransportError:
         who = "another rank" if peer is None else f"its neighbour rank {peer}"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return TransportError(
-            f"rank {self.rank} stops: it lost {who}, whose own message (above or below) tells the cause."
+            f"rank {self.rank} stops: it lost {who}, whose own message (above or below) tells the cause. "
+            f"What this rank saw: {reason}"
         )

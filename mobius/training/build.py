@@ -32,6 +32,7 @@ from mobius.ranks import Ranks
 from mobius.runtime.devices import TORCH_DTYPES, MemoryMeter, cap_gpu_memory, check_dtype, choose_device
 from mobius.runtime.distributed_transport import DistributedTransport
 from mobius.runtime.executor import Executor, StepBatch
+from mobius.runtime.rehearsal import RehearsalTransport
 from mobius.runtime.stage import StageModule
 from mobius.runtime.transport import SingleRankTransport, Transport
 from mobius.runtime.waits import WaitClock
@@ -55,6 +56,11 @@ class Blueprint:
     shape: ModelShape
     plan: Plan
     schedule: Schedule
+
+    @property
+    def message_shape(self) -> tuple[int, int, int]:
+        """Shape [B, L, H] of every activation and activation gradient between stages."""
+        return (self.config.pipeline.microbatch_size, self.config.data.seq_length, self.shape.hidden_size)
 
 
 def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig) -> Blueprint:
@@ -99,14 +105,14 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
 
 def connect(blueprint: Blueprint) -> Transport:
     """Meet the other ranks; collective."""
-    ranks, config = blueprint.ranks, blueprint.config
+    ranks = blueprint.ranks
     if ranks.num_ranks == 1:
         return SingleRankTransport()
     return DistributedTransport(
         rank=ranks.rank,
         num_ranks=ranks.num_ranks,
         device=blueprint.device,
-        shape=(config.pipeline.microbatch_size, config.data.seq_length, blueprint.shape.hidden_size),
+        shape=blueprint.message_shape,
         dtype=blueprint.dtype,
     )
 
@@ -162,6 +168,40 @@ def _fill(memory: StageMemory, stages: Mapping[int, StageModule], source: Weight
         memory.states[stage].set_parameter(name, source.read(name, shape))
 
 
+def rehearse(blueprint: Blueprint, state: RankState) -> None:
+    """Play one step of this rank alone on made-up data, so that the first real one finds kernels and memory ready.
+
+    Leaves weights and optimizer as they are; the gradients it makes are overwritten by the first step's.
+    """
+    config, device = blueprint.config, blueprint.device
+    transport = RehearsalTransport(
+        rank=blueprint.ranks.rank,
+        num_ranks=blueprint.ranks.num_ranks,
+        device=device,
+        shape=blueprint.message_shape,
+        dtype=blueprint.dtype,
+    )
+    tokens = torch.zeros(config.pipeline.batch_size, config.data.seq_length, dtype=torch.int64)
+    _executor(blueprint, state, transport, WaitClock(device), frozenset()).run(
+        StepBatch(tokens, tokens, num_targets=tokens.numel(), num_tokens=tokens.numel())
+    )
+    MemoryMeter(device).synchronize()
+
+
+def _executor(
+    blueprint: Blueprint, state: RankState, transport: Transport, clock: WaitClock, unsealed_names: frozenset[str]
+) -> Executor:
+    return Executor(
+        blueprint.schedule,
+        stages=state.stages,
+        memory=state.memory,
+        transport=transport,
+        clock=clock,
+        device=blueprint.device,
+        unsealed_names=unsealed_names,
+    )
+
+
 def assemble(blueprint: Blueprint, state: RankState, transport: Transport, batches: Batches) -> Trainer:
     """Put the trainer together from finished parts."""
     config, parts, plan = blueprint.config, blueprint.parts, blueprint.plan
@@ -171,15 +211,7 @@ def assemble(blueprint: Blueprint, state: RankState, transport: Transport, batch
         if parts.tied_names
         else None
     )
-    executor = Executor(
-        blueprint.schedule,
-        stages=state.stages,
-        memory=state.memory,
-        transport=transport,
-        clock=clock,
-        device=blueprint.device,
-        unsealed_names=tied.names if tied else frozenset(),
-    )
+    executor = _executor(blueprint, state, transport, clock, tied.names if tied else frozenset())
     optim = config.optim
     stepper = Stepper(
         FlatAdamW(AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)),

@@ -14,12 +14,12 @@ from mobius.cli import to_yaml
 from mobius.config import Config
 from mobius.data.batches import Batches
 from mobius.data.datasets import PreparedData, describe_sample, prepare_dataset
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, GpuMemoryError
 from mobius.models.families import load_generation_config, load_model_config, locate_model
 from mobius.ranks import Ranks, cache_folder
 from mobius.runtime.devices import MemoryMeter, set_host_threads
 from mobius.runtime.transport import Transport
-from mobius.training.build import Blueprint, assemble, connect, draw_blueprint, load_state
+from mobius.training.build import Blueprint, assemble, connect, draw_blueprint, load_state, rehearse
 from mobius.training.export import export_bytes, export_model
 from mobius.training.metrics import MetricsLog, StepMetrics, step_line
 from mobius.training.output_folder import OutputFolder
@@ -32,8 +32,20 @@ logger = logging.getLogger(__name__)
 def run_training(config: Config, ranks: Ranks) -> None:
     """Fine-tune as `config` says and leave the results; every rank calls it.
 
-    Raises MobiusError for what a user can mend.
+    Raises MobiusError for what a user can mend. After an error the process should end without further cleaning up: the
+    device may be waiting for a neighbour for good.
     """
+    try:
+        _run(config, ranks)
+    except torch.OutOfMemoryError as error:
+        raise GpuMemoryError(
+            f"rank {ranks.rank} ran out of GPU memory: {str(error).strip().splitlines()[0]} To fit: raise --num_stages "
+            "(smaller stages), raise --num_chunks (smaller microbatches), lower --batch_size or --seq_length, or use "
+            "--use_offload if it is off."
+        ) from error
+
+
+def _run(config: Config, ranks: Ranks) -> None:
     start = time.perf_counter()
     set_host_threads(ranks)
     model_folder = locate_model(config.model.model_path)
@@ -48,41 +60,41 @@ def run_training(config: Config, ranks: Ranks) -> None:
             _log_actions(blueprint)
         transport = connect(blueprint)
         state = load_state(blueprint, model_folder)
+        if blueprint.device.type == "cuda" and ranks.num_ranks > 1:
+            rehearse(blueprint, state)
         transport.barrier()
     except BaseException:
         output.discard()  # nothing is trained yet: a refused run leaves nothing behind
         raise
     logger.info("stages generated: %s", blueprint.plan.describe(blueprint.shape))
-    try:
-        batches = Batches(
-            prepared.tokenized,
-            batch_size=config.pipeline.batch_size,
-            seq_length=config.data.seq_length,
-            pad_token_id=_pad_token_id(tokenizer),
-            seed=config.optim.seed,
-        )
-        trainer = assemble(blueprint, state, transport, batches)
-        load_seconds = time.perf_counter() - start
-        _log_start(blueprint)
-        steps = _train(trainer, config, output, ranks)
-        train_end = time.perf_counter()
-        export_model(
-            blueprint,
-            state,
-            transport,
-            output,
-            tokenizer=tokenizer,
-            generation_config=load_generation_config(model_folder),
-            params_file=Path(config.output.save_params),
-        )
-        timings = RunTimings(
-            load_seconds=load_seconds,
-            training_seconds=sum(step.step_seconds for step in steps),
-            save_seconds=time.perf_counter() - train_end,
-        )
-        _finish(blueprint, transport, output, steps, timings)
-    finally:
-        state.close()
+    batches = Batches(
+        prepared.tokenized,
+        batch_size=config.pipeline.batch_size,
+        seq_length=config.data.seq_length,
+        pad_token_id=_pad_token_id(tokenizer),
+        seed=config.optim.seed,
+    )
+    trainer = assemble(blueprint, state, transport, batches)
+    load_seconds = time.perf_counter() - start
+    _log_start(blueprint)
+    steps = _train(trainer, config, output, ranks)
+    train_end = time.perf_counter()
+    export_model(
+        blueprint,
+        state,
+        transport,
+        output,
+        tokenizer=tokenizer,
+        generation_config=load_generation_config(model_folder),
+        params_file=Path(config.output.save_params),
+    )
+    timings = RunTimings(
+        load_seconds=load_seconds,
+        training_seconds=sum(step.step_seconds for step in steps),
+        save_seconds=time.perf_counter() - train_end,
+    )
+    _finish(blueprint, transport, output, steps, timings)
+    state.close()
     transport.close()
 
 
