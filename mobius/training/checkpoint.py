@@ -109,6 +109,7 @@ def write_shards(folder: Path, shards: Sequence[Shard], rank: int, read: Callabl
         path = folder / shard.file_name
         try:
             save_file({name: read(name) for name in shard.names}, path, metadata={"format": "pt"})
+            path.chmod(0o644)  # safetensors makes it readable for its owner alone
             sync_to_disk(path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot write {path}: {error}") from error
