@@ -12,10 +12,10 @@ from mobius.planner.shape import ModelShape
 GIB = 2**30
 MASTER_AND_MOMENTS_BYTES = 12
 """fp32 master weight and the two fp32 moments of AdamW, per parameter."""
-PROCESS_BYTES = int(1.0 * GIB)
-"""Host memory of one rank beside the arena: Python, torch, the CUDA context and communicators (0.8 GiB seen on an
-H200).
-"""
+GPU_PROCESS_BYTES = int(2.2 * GIB)
+"""Host memory of a rank beside its stages: Python, torch, CUDA context, communicators (2.0 to 2.2 GiB on H200s)."""
+CPU_PROCESS_BYTES = int(0.5 * GIB)
+"""The same of a rank that computes on the CPU (0.5 GiB with the small model of configs/quickstart.yaml)."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,27 @@ def _spans_of_rank(spans: Sequence[StageSpan], rank: int, num_ranks: int) -> lis
 
 
 def check_host_memory(
-    spans: Sequence[StageSpan], shape: ModelShape, sizes: ByteSizes, *, num_ranks: int, available_bytes: int
+    spans: Sequence[StageSpan],
+    shape: ModelShape,
+    *,
+    bytes_per_parameter: int,
+    process_bytes: int,
+    num_ranks: int,
+    available_bytes: int,
 ) -> int:
-    """Return the host bytes that all streamed stages of all ranks need together, the processes included.
+    """Return the host bytes that all stages of all ranks need together, the processes included.
 
     Raises HostMemoryError, with the arithmetic, if `available_bytes` is less.
     """
     num_parameters = sum(span.num_parameters(shape) for span in spans)
-    need = num_parameters * sizes.host + num_ranks * PROCESS_BYTES
+    need = num_parameters * bytes_per_parameter + num_ranks * process_bytes
     if need > available_bytes:
         raise HostMemoryError(
             f"{num_ranks} rank(s) need {need / GIB:.1f} GiB of host memory "
-            f"({num_parameters:.3g} parameters x {sizes.host} bytes + {num_ranks} x {PROCESS_BYTES / GIB:.1f} GiB for "
-            f"the processes), {available_bytes / GIB:.1f} GiB is available. Use a smaller model or a host with more "
-            "memory; if this host's memory grows on demand, state how much may be used with --host_memory_limit."
+            f"({num_parameters:.3g} parameters x {bytes_per_parameter} bytes + {num_ranks} x "
+            f"{process_bytes / GIB:.1f} GiB for the processes), {available_bytes / GIB:.1f} GiB is available. Use a "
+            "smaller model or a host with more memory; if this host's memory grows on demand, state how much may be "
+            "used with --host_memory_limit."
         )
     return need
 

@@ -17,6 +17,8 @@ from mobius.errors import TransportError
 from mobius.runtime.transport import empty_message, ring_edges
 
 TIMEOUT = timedelta(minutes=10)
+SCALARS_TIMEOUT = timedelta(hours=12)
+"""Ranks also meet here around loading and saving, which may be slow; a dead rank is seen at once all the same."""
 EXCHANGE_ELEMENTS = 2**24
 """Elements per message when two ranks exchange a large tensor: bounds the memory that the received parts take."""
 
@@ -38,7 +40,7 @@ class DistributedTransport:
             dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
         else:
             dist.init_process_group("gloo", timeout=TIMEOUT)
-        self._scalars = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._scalars = dist.new_group(backend="gloo", timeout=SCALARS_TIMEOUT)
         self._edges = {
             edge: dist.new_group(list(edge), backend=backend, timeout=TIMEOUT) for edge in ring_edges(num_ranks)
         }

@@ -6,7 +6,7 @@ Nothing here waits for the device: handlers enqueue, and the order of streams an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -48,6 +48,18 @@ class StepSums:
     """Own stage -> squared norm of its (scaled) gradients, fp32 scalar."""
 
 
+@dataclass
+class _Step:
+    """What the handlers of one step share."""
+
+    batch: StepBatch
+    loss_scale: float
+    loss: Tensor
+    squared_norms: dict[int, Tensor] = field(default_factory=dict)
+    tokens: Sequence[Tensor] = ()
+    labels: Sequence[Tensor] = ()
+
+
 class Executor:
     """Owns the stash and the position in the action list; memory, transport and stage code are handed in."""
 
@@ -68,6 +80,7 @@ class Executor:
         self._stages, self._memory, self._transport, self._clock = stages, memory, transport, clock
         self._device, self._unsealed_names = device, unsealed_names
         self._stash = Stash()
+        self._step: _Step
         self._receivers = [
             i for i, action in enumerate(self._actions) if incoming(action, schedule.num_stages) is not None
         ]
@@ -89,9 +102,7 @@ class Executor:
         The gradients of `loss * loss_scale` end in `memory.states`. Raises what the failing action raised, with the
         grid of the schedule attached.
         """
-        self._batch, self._loss_scale = batch, loss_scale
-        self._loss = torch.zeros((), dtype=torch.float32, device=self._device)
-        self._squared_norms: dict[int, Tensor] = {}
+        self._step = _Step(batch, loss_scale, loss=torch.zeros((), dtype=torch.float32, device=self._device))
         num_posted = num_received = 0
         for index, action in enumerate(self._actions):
             try:
@@ -106,13 +117,13 @@ class Executor:
                 error.add_note(render_text(self._schedule, failed=(self._rank, index)))
                 raise
         self._transport.finish_step()
-        return StepSums(self._loss, self._squared_norms)
+        return StepSums(self._step.loss, self._step.squared_norms)
 
     def _generate_data(self, action: Action) -> None:
         """Bring the step's tokens and labels to the device; copies from page-locked memory do not block."""
-        batch, num_microbatches = self._batch, self._schedule.num_microbatches
-        self._tokens = batch.input_ids.to(self._device, non_blocking=True).chunk(num_microbatches)
-        self._labels = batch.labels.to(self._device, non_blocking=True).chunk(num_microbatches)
+        step, num_microbatches = self._step, self._schedule.num_microbatches
+        step.tokens = step.batch.input_ids.to(self._device, non_blocking=True).chunk(num_microbatches)
+        step.labels = step.batch.labels.to(self._device, non_blocking=True).chunk(num_microbatches)
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, _microbatch(action)
@@ -140,11 +151,11 @@ class Executor:
             weights,
             self._memory.gradients(stage),
             hidden,
-            self._labels[microbatch],
-            num_targets=self._batch.num_targets,
-            loss_scale=self._loss_scale,
+            self._step.labels[microbatch],
+            num_targets=self._step.batch.num_targets,
+            loss_scale=self._step.loss_scale,
         )
-        self._loss += loss
+        self._step.loss += loss
         self._finish_backward(stage, microbatch, layer_inputs, gradient)
 
     def _finish_backward(self, stage: int, microbatch: int, layer_inputs: list[Tensor], gradient: Tensor) -> None:
@@ -152,14 +163,14 @@ class Executor:
         module, weights, gradients = self._stages[stage], self._weights(stage), self._memory.gradients(stage)
         gradient = module.backward(weights, gradients, layer_inputs, gradient)
         if module.span.is_first:
-            module.embedding_backward(weights, gradients, self._tokens[microbatch], gradient)
+            module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
         else:
             self._transport.send(gradient, self._rank_of(stage - 1))
         if microbatch == self._schedule.num_microbatches - 1:
-            self._squared_norms[stage] = self._memory.seal_gradients(stage, excluded=self._unsealed_names)
+            self._step.squared_norms[stage] = self._memory.seal_gradients(stage, excluded=self._unsealed_names)
 
     def _stage_input(self, stage: int, microbatch: int) -> Tensor:
-        return self._tokens[microbatch] if self._stages[stage].span.is_first else self._receive(stage - 1)
+        return self._step.tokens[microbatch] if self._stages[stage].span.is_first else self._receive(stage - 1)
 
     def _weights(self, stage: int) -> dict[str, Tensor]:
         with self._clock.waiting(WaitCause.WEIGHTS):

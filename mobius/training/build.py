@@ -25,7 +25,15 @@ from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.stepper import Stepper
 from mobius.optim.tied import TiedPair
-from mobius.planner.budget import GIB, ByteSizes, check_gpu_memory, check_host_memory, gpu_need
+from mobius.planner.budget import (
+    CPU_PROCESS_BYTES,
+    GIB,
+    GPU_PROCESS_BYTES,
+    ByteSizes,
+    check_gpu_memory,
+    check_host_memory,
+    gpu_need,
+)
 from mobius.planner.plan import Plan, make_plan
 from mobius.planner.shape import ModelShape
 from mobius.ranks import Ranks
@@ -97,8 +105,14 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
         check_gpu_memory(need, available_bytes=gpu_bytes, is_offloading=pipeline.use_offload)
     if pipeline.use_offload or device.type == "cpu":
         limit = pipeline.host_memory_limit
-        available = available_host_bytes() if limit is None else int(limit * GIB)
-        check_host_memory(plan.spans, shape, sizes, num_ranks=ranks.num_ranks, available_bytes=available)
+        check_host_memory(
+            plan.spans,
+            shape,
+            bytes_per_parameter=sizes.host if pipeline.use_offload else sizes.resident,
+            process_bytes=CPU_PROCESS_BYTES if device.type == "cpu" else GPU_PROCESS_BYTES,
+            num_ranks=ranks.num_ranks,
+            available_bytes=available_host_bytes() if limit is None else int(limit * GIB),
+        )
     schedule = build_schedule(ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots)
     return Blueprint(config, ranks, device, dtype, parts, shape, plan, schedule)
 

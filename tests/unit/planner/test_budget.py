@@ -42,7 +42,14 @@ def test_a_resident_parameter_takes_18_bytes_of_gpu_memory_in_bf16_and_16_in_fp3
 
 
 def test_llama_7b_on_four_ranks_needs_its_parameters_and_a_gib_per_process(llama_7b: ModelShape) -> None:
-    need = check_host_memory(balanced_partition(32, 8), llama_7b, BF16, num_ranks=4, available_bytes=500 * GIB)
+    need = check_host_memory(
+        balanced_partition(32, 8),
+        llama_7b,
+        bytes_per_parameter=16,
+        process_bytes=GIB,
+        num_ranks=4,
+        available_bytes=500 * GIB,
+    )
 
     assert need == 6_738_415_616 * 16 + 4 * 2**30
 
@@ -50,14 +57,26 @@ def test_llama_7b_on_four_ranks_needs_its_parameters_and_a_gib_per_process(llama
 def test_exactly_enough_host_memory_is_enough_and_a_byte_less_is_not(llama_7b: ModelShape) -> None:
     spans, need = balanced_partition(32, 8), 6_738_415_616 * 16 + 4 * 2**30
 
-    assert check_host_memory(spans, llama_7b, BF16, num_ranks=4, available_bytes=need) == need
+    assert (
+        check_host_memory(spans, llama_7b, bytes_per_parameter=16, process_bytes=GIB, num_ranks=4, available_bytes=need)
+        == need
+    )
     with pytest.raises(HostMemoryError):
-        check_host_memory(spans, llama_7b, BF16, num_ranks=4, available_bytes=need - 1)
+        check_host_memory(
+            spans, llama_7b, bytes_per_parameter=16, process_bytes=GIB, num_ranks=4, available_bytes=need - 1
+        )
 
 
 def test_too_little_host_memory_is_told_with_the_arithmetic_and_a_way_out(llama_7b: ModelShape) -> None:
     with pytest.raises(HostMemoryError) as caught:
-        check_host_memory(balanced_partition(32, 8), llama_7b, BF16, num_ranks=4, available_bytes=96 * GIB)
+        check_host_memory(
+            balanced_partition(32, 8),
+            llama_7b,
+            bytes_per_parameter=16,
+            process_bytes=GIB,
+            num_ranks=4,
+            available_bytes=96 * GIB,
+        )
 
     message = str(caught.value)
     # 112,109,617,152 bytes are 104.41 GiB.
@@ -68,7 +87,9 @@ def test_too_little_host_memory_is_told_with_the_arithmetic_and_a_way_out(llama_
 
 
 def test_a_tied_matrix_is_budgeted_twice_because_both_ends_hold_it(small: ModelShape) -> None:
-    need = check_host_memory(balanced_partition(5, 2), small, FP32, num_ranks=1, available_bytes=2 * GIB)
+    need = check_host_memory(
+        balanced_partition(5, 2), small, bytes_per_parameter=16, process_bytes=GIB, num_ranks=1, available_bytes=2 * GIB
+    )
 
     assert need == (240 + 500 + 244) * 16 + GIB
 
