@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from mobius.memory.layout import FlatRange
 from mobius.memory.stage_state import StageState
+from mobius.optim.kernel import AdamWKernel
 
 CHUNK_ELEMENTS = 2**24
 """Parameters updated at a time: bounds the fp32 copy of the gradient to 64 MiB."""
@@ -25,10 +27,14 @@ class AdamWSettings:
 
 
 class FlatAdamW:
-    """Torch's fused AdamW on flat fp32 masters, with the working copy rounded from the master afterwards."""
+    """AdamW on flat fp32 masters: by the C kernel on the host if there is one, else by torch's fused update.
 
-    def __init__(self, settings: AdamWSettings) -> None:
+    The kernel takes one pass, torch three: the gradient in fp32, the update, the working copy rounded from the master.
+    """
+
+    def __init__(self, settings: AdamWSettings, kernel: AdamWKernel | None = None) -> None:
         self._settings = settings
+        self._kernel = kernel
         self._scratch: dict[torch.device, Tensor] = {}
 
     @torch.no_grad()
@@ -38,10 +44,40 @@ class FlatAdamW:
         `step` is the number of this update, from 1, for the bias correction. Formula: Loshchilov and Hutter, "Decoupled
         Weight Decay Regularization", algorithm 2, as torch.optim.AdamW has it.
         """
+        kernel = self._kernel if self._kernel is not None and self._kernel.supports(state) else None
         for part in state.layout.ranges:
+            if kernel is not None:
+                self._update_by_kernel(kernel, state, part, step, learning_rate, gradient_factor)
+                continue
             for start in range(part.start, part.end, CHUNK_ELEMENTS):
                 chunk = slice(start, min(start + CHUNK_ELEMENTS, part.end))
                 self._update_chunk(state, chunk, step, learning_rate, gradient_factor, part.has_decay)
+
+    def _update_by_kernel(
+        self,
+        kernel: AdamWKernel,
+        state: StageState,
+        part: FlatRange,
+        step: int,
+        learning_rate: float,
+        gradient_factor: float,
+    ) -> None:
+        own = slice(part.start, part.end)
+        settings = self._settings
+        kernel.update(
+            master=state.master[own],
+            exp_avg=state.exp_avg[own],
+            exp_avg_sq=state.exp_avg_sq[own],
+            gradient=state.gradients[own],
+            weight=state.weights[own],
+            gradient_factor=gradient_factor,
+            step=step,
+            learning_rate=learning_rate,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            epsilon=settings.epsilon,
+            weight_decay=settings.weight_decay if part.has_decay else 0.0,
+        )
 
     def _update_chunk(
         self, state: StageState, chunk: slice, step: int, learning_rate: float, gradient_factor: float, has_decay: bool

@@ -23,6 +23,7 @@ from mobius.models.families import folder_has_weights
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.grad_scaler import LossScale
+from mobius.optim.kernel import load_kernel
 from mobius.optim.stepper import Stepper
 from mobius.optim.tied import TiedPair
 from mobius.planner.budget import (
@@ -36,7 +37,7 @@ from mobius.planner.budget import (
 )
 from mobius.planner.plan import Plan, make_plan
 from mobius.planner.shape import ModelShape
-from mobius.ranks import Ranks
+from mobius.ranks import Ranks, cache_folder
 from mobius.runtime.devices import TORCH_DTYPES, MemoryMeter, cap_gpu_memory, check_dtype, choose_device
 from mobius.runtime.distributed_transport import DistributedTransport
 from mobius.runtime.executor import Executor, StepBatch
@@ -228,7 +229,10 @@ def assemble(blueprint: Blueprint, state: RankState, transport: Transport, batch
     executor = _executor(blueprint, state, transport, clock, tied.names if tied else frozenset())
     optim = config.optim
     stepper = Stepper(
-        FlatAdamW(AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)),
+        FlatAdamW(
+            AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay),
+            load_kernel(cache_folder(), num_threads=torch.get_num_threads()) if state.arena is not None else None,
+        ),
         memory=state.memory,
         transport=transport,
         clock=clock,
