@@ -125,6 +125,10 @@ class PipelineConfig:
     use_offload: bool = True
     """Keep weights in CPU memory while they are not in use; no_offload keeps all stages on the GPU."""
 
+    overlap_optimizer: bool = False
+    """Update stages in CPU memory while the next step runs: a stage's new weights are waited for where they are needed.
+    The results are the same to the bit. Has no effect with no_offload, where the GPU updates."""
+
     device: Device = Device.AUTO
     """auto: CUDA on a machine with GPUs, of which every rank needs its own, otherwise the CPU."""
 

@@ -33,6 +33,9 @@ class ResidentStages:
     def offload(self, stage: int) -> None:
         raise ScheduleError(f"stage {stage} is resident and cannot be offloaded")
 
+    def wait_until_updated(self, stage: int) -> None:
+        """Nothing to wait for: updates and compute follow one another on the device."""
+
     def weights(self, stage: int) -> dict[str, Tensor]:
         return self._weights[stage]
 

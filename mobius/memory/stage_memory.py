@@ -20,6 +20,9 @@ class StageMemory(Protocol):
     def load(self, stage: int) -> None:
         """Start bringing `stage`'s weights to the device; returns at once."""
 
+    def wait_until_updated(self, stage: int) -> None:
+        """Make the host wait until the optimizer has updated `stage`."""
+
     def weights(self, stage: int) -> dict[str, Tensor]:
         """Parameter views on the device; the compute stream waits until they are there."""
 

@@ -28,6 +28,7 @@ from mobius.errors import ScheduleError
 from mobius.memory.norms import squared_norm
 from mobius.memory.stage_state import StageState
 from mobius.memory.streams import Event, new_stream, record_current
+from mobius.memory.update_queue import UpdateQueue
 
 
 @dataclass
@@ -43,9 +44,20 @@ class _Slot:
 class WeightSlots:
     """Owns `num_slots` weight buffers, one fp32 gradient buffer and the two copy streams of one device."""
 
-    def __init__(self, states: Mapping[int, StageState], *, num_slots: int, device: torch.device) -> None:
-        """Allocate for the largest of `states` (host states of this rank's streamed stages)."""
+    def __init__(
+        self,
+        states: Mapping[int, StageState],
+        *,
+        num_slots: int,
+        device: torch.device,
+        updates: UpdateQueue | None = None,
+    ) -> None:
+        """Allocate for the largest of `states` (host states of this rank's streamed stages).
+
+        With `updates`, a load waits for the stage's update without stopping the caller.
+        """
         self._states = dict(states)
+        self._updates = updates
         self._device = device
         length = max(state.layout.num_elements for state in states.values())
         dtype = next(iter(states.values())).weights.dtype
@@ -61,7 +73,7 @@ class WeightSlots:
         return self._states
 
     def load(self, stage: int) -> None:
-        """Start copying `stage`'s weights into a free slot; returns before the copy is done.
+        """Start copying `stage`'s weights into a free slot, at once or behind its update; returns before it is done.
 
         Raises ScheduleError if no slot is free, i.e. the schedule exceeds the number of slots.
         """
@@ -69,17 +81,29 @@ class WeightSlots:
         if slot is None:
             held = [slot.stage for slot in self._slots]
             raise ScheduleError(f"stage {stage} is to be loaded while all {len(held)} slots hold stages {held}")
+        slot.stage, slot.is_sealed = stage, False
+        slot.views = self._states[stage].layout.views(slot.buffer)
+        if self._updates is None:
+            self._fill(slot, stage)
+        else:
+            self._updates.when_updated(stage, lambda: self._fill(slot, stage))
+
+    def _fill(self, slot: _Slot, stage: int) -> None:
         state = self._states[stage]
         with self._to_device.run():
             if slot.free is not None:
                 slot.free.wait()
             slot.buffer[: state.layout.num_elements].copy_(state.weights, non_blocking=True)
             slot.ready = self._to_device.record()
-        slot.stage, slot.is_sealed = stage, False
-        slot.views = state.layout.views(slot.buffer)
+
+    def wait_until_updated(self, stage: int) -> None:
+        """Make the host wait for the stage's update, and for the start of a load that waits for it."""
+        if self._updates is not None:
+            self._updates.wait(stage)
 
     def weights(self, stage: int) -> dict[str, Tensor]:
         """Views of the slot that holds `stage`; at the first call after a load, the compute stream waits for it."""
+        self.wait_until_updated(stage)
         slot = self._slot_of(stage)
         if slot.ready is not None:
             slot.ready.wait()

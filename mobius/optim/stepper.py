@@ -6,11 +6,14 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from mobius.errors import NonFiniteLossError
 from mobius.memory.stage_memory import StageMemory
+from mobius.memory.stage_state import StageState
+from mobius.memory.update_queue import UpdateQueue
 from mobius.optim.adamw import FlatAdamW
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.tied import TiedPair
@@ -46,7 +49,10 @@ class Stepper:
         num_stages: int,
         max_grad_norm: float,
         tied: TiedPair | None,
+        updates: UpdateQueue | None = None,
     ) -> None:
+        """With `updates`, stages on the host are updated there, in forward order, while the next step runs."""
+        self._updates = updates
         self._adamw, self._memory, self._transport, self._clock, self._tied = adamw, memory, transport, clock, tied
         self._num_stages, self._max_grad_norm = num_stages, max_grad_norm
         self.loss_scale = loss_scale
@@ -93,8 +99,21 @@ class Stepper:
     def _update(self, learning_rate: float, factor: float) -> None:
         self.num_updates += 1
         for stage, state in sorted(self._memory.states.items()):
-            self._memory.wait_for_gradients(stage)
-            self._adamw.update(state, step=self.num_updates, learning_rate=learning_rate, gradient_factor=factor)
+            update = partial(self._update_stage, stage, state, self.num_updates, learning_rate, factor)
+            if self._updates is not None and state.master.device.type == "cpu":
+                self._updates.submit(stage, update)
+            else:
+                update()
+
+    def _update_stage(self, stage: int, state: StageState, step: int, learning_rate: float, factor: float) -> None:
+        self._memory.wait_for_gradients(stage)
+        self._adamw.update(state, step=step, learning_rate=learning_rate, gradient_factor=factor)
+
+    def drain(self) -> None:
+        """Wait for all updates: before the parameters are read, and at the end."""
+        if self._updates is not None:
+            with self._clock.blocking(WaitCause.OPTIMIZER):
+                self._updates.drain()
 
     def _skip(self, step: int, loss: float, squares: Sequence[float]) -> None:
         for stage in self._memory.states:

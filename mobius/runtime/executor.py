@@ -173,6 +173,8 @@ class Executor:
         return self._step.tokens[microbatch] if self._stages[stage].span.is_first else self._receive(stage - 1)
 
     def _weights(self, stage: int) -> dict[str, Tensor]:
+        with self._clock.waiting(WaitCause.OPTIMIZER):
+            self._memory.wait_until_updated(stage)
         with self._clock.waiting(WaitCause.WEIGHTS):
             return self._memory.weights(stage)
 

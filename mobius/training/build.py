@@ -17,6 +17,7 @@ from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStages
 from mobius.memory.stage_memory import StageMemory
+from mobius.memory.update_queue import UpdateQueue
 from mobius.memory.weight_slots import WeightSlots
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.families import folder_has_weights
@@ -139,6 +140,7 @@ class RankState:
     stages: Mapping[int, StageModule]
     memory: StageMemory
     arena: HostArena | None
+    updates: UpdateQueue | None
 
     def close(self) -> None:
         """Give page-locked memory back; nothing may be copying any more."""
@@ -157,14 +159,16 @@ def load_state(blueprint: Blueprint, model_folder: Path) -> RankState:
     }
     layouts = {stage: StageLayout.of(module.shapes) for stage, module in stages.items()}
     arena: HostArena | None = None
+    updates: UpdateQueue | None = None
     memory: StageMemory
     if blueprint.plan.num_slots is None:
         memory = ResidentStages(layouts, dtype=blueprint.dtype, device=device)
     else:
         arena = HostArena(layouts, dtype=blueprint.dtype, register=device.type == "cuda")
-        memory = WeightSlots(arena.states, num_slots=blueprint.plan.num_slots, device=device)
+        updates = UpdateQueue() if config.pipeline.overlap_optimizer else None
+        memory = WeightSlots(arena.states, num_slots=blueprint.plan.num_slots, device=device, updates=updates)
     _fill(memory, stages, _weight_source(blueprint, model_folder), show_progress=blueprint.ranks.is_first)
-    return RankState(stages, memory, arena)
+    return RankState(stages, memory, arena, updates)
 
 
 def _weight_source(blueprint: Blueprint, model_folder: Path) -> WeightSource:
@@ -240,6 +244,7 @@ def assemble(blueprint: Blueprint, state: RankState, transport: Transport, batch
         num_stages=plan.num_stages,
         max_grad_norm=optim.max_grad_norm,
         tied=tied,
+        updates=state.updates,
     )
     return Trainer(
         config.optim,

@@ -55,6 +55,8 @@ class Trainer:
         sums = self._executor.run(batch, loss_scale=loss_scale.value)
         self._step += 1
         outcome = self._stepper.apply(sums, step=self._step, learning_rate=learning_rate)
+        if self._step == self._config.num_iterations:
+            self._stepper.drain()
         return self._measure(batch, outcome, learning_rate)
 
     def _measure(self, batch: StepBatch, outcome: StepOutcome, learning_rate: float) -> StepMetrics:

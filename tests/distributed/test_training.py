@@ -94,3 +94,18 @@ def _assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
     """
     moved = LEARNING_RATE * STEPS
     assert (actual - expected).abs().max() <= 1e-4 * moved, (name, float((actual - expected).abs().max()))
+
+
+def test_an_overlapped_optimizer_gives_the_same_bits(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", num_layers=8, is_tied=True)
+    make_dataset(tmp_path / "data.jsonl")
+    saved = {}
+    for name in ("overlap_optimizer", "no_overlap_optimizer"):
+        arguments = f"""--model_path model --dataset data.jsonl --bf16 --num_stages 8 --num_chunks 2 --batch_size 4
+            --seq_length 16 --num_iterations 10 --learning_rate 1e-3 --max_grad_norm 0.5
+            --save_dir out-{name} --save_params {name}.pt --save_results {name}.txt --{name}""".split()
+        result = run_main(2, tmp_path, *arguments)
+        assert result.returncode == 0, result.stdout
+        saved[name] = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+    overlapped, plain = saved.values()
+    assert all(torch.equal(overlapped[name], plain[name]) for name in plain)

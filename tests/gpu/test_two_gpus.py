@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("mode", ["--use_offload", "--no_offload"])
+@pytest.mark.parametrize("mode", ["--use_offload", "--use_offload --overlap_optimizer", "--no_offload"])
 def test_two_gpus_train_like_one(tmp_path: Path, mode: str, is_tied: bool) -> None:
     make_checkpoint(tmp_path / "model", is_tied=is_tied)
     make_dataset(tmp_path / "data.jsonl")
@@ -32,7 +32,7 @@ def _train(folder: Path, num_ranks: int, mode: str) -> dict[str, torch.Tensor]:
         --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 6 --learning_rate 1e-3
         --save_dir out-{num_ranks} --save_params {num_ranks}.pt --save_results {num_ranks}.txt"""
     result = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "main.py"), *options.split(), mode],
+        [sys.executable, *launcher, str(ROOT / "main.py"), *options.split(), *mode.split()],
         cwd=folder,
         env={**environment(folder / "cache"), "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")},
         stdout=subprocess.PIPE,
