@@ -31,7 +31,7 @@ def saved_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def workplace(tmp_path: Path, saved_inputs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder of a run, with a cache outside of it."""
-    folder = tmp_path / "work"
+    folder = tmp_path / "here"
     folder.mkdir()
     for name in ("model", "data.jsonl"):
         (folder / name).symlink_to(saved_inputs / name)

@@ -95,7 +95,7 @@ MISTAKES = {
     "a model that is nowhere": Mistake(
         "--model_path nobody/nothing",
         CheckpointError,
-        (r"--model_path nobody/nothing", r"/work/nobody/nothing", r"/hub", r"hf download nobody/nothing"),
+        (r"--model_path nobody/nothing", r"/here/nobody/nothing", r"/hub", r"hf download nobody/nothing"),
     ),
     "a folder that does not exist": Mistake(
         "--model_path ./models/llama", CheckpointError, (r"--model_path \./models/llama", r"no folder .*/models/llama")
@@ -119,10 +119,10 @@ MISTAKES = {
     "a dataset that is nowhere": Mistake(
         "--dataset some-body/some.set",
         DataError,
-        (r"--dataset some-body/some\.set", r"/work/some-body/some\.set", r"hf download --repo-type dataset"),
+        (r"--dataset some-body/some\.set", r"/here/some-body/some\.set", r"hf download --repo-type dataset"),
     ),
     "a file that does not exist": Mistake(
-        "--dataset missing.jsonl", DataError, (r"--dataset missing\.jsonl", r"/work/missing\.jsonl")
+        "--dataset missing.jsonl", DataError, (r"--dataset missing\.jsonl", r"/here/missing\.jsonl")
     ),
     "an empty dataset": Mistake(
         "--dataset empty.jsonl",
