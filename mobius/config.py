@@ -51,6 +51,14 @@ class Device(StrEnum):
     CPU = "cpu"
 
 
+class Compile(StrEnum):
+    """Whether layers run as compiled graphs."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 class LrSchedulerType(StrEnum):
     """How the learning rate changes after the warm-up."""
 
@@ -124,6 +132,10 @@ class PipelineConfig:
 
     use_offload: bool = True
     """Keep weights in CPU memory while they are not in use; no_offload keeps all stages on the GPU."""
+
+    compile: Compile = Compile.OFF
+    """Run layers under torch.compile: one graph serves all layers of a kind. auto: on a GPU. Where compiling fails,
+    layers run as they are, and a line says so."""
 
     overlap_optimizer: bool = False
     """Update stages in CPU memory while the next step runs: a stage's new weights are waited for where they are needed.

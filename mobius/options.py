@@ -72,6 +72,8 @@ class Option:
         """Value of a YAML key, whose type must already fit; raises ValueError if it does not."""
         if value is None and self.is_optional:
             return None
+        if isinstance(value, bool) and {"on", "off"} <= set(self.choices):
+            value = "on" if value else "off"  # YAML reads the bare words as booleans
         if isinstance(value, str) and (self.choices or self.value_type is str):
             return self.from_text(value)
         if self.value_type is float and isinstance(value, int | float) and not isinstance(value, bool):

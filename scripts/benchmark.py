@@ -33,10 +33,11 @@ PEAK_BF16 = {
 }
 """Dense bf16 operations per second by the vendors' datasheets, by a part of the device's name."""
 ABLATION = {
-    "all on": ["--overlap_optimizer"],
-    "optimizer not overlapped": ["--no_overlap_optimizer"],
-    "no prefetch": ["--overlap_optimizer", "--no_prefetch"],
-    "no offload": ["--no_offload"],
+    "all on": ["--overlap_optimizer", "--compile", "on"],
+    "optimizer not overlapped": ["--no_overlap_optimizer", "--compile", "on"],
+    "layers not compiled": ["--overlap_optimizer", "--compile", "off"],
+    "no prefetch": ["--overlap_optimizer", "--compile", "on", "--no_prefetch"],
+    "no offload": ["--no_offload", "--compile", "on"],
 }
 PEERS = {
     "fsdp2": [],

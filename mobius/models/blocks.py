@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from mobius.errors import CheckpointError
+from mobius.models.compiled import CompiledLayer
 from mobius.planner.shape import ModelShape
 
 
@@ -30,6 +31,8 @@ class Block:
     """On the meta device; its buffers (which are never trained) are real."""
     shapes: Mapping[str, tuple[int, ...]]
     """Parameter name within the module -> shape."""
+    compiled: CompiledLayer | None = None
+    """The module's code compiled, shared like `module`; None to run it eagerly."""
 
     @property
     def num_parameters(self) -> int:
@@ -41,13 +44,15 @@ class Block:
 
     def __call__(self, weights: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Run the module on `weights` (name within the module -> tensor)."""
+        if self.compiled is not None:
+            return self.compiled(weights, args, kwargs)
         return cast(Tensor, functional_call(self.module, dict(weights), args, kwargs))
 
 
 class ModelParts:
     """A causal language model as blocks: embedding, layers, norm, head; and its own initialization."""
 
-    def __init__(self, config: PretrainedConfig, device: torch.device) -> None:
+    def __init__(self, config: PretrainedConfig, device: torch.device, *, compile_layers: bool = False) -> None:
         """Build the blocks of `config`, buffers on `device`. Raises CheckpointError for a model of another build."""
         self.config = config
         with torch.device("meta"):
@@ -61,7 +66,7 @@ class ModelParts:
         self.embedding = _block(f"{base_prefix}.{names['embedding']}.", getattr(base, names["embedding"]))
         self.norm = _block(f"{base_prefix}.{names['norm']}.", getattr(base, names["norm"]))
         self.head = _block("lm_head.", cast(nn.Module, model.get_output_embeddings()))
-        self.layers = _layer_blocks(f"{base_prefix}.{names['layers']}.", getattr(base, names["layers"]))
+        self.layers = _layer_blocks(f"{base_prefix}.{names['layers']}.", getattr(base, names["layers"]), compile_layers)
         self.is_tied = bool(config.tie_word_embeddings)
         self.logit_softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
@@ -108,14 +113,16 @@ def _block(prefix: str, module: nn.Module) -> Block:
     return Block(prefix, module, {name: tuple(p.shape) for name, p in module.named_parameters()})
 
 
-def _layer_blocks(prefix: str, layers: nn.ModuleList) -> tuple[Block, ...]:
+def _layer_blocks(prefix: str, layers: nn.ModuleList, compile_layers: bool) -> tuple[Block, ...]:
     """One block per layer; layers with equal signatures get the module of the first of them."""
     templates: dict[tuple[Any, ...], Block] = {}
     blocks = []
     for index, layer in enumerate(layers):
         block = _block(f"{prefix}{index}.", layer)
-        template = templates.setdefault(_signature(layer), block)
-        blocks.append(Block(block.prefix, template.module, block.shapes))
+        signature = _signature(layer)
+        if signature not in templates:
+            templates[signature] = replace(block, compiled=CompiledLayer(layer) if compile_layers else None)
+        blocks.append(replace(templates[signature], prefix=block.prefix))
     return tuple(blocks)
 
 

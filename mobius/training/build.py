@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from mobius.config import Config, Dtype
+from mobius.config import Compile, Config, Dtype
 from mobius.data.batches import Batch, Batches
 from mobius.memory.available import available_host_bytes
 from mobius.memory.host_arena import HostArena
@@ -82,7 +82,8 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
     device = choose_device(pipeline.device, ranks)
     check_dtype(config.model.dtype, device)
     gpu_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
-    parts = ModelParts(model_config, device)
+    wants_graphs = pipeline.compile is Compile.ON or (pipeline.compile is Compile.AUTO and device.type == "cuda")
+    parts = ModelParts(model_config, device, compile_layers=wants_graphs)
     shape = parts.shape()
     plan = make_plan(
         shape,

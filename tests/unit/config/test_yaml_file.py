@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mobius.cli import parse_args
-from mobius.config import Dtype
+from mobius.config import Compile, Dtype
 from mobius.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,6 +50,13 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_defaults(
 @pytest.mark.parametrize("text", ["1e-5", "1.0e-5", "1E-05", "0.00001", "+1e-5", ".1e-4"])
 def test_numbers_with_an_exponent_are_numbers(tmp_path: Path, text: str) -> None:
     assert parse_args(["--config", write(tmp_path, f"lr: {text}\n")]).optim.learning_rate == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(("text", "value"), [("on", Compile.ON), ("off", Compile.OFF), ("auto", Compile.AUTO)])
+def test_the_bare_words_on_and_off_are_choices_where_an_option_has_them(
+    tmp_path: Path, text: str, value: Compile
+) -> None:
+    assert parse_args(["--config", write(tmp_path, f"compile: {text}")]).pipeline.compile is value
 
 
 def test_a_name_that_looks_like_an_exponent_in_quotes_stays_text(tmp_path: Path) -> None:
