@@ -135,11 +135,12 @@ class PipelineConfig:
 
     compile: Compile = Compile.OFF
     """Run layers under torch.compile: one graph serves all layers of a kind. auto: on a GPU. Where compiling fails,
-    layers run as they are, and a line says so."""
+    layers run as they are, and a line says so. Off until it has been measured on GPUs."""
 
     overlap_optimizer: bool = False
     """Update stages in CPU memory while the next step runs: a stage's new weights are waited for where they are needed.
-    The results are the same to the bit. Has no effect with no_offload, where the GPU updates."""
+    The results are the same to the bit. Has no effect with no_offload, where the GPU updates. Off until it has been
+    measured on GPUs."""
 
     device: Device = Device.AUTO
     """auto: CUDA on a machine with GPUs, of which every rank needs its own, otherwise the CPU."""

@@ -41,11 +41,6 @@ def peak_host_bytes() -> int:
     return _status_bytes("VmHWM:")
 
 
-def anonymous_host_bytes() -> int:
-    """Memory of this process that is not backed by files."""
-    return _status_bytes("RssAnon:")
-
-
 def _status_bytes(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):

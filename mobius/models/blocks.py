@@ -75,6 +75,11 @@ class ModelParts:
         """Names of the embedding's and the head's shared matrix, or None if they are separate."""
         return (self.embedding.prefix + "weight", self.head.prefix + "weight") if self.is_tied else None
 
+    @property
+    def stored_names(self) -> dict[str, str]:
+        """Parameter -> the name it is stored under, where that is another one: a tied head's."""
+        return {self.tied_names[1]: self.tied_names[0]} if self.tied_names else {}
+
     def shape(self) -> ModelShape:
         """The model in the planner's numbers."""
         return ModelShape(

@@ -90,7 +90,7 @@ class InitialWeights:
 
     def __init__(self, parts: ModelParts, *, seed: int) -> None:
         self._model = parts.model
-        self._aliases = {parts.tied_names[1]: parts.tied_names[0]} if parts.tied_names else {}
+        self._aliases = parts.stored_names
         self._seed = seed
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -67,6 +67,7 @@ class Stepper:
         `MAX_SKIPPED_IN_A_ROW` skipped steps in a row.
         """
         tied_square = self._tied.sum_gradients(self._memory, self._transport) if self._tied else None
+        # sync: once per step, and only where a tied matrix is on the GPU
         loss, squares = self._sum_over_ranks(sums, None if tied_square is None else float(tied_square))
         is_finite = math.isfinite(loss) and all(map(math.isfinite, squares))
         grad_norm = math.sqrt(sum(squares)) / self.loss_scale.value if is_finite else math.nan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 
@@ -11,11 +10,9 @@ import torch
 from mobius.config import Device, Dtype
 from mobius.errors import GpuMemoryError
 from mobius.memory.available import peak_host_bytes
+from mobius.planner.budget import GIB
 from mobius.ranks import Ranks, omp_num_threads
 
-logger = logging.getLogger(__name__)
-
-GIB = 2**30
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 
 

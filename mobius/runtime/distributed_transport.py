@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mobius.errors import TransportError
-from mobius.runtime.transport import empty_message, ring_edges
+from mobius.runtime.transport import ring_edges
 
 TIMEOUT = timedelta(minutes=10)
 SCALARS_TIMEOUT = timedelta(hours=12)
@@ -65,7 +65,7 @@ class DistributedTransport:
 
     def post_receive(self, source: int) -> None:
         """Start receiving into a new buffer; it may begin once compute that is enqueued already is done."""
-        buffer = empty_message(self._shape, self._dtype, self._device)
+        buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         try:
             work = dist.irecv(buffer, source, group=self._edges[source, self.rank])
         except RuntimeError as error:

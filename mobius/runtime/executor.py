@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mobius.memory.stage_memory import StageMemory
-from mobius.runtime.stage import StageModule
+from mobius.runtime.stage import StageModule, Views
 from mobius.runtime.stash import Stash
 from mobius.runtime.transport import Transport
 from mobius.runtime.waits import WaitCause, WaitClock
@@ -140,7 +140,7 @@ class Executor:
     def _backward(self, action: Action) -> None:
         stage, microbatch = action.stage, _microbatch(action)
         gradient = self._receive(stage + 1)
-        self._finish_backward(stage, microbatch, self._stash.take(stage, microbatch), gradient)
+        self._finish_backward(stage, microbatch, self._weights(stage), self._stash.take(stage, microbatch), gradient)
 
     def _backward_last(self, action: Action) -> None:
         stage, microbatch = action.stage, _microbatch(action)
@@ -156,11 +156,13 @@ class Executor:
             loss_scale=self._step.loss_scale,
         )
         self._step.loss += loss
-        self._finish_backward(stage, microbatch, layer_inputs, gradient)
+        self._finish_backward(stage, microbatch, weights, layer_inputs, gradient)
 
-    def _finish_backward(self, stage: int, microbatch: int, layer_inputs: list[Tensor], gradient: Tensor) -> None:
+    def _finish_backward(
+        self, stage: int, microbatch: int, weights: Views, layer_inputs: list[Tensor], gradient: Tensor
+    ) -> None:
         """Backward through the layers, then to the stage before or into the embedding; the last microbatch seals."""
-        module, weights, gradients = self._stages[stage], self._weights(stage), self._memory.gradients(stage)
+        module, gradients = self._stages[stage], self._memory.gradients(stage)
         gradient = module.backward(weights, gradients, layer_inputs, gradient)
         if module.span.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)

@@ -1,7 +1,7 @@
 """Plays a rank's step once without its neighbours, before the first real one.
 
 A receive that is posted ahead occupies the GPU until its message comes. While it does, whatever has to wait for an
-idle device can wait forever: loading a kernel's code at its first use, or growing the memory pool. After a rehearsal
+idle device may wait forever: loading a kernel's code at its first use, or growing the memory pool. After a rehearsal
 both have happened, and a step that does not fit into memory has failed where every rank can still say so.
 """
 

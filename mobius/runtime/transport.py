@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -100,8 +99,3 @@ class SingleRankTransport:
 
     def close(self) -> None:
         """Nothing to end."""
-
-
-def empty_message(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A buffer for one received activation or activation gradient."""
-    return torch.empty(shape, dtype=dtype, device=device)

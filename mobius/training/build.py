@@ -176,8 +176,7 @@ def _weight_source(blueprint: Blueprint, model_folder: Path) -> WeightSource:
     parts = blueprint.parts
     if not folder_has_weights(model_folder):
         return InitialWeights(parts, seed=blueprint.config.optim.seed)
-    aliases = {parts.tied_names[1]: parts.tied_names[0]} if parts.tied_names else {}
-    return CheckpointWeights(model_folder, aliases)
+    return CheckpointWeights(model_folder, parts.stored_names)
 
 
 def _fill(memory: StageMemory, stages: Mapping[int, StageModule], source: WeightSource, *, show_progress: bool) -> None:

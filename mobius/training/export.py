@@ -5,7 +5,6 @@ How the files look is checkpoint.py's business, how they get their final names o
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from pathlib import Path
 
@@ -26,8 +25,6 @@ from mobius.training.checkpoint import (
     write_shards,
 )
 from mobius.training.output_folder import OutputFolder
-
-logger = logging.getLogger(__name__)
 
 
 def saved_parameters(blueprint: Blueprint) -> list[SavedParameter]:

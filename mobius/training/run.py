@@ -51,6 +51,7 @@ def _run(config: Config, ranks: Ranks) -> None:
     model_folder = locate_model(config.model.model_path)
     model_config = load_model_config(model_folder, config.model)
     tokenizer = _load_tokenizer(model_folder, model_config.vocab_size)
+    generation_config = load_generation_config(model_folder)
     blueprint = draw_blueprint(config, ranks, model_config)
     _log_model(blueprint, model_folder)
     output = _prepare_output(config, ranks, blueprint)
@@ -85,7 +86,7 @@ def _run(config: Config, ranks: Ranks) -> None:
         transport,
         output,
         tokenizer=tokenizer,
-        generation_config=load_generation_config(model_folder),
+        generation_config=generation_config,
         params_file=Path(config.output.save_params),
     )
     timings = RunTimings(

@@ -13,7 +13,8 @@ import torch
 from mobius.config import OptimConfig
 from mobius.optim.lr_schedule import learning_rate_at
 from mobius.optim.stepper import StepOutcome, Stepper
-from mobius.runtime.devices import GIB, MemoryMeter
+from mobius.planner.budget import GIB
+from mobius.runtime.devices import MemoryMeter
 from mobius.runtime.executor import Executor, StepBatch
 from mobius.runtime.transport import Transport
 from mobius.runtime.waits import WaitCause, WaitClock

@@ -10,7 +10,7 @@ import torch
 from mobius.errors import DataError, TransportError
 from mobius.runtime import local_transport
 from mobius.runtime.local_transport import LocalHub, LocalTransport, run_rank_threads
-from mobius.runtime.transport import SelfEdge, SingleRankTransport, empty_message, ring_edges
+from mobius.runtime.transport import SelfEdge, SingleRankTransport, ring_edges
 
 
 def message(value: float) -> torch.Tensor:
@@ -59,13 +59,6 @@ def test_a_single_rank_sums_with_nobody_and_has_no_peer() -> None:
     assert torch.equal(transport.sum_over_ranks(values), values)
     with pytest.raises(AssertionError, match="no peer"):
         transport.exchange(values, 0)
-
-
-def test_an_empty_message_is_a_new_buffer_each_time() -> None:
-    first, second = (empty_message((2, 3, 4), torch.bfloat16, torch.device("cpu")) for _ in range(2))
-
-    assert (first.shape, first.dtype) == ((2, 3, 4), torch.bfloat16)
-    assert first.data_ptr() != second.data_ptr()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
