@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mobius.errors import HostMemoryError
 from mobius.memory.layout import StageLayout
-from mobius.memory.stage_state import StageState
+from mobius.memory.stage_state import Remainder, StageState
 
 
 class HostArena:
@@ -22,26 +22,40 @@ class HostArena:
     `pin_memory=True` is not used: the caching host allocator rounds sizes up to powers of two.
     """
 
-    def __init__(self, layouts: Mapping[int, StageLayout], *, dtype: torch.dtype, register: bool) -> None:
-        """Map zeroed memory for `layouts` (stage -> layout).
+    def __init__(
+        self,
+        layouts: Mapping[int, StageLayout],
+        *,
+        dtype: torch.dtype,
+        register: bool,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split where that is bf16.
 
-        `register` page-locks weights and gradients for asynchronous copies.
+        `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or, by default,
+        the weights' dtype.
         """
         self._register = register
         self._registered: list[Tensor] = []
         self.states: dict[int, StageState] = {}
         try:
             for stage, layout in layouts.items():
-                self.states[stage] = self._allocate(layout, dtype)
+                self.states[stage] = self._allocate(layout, dtype, gradient_dtype or dtype)
         except BaseException:
             self.close()
             raise
 
-    def _allocate(self, layout: StageLayout, dtype: torch.dtype) -> StageState:
+    def _allocate(self, layout: StageLayout, dtype: torch.dtype, gradient_dtype: torch.dtype) -> StageState:
         count = layout.num_elements
         weights = self._lock(_map(count, dtype))
-        gradients = self._lock(_map(count, dtype))
-        master = weights if dtype == torch.float32 else _map(count, torch.float32)
+        gradients = self._lock(_map(count, gradient_dtype))
+        master: Tensor | Remainder
+        if dtype == torch.float32:
+            master = weights
+        elif dtype == torch.bfloat16:
+            master = Remainder(_map(count, torch.int16))
+        else:  # fp16 is no high half of fp32
+            master = _map(count, torch.float32)
         return StageState(layout, weights, gradients, master, _map(count, torch.float32), _map(count, torch.float32))
 
     def _lock(self, tensor: Tensor) -> Tensor:

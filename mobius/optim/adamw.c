@@ -1,14 +1,26 @@
-/* One pass of AdamW over flat arrays: gradient in, moments and fp32 master updated, working copy out.
+/* One pass of AdamW over flat arrays: gradient in, moments and master updated; the working copy is part of the master.
 
-   Touches each byte once: with a bf16 gradient and working copy, 28 bytes of memory traffic per parameter (gradient 2, master
-   and both moments 12 read and 12 written, working copy 2). Owns no memory and knows no stages: adamw.py calls it.
+   With bf16 weights the master is split: its bits are (bits of the weight << 16) + a 16-bit remainder, as described in
+   memory/split_master.py. Each byte is touched once and none is only written: with bf16 gradients 26 bytes of memory
+   traffic per parameter (gradient 2; weight and remainder 4 and both moments 8, read and written). Owns no memory and
+   knows no stages: adamw.py calls it.
 
-   The arithmetic and its order are those of torch.optim.AdamW(fused=True). Compiled without value-changing options, so a
-   NaN or an infinity stays one, and with -ffp-contract=off, so every CPU gives the same bits. */
+   The arithmetic and its order are those of torch.optim.AdamW(fused=True). Compiled without value-changing options, so
+   a NaN or an infinity stays one, and with -ffp-contract=off, so every CPU gives the same bits. */
 
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+
+/* Elements a thread takes at a time. Threads take blocks as they get to them: the cores are shared with the main thread
+   and with other ranks, and equal shares would make all wait for the thread that lost its core. */
+#define BLOCK 32768
+
+/* Elements between two requests for memory, and how far ahead of their use these are (measured: docs/decisions.md). */
+#define RUN 64
+#define AHEAD 512
+#define CACHE_LINE 64
 
 typedef struct {
     float gradient_factor; /* unscaling and clipping */
@@ -20,46 +32,104 @@ typedef struct {
     float epsilon;
 } Constants;
 
-static inline float from_bf16(uint16_t bits) {
-    uint32_t wide = (uint32_t)bits << 16;
+static inline float from_bits(uint32_t bits) {
     float value;
-    memcpy(&value, &wide, sizeof value);
+    memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-/* Round to nearest, ties to even; a NaN stays a NaN where rounding its bits up would make it an infinity. */
-static inline uint16_t to_bf16(float value) {
+static inline float from_bf16(uint16_t bits) { return from_bits((uint32_t)bits << 16); }
+
+static inline float join(uint16_t weight, int16_t remainder) {
+    return from_bits(((uint32_t)weight << 16) + (uint32_t)(int32_t)remainder);
+}
+
+/* Round to nearest, ties to even, and keep the rest, of which 32768 (a tie rounded towards zero) becomes 32767. A NaN
+   stays a NaN where rounding its bits up would make it an infinity or a zero. */
+static inline void split(float value, uint16_t *weight, int16_t *remainder) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (bits & 0x7fffffffu) > 0x7f800000u ? (uint16_t)0x7fc0u : (uint16_t)rounded;
+    int32_t rest = (int32_t)(bits - (rounded << 16));
+    int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    *weight = is_nan ? (uint16_t)0x7fc0u : (uint16_t)rounded;
+    *remainder = is_nan ? (int16_t)0 : (int16_t)(rest > 32767 ? 32767 : rest);
 }
 
-static inline float update(float gradient, float *master, float *exp_avg, float *exp_avg_sq, const Constants *c) {
+/* The new master; the moments are updated in place. */
+static inline float update(float gradient, float master, float *exp_avg, float *exp_avg_sq, const Constants *c) {
     float scaled = gradient * c->gradient_factor;
     float mean = *exp_avg + (scaled - *exp_avg) * c->one_minus_beta1;
     float square = *exp_avg_sq * c->beta2 + c->one_minus_beta2 * scaled * scaled;
-    float value = *master * c->decay - c->step_size * mean / (sqrtf(square) / c->root_correction + c->epsilon);
     *exp_avg = mean;
     *exp_avg_sq = square;
-    *master = value;
-    return value;
+    return master * c->decay - c->step_size * mean / (sqrtf(square) / c->root_correction + c->epsilon);
 }
 
-/* All arrays have `count` elements; `threads` OpenMP threads share them in equal runs. */
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Ask for the RUN elements of `size` bytes that are needed AHEAD elements after `start`; past the end it is void. */
+static inline void request(const void *array, int64_t start, size_t size) {
+    uintptr_t address = (uintptr_t)array + (uintptr_t)(start + AHEAD) * size;
+    for (size_t offset = 0; offset < RUN * size; offset += CACHE_LINE)
+        __builtin_prefetch((const void *)(address + offset));
+}
+
+/* All arrays have `count` elements; `threads` OpenMP threads share them. */
 void mobius_adamw_fp32(int64_t count, float *restrict master, float *restrict exp_avg, float *restrict exp_avg_sq,
                        const float *restrict gradient, const Constants *constants, int threads) {
     const Constants c = *constants;
-#pragma omp parallel for simd schedule(static) num_threads(threads)
-    for (int64_t i = 0; i < count; ++i)
-        update(gradient[i], &master[i], &exp_avg[i], &exp_avg_sq[i], &c);
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t block = 0; block < count; block += BLOCK)
+        for (int64_t start = block; start < smaller(block + BLOCK, count); start += RUN) {
+            const int64_t end = smaller(start + RUN, count);
+            request(master, start, sizeof *master);
+            request(exp_avg, start, sizeof *exp_avg);
+            request(exp_avg_sq, start, sizeof *exp_avg_sq);
+            request(gradient, start, sizeof *gradient);
+#pragma omp simd
+            for (int64_t i = start; i < end; ++i)
+                master[i] = update(gradient[i], master[i], &exp_avg[i], &exp_avg_sq[i], &c);
+        }
 }
 
-void mobius_adamw_bf16(int64_t count, float *restrict master, float *restrict exp_avg, float *restrict exp_avg_sq,
-                       const uint16_t *restrict gradient, uint16_t *restrict weight, const Constants *constants,
-                       int threads) {
+void mobius_adamw_split_bf16(int64_t count, uint16_t *restrict weight, int16_t *restrict remainder,
+                             float *restrict exp_avg, float *restrict exp_avg_sq, const uint16_t *restrict gradient,
+                             const Constants *constants, int threads) {
     const Constants c = *constants;
-#pragma omp parallel for simd schedule(static) num_threads(threads)
-    for (int64_t i = 0; i < count; ++i)
-        weight[i] = to_bf16(update(from_bf16(gradient[i]), &master[i], &exp_avg[i], &exp_avg_sq[i], &c));
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t block = 0; block < count; block += BLOCK)
+        for (int64_t start = block; start < smaller(block + BLOCK, count); start += RUN) {
+            const int64_t end = smaller(start + RUN, count);
+            request(weight, start, sizeof *weight);
+            request(remainder, start, sizeof *remainder);
+            request(exp_avg, start, sizeof *exp_avg);
+            request(exp_avg_sq, start, sizeof *exp_avg_sq);
+            request(gradient, start, sizeof *gradient);
+#pragma omp simd
+            for (int64_t i = start; i < end; ++i)
+                split(update(from_bf16(gradient[i]), join(weight[i], remainder[i]), &exp_avg[i], &exp_avg_sq[i], &c),
+                      &weight[i], &remainder[i]);
+        }
+}
+
+/* As above, with fp32 gradients. */
+void mobius_adamw_split_fp32(int64_t count, uint16_t *restrict weight, int16_t *restrict remainder,
+                             float *restrict exp_avg, float *restrict exp_avg_sq, const float *restrict gradient,
+                             const Constants *constants, int threads) {
+    const Constants c = *constants;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t block = 0; block < count; block += BLOCK)
+        for (int64_t start = block; start < smaller(block + BLOCK, count); start += RUN) {
+            const int64_t end = smaller(start + RUN, count);
+            request(weight, start, sizeof *weight);
+            request(remainder, start, sizeof *remainder);
+            request(exp_avg, start, sizeof *exp_avg);
+            request(exp_avg_sq, start, sizeof *exp_avg_sq);
+            request(gradient, start, sizeof *gradient);
+#pragma omp simd
+            for (int64_t i = start; i < end; ++i)
+                split(update(gradient[i], join(weight[i], remainder[i]), &exp_avg[i], &exp_avg_sq[i], &c), &weight[i],
+                      &remainder[i]);
+        }
 }

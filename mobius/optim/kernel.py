@@ -17,9 +17,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from mobius.memory.stage_state import StageState
+from mobius.memory.stage_state import Remainder, StageState
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +51,14 @@ class AdamWKernel:
         self._num_threads = num_threads
 
     def supports(self, state: StageState) -> bool:
-        """Whether there is a variant for such a state: on the host, gradients and working copy both fp32 or bf16."""
-        dtype = state.weights.dtype
-        is_uniform = state.gradients.dtype == dtype and dtype in (torch.float32, torch.bfloat16)
-        return is_uniform and state.master.device.type == "cpu"
+        """Whether there is a variant for such a state: on the host, all in fp32 or with a split master."""
+        return state.weights.device.type == "cpu" and _function_name(state) is not None
 
     def update(
         self,
+        state: StageState,
+        part: slice,
         *,
-        master: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        gradient: Tensor,
-        weight: Tensor,
         gradient_factor: float,
         step: int,
         learning_rate: float,
@@ -73,11 +67,12 @@ class AdamWKernel:
         epsilon: float,
         weight_decay: float,
     ) -> None:
-        """Update `master` (fp32) and the moments in place and round `weight` from it; blocks until it is done.
+        """Update master, working copy and moments of the elements in `part` in place; blocks until it is done.
 
-        All are contiguous CPU tensors of one length; `gradient` and `weight` have one dtype. In fp32 `weight` is
-        `master`. `step` counts from 1.
+        `state` is one that it `supports`. `step` counts from 1.
         """
+        name = _function_name(state)
+        assert name is not None
         constants = _Constants(
             gradient_factor=gradient_factor,
             decay=1.0 - learning_rate * weight_decay,
@@ -89,16 +84,28 @@ class AdamWKernel:
             root_correction=(1.0 - beta2**step) ** 0.5,
             epsilon=epsilon,
         )
-        is_fp32 = gradient.dtype == torch.float32
-        arrays = [master, exp_avg, exp_avg_sq, gradient, *([] if is_fp32 else [weight])]
-        assert all(array.is_contiguous() and array.numel() == master.numel() for array in arrays)
-        function = self._library.mobius_adamw_fp32 if is_fp32 else self._library.mobius_adamw_bf16
-        function(
-            ctypes.c_int64(master.numel()),
+        remainder = [state.master.bits] if isinstance(state.master, Remainder) else []
+        arrays = [
+            array[part] for array in (state.weights, *remainder, state.exp_avg, state.exp_avg_sq, state.gradients)
+        ]
+        count = arrays[0].numel()
+        assert all(array.is_contiguous() and array.numel() == count for array in arrays)
+        self._library[name](
+            ctypes.c_int64(count),
             *(ctypes.c_void_p(array.data_ptr()) for array in arrays),
             ctypes.byref(constants),
             ctypes.c_int(self._num_threads),
         )
+
+
+def _function_name(state: StageState) -> str | None:
+    """The function of adamw.c that fits the formats of `state`, if there is one."""
+    if state.master is state.weights:
+        return "mobius_adamw_fp32" if state.gradients.dtype == torch.float32 else None
+    if not isinstance(state.master, Remainder):
+        return None
+    names = {torch.bfloat16: "mobius_adamw_split_bf16", torch.float32: "mobius_adamw_split_fp32"}
+    return names[state.gradients.dtype]
 
 
 def load_kernel(cache: Path, *, num_threads: int) -> AdamWKernel | None:

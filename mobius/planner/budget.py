@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mobius.config import Dtype
 from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.planner.partition import StageSpan
 from mobius.planner.shape import ModelShape
 
 GIB = 2**30
-MASTER_AND_MOMENTS_BYTES = 12
-"""fp32 master weight and the two fp32 moments of AdamW, per parameter."""
+MOMENTS_BYTES = 8
+"""The two fp32 moments of AdamW, per parameter."""
 GPU_PROCESS_BYTES = int(2.2 * GIB)
 """Host memory of a rank beside its stages: Python, torch, CUDA context, communicators (2.0 to 2.2 GiB on H200s)."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
@@ -20,20 +21,31 @@ CPU_PROCESS_BYTES = int(0.5 * GIB)
 
 @dataclass(frozen=True)
 class ByteSizes:
-    """Bytes per parameter of the working copy and of its gradient, and what the optimizer adds."""
+    """Bytes per parameter of each part of a stage's training state."""
 
     weight: int
-    """2 for bf16 and fp16, 4 for fp32; gradients travel in the same dtype."""
+    """The working copy: 2 for bf16 and fp16, 4 for fp32."""
+    host_gradient: int
+    """Of a streamed stage: as much as the weight, or 4 where gradients travel in fp32."""
+    host_remainder: int
+    """What a streamed stage keeps to have an fp32 master: 2 beside bf16, whose bits are half of it, 4 beside fp16."""
+
+    @classmethod
+    def of(cls, dtype: Dtype, *, has_fp32_gradients: bool = False) -> ByteSizes:
+        """The sizes of a run in `dtype`, in which gradients travel to the host in the same format or in fp32."""
+        weight = 4 if dtype is Dtype.FP32 else 2
+        remainder = {Dtype.BF16: 2, Dtype.FP16: 4, Dtype.FP32: 0}[dtype]
+        return cls(weight, 4 if has_fp32_gradients else weight, remainder)
 
     @property
     def optimizer(self) -> int:
-        """fp32 master and moments; in an fp32 run the weights are the master."""
-        return MASTER_AND_MOMENTS_BYTES if self.weight == 2 else MASTER_AND_MOMENTS_BYTES - 4
+        """On the GPU: fp32 master and moments; in an fp32 run the weights are the master."""
+        return MOMENTS_BYTES + (4 if self.weight == 2 else 0)
 
     @property
     def host(self) -> int:
-        """Host bytes per parameter of a streamed stage: weights, gradients, master and moments."""
-        return 2 * self.weight + self.optimizer
+        """Host bytes per parameter of a streamed stage: weights, gradients, remainder and moments."""
+        return self.weight + self.host_gradient + self.host_remainder + MOMENTS_BYTES
 
     @property
     def resident(self) -> int:
@@ -105,8 +117,12 @@ def gpu_need(
     batch_tokens: int,
     microbatch_tokens: int,
     loss_chunk_tokens: int,
+    keeps_activations: bool = False,
 ) -> GpuNeed:
-    """Estimate the fullest rank's GPU bytes; `num_slots` None means that every stage stays on its GPU."""
+    """Estimate the fullest rank's GPU bytes; `num_slots` None means that every stage stays on its GPU.
+
+    `keeps_activations` says that backward recomputes nothing.
+    """
     needs = []
     activation = shape.hidden_size * sizes.weight
     for rank in range(num_ranks):
@@ -116,15 +132,22 @@ def gpu_need(
             held, grad_elements, optimizer = sum(counts), sum(counts), sum(counts) * sizes.optimizer
         else:
             held, grad_elements, optimizer = min(num_slots, len(own)) * max(counts), max(counts), 0
-        stash = sum(len(span.layers) for span in own) * batch_tokens * activation
-        # One layer's saved tensors in backward: about 8 of hidden and 5 of feed-forward width per token.
-        layer = microbatch_tokens * (8 * shape.hidden_size + 5 * shape.intermediate_size) * sizes.weight
+            # Gradients that travel wider than the weights leave from their accumulator, of which there are then two.
+            grad_elements *= 2 if sizes.host_gradient > sizes.weight else 1
+        layer = layer_activation_bytes(shape, sizes, microbatch_tokens)
+        per_layer = layer * (batch_tokens // microbatch_tokens) if keeps_activations else batch_tokens * activation
+        stash = sum(len(span.layers) for span in own) * per_layer
         # Logits in the working dtype and fp32, their gradient, and the head's gradient before accumulation.
         chunk = min(loss_chunk_tokens, microbatch_tokens)
         loss = (chunk * (sizes.weight + 8) + shape.hidden_size * sizes.weight) * shape.vocab_size
         work = max(layer, loss if any(span.is_last for span in own) else 0)
         needs.append(GpuNeed(rank, held * sizes.weight, grad_elements * 4, optimizer, stash, work))
     return max(needs, key=lambda need: need.total)
+
+
+def layer_activation_bytes(shape: ModelShape, sizes: ByteSizes, tokens: int) -> int:
+    """What one layer's graph holds for `tokens`: about 8 tensors of hidden and 5 of feed-forward width."""
+    return tokens * (8 * shape.hidden_size + 5 * shape.intermediate_size) * sizes.weight
 
 
 def check_gpu_memory(need: GpuNeed, *, available_bytes: int, is_offloading: bool) -> None:

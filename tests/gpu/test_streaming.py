@@ -68,7 +68,7 @@ def test_arena_memory_is_page_locked_and_exact() -> None:
     state = arena.states[0]
     assert state.weights.is_pinned()
     assert state.gradients.is_pinned()
-    assert not state.master.is_pinned()
+    assert [tensor.is_pinned() for tensor in state.tensors] == [True, True, False, False, False]
     assert state.weights.nbytes == 2 * layout.num_elements
     arena.close()
     assert not state.weights.is_pinned()

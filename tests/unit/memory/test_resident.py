@@ -43,8 +43,7 @@ def test_gradients_are_fp32_and_take_no_rounding_on_their_way(resident: Resident
 def test_a_bf16_stage_takes_18_bytes_per_element_and_an_fp32_stage_16(layouts: dict[int, StageLayout]) -> None:
     for dtype, expected in ((torch.bfloat16, 18), (torch.float32, 16)):
         state = ResidentStages(layouts, dtype=dtype, device=torch.device("cpu")).states[0]
-        tensors = (state.weights, state.gradients, state.master, state.exp_avg, state.exp_avg_sq)
-        distinct = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        distinct = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in state.tensors}
         assert sum(distinct.values()) == expected * 384
 
 

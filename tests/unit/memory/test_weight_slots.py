@@ -22,8 +22,7 @@ def make_slots(layouts: dict[int, StageLayout]) -> MakeSlots:
     def make(num_slots: int = 2, dtype: torch.dtype = torch.float32) -> WeightSlots:
         arena = HostArena(layouts, dtype=dtype, register=False)
         for stage, state in arena.states.items():
-            state.master.fill_(stage + 1)
-            state.weights.fill_(stage + 1)
+            state.write_master(slice(None), torch.full((state.layout.num_elements,), stage + 1))
         return WeightSlots(arena.states, num_slots=num_slots, device=CPU)
 
     return make

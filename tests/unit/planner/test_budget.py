@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from mobius.config import Dtype
 from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.planner.budget import GIB, ByteSizes, GpuNeed, check_gpu_memory, check_host_memory, gpu_need
 from mobius.planner.partition import balanced_partition
 from mobius.planner.shape import ModelShape
 
-BF16, FP32 = ByteSizes(2), ByteSizes(4)
+BF16, FP16, FP32 = (ByteSizes.of(dtype) for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32))
 LAYER = 202_383_360  # of Llama-2-7B
 EMBEDDING = 131_072_000
 HEAD = 131_076_096
@@ -29,15 +30,23 @@ def need_of(shape: ModelShape, *, num_stages: int = 8, sizes: ByteSizes = BF16, 
     return gpu_need(balanced_partition(shape.num_layers, num_stages), shape, sizes, **(NODE | changes))
 
 
-def test_a_parameter_takes_16_bytes_of_host_memory_in_every_dtype() -> None:
-    # bf16: weight 2, gradient 2, master 4, moments 8. fp32: weight and master in one 4, gradient 4, moments 8.
-    assert BF16.host == 2 + 2 + 4 + 8
+def test_a_parameter_takes_14_bytes_of_host_memory_in_bf16_and_16_in_fp16_and_fp32() -> None:
+    # bf16: weight 2, gradient 2, remainder 2, moments 8. fp16: a whole master of 4. fp32: weight and master in one 4.
+    assert BF16.host == 2 + 2 + 2 + 8
+    assert FP16.host == 2 + 2 + 4 + 8
     assert FP32.host == 4 + 4 + 8
+
+
+def test_gradients_that_travel_in_fp32_take_two_bytes_more_of_host_memory_and_none_of_the_gpu() -> None:
+    for dtype, num_bytes in ((Dtype.BF16, 16), (Dtype.FP16, 18), (Dtype.FP32, 16)):
+        sizes = ByteSizes.of(dtype, has_fp32_gradients=True)
+        assert sizes.host == num_bytes
+        assert sizes.resident == ByteSizes.of(dtype).resident
 
 
 def test_a_resident_parameter_takes_18_bytes_of_gpu_memory_in_bf16_and_16_in_fp32() -> None:
     # Gradients stay in fp32 there: bf16 weight 2, gradient 4, master 4, moments 8.
-    assert BF16.resident == 2 + 4 + 4 + 8
+    assert BF16.resident == FP16.resident == 2 + 4 + 4 + 8
     assert FP32.resident == 4 + 4 + 8
 
 
@@ -45,25 +54,25 @@ def test_llama_7b_on_four_ranks_needs_its_parameters_and_a_gib_per_process(llama
     need = check_host_memory(
         balanced_partition(32, 8),
         llama_7b,
-        bytes_per_parameter=16,
+        bytes_per_parameter=14,
         process_bytes=GIB,
         num_ranks=4,
         available_bytes=500 * GIB,
     )
 
-    assert need == 6_738_415_616 * 16 + 4 * 2**30
+    assert need == 6_738_415_616 * 14 + 4 * 2**30
 
 
 def test_exactly_enough_host_memory_is_enough_and_a_byte_less_is_not(llama_7b: ModelShape) -> None:
-    spans, need = balanced_partition(32, 8), 6_738_415_616 * 16 + 4 * 2**30
+    spans, need = balanced_partition(32, 8), 6_738_415_616 * 14 + 4 * 2**30
 
     assert (
-        check_host_memory(spans, llama_7b, bytes_per_parameter=16, process_bytes=GIB, num_ranks=4, available_bytes=need)
+        check_host_memory(spans, llama_7b, bytes_per_parameter=14, process_bytes=GIB, num_ranks=4, available_bytes=need)
         == need
     )
     with pytest.raises(HostMemoryError):
         check_host_memory(
-            spans, llama_7b, bytes_per_parameter=16, process_bytes=GIB, num_ranks=4, available_bytes=need - 1
+            spans, llama_7b, bytes_per_parameter=14, process_bytes=GIB, num_ranks=4, available_bytes=need - 1
         )
 
 
@@ -72,26 +81,26 @@ def test_too_little_host_memory_is_told_with_the_arithmetic_and_a_way_out(llama_
         check_host_memory(
             balanced_partition(32, 8),
             llama_7b,
-            bytes_per_parameter=16,
+            bytes_per_parameter=14,
             process_bytes=GIB,
             num_ranks=4,
-            available_bytes=96 * GIB,
+            available_bytes=80 * GIB,
         )
 
     message = str(caught.value)
-    # 112,109,617,152 bytes are 104.41 GiB.
-    assert "4 rank(s) need 104.4 GiB of host memory" in message
-    assert "(6.74e+09 parameters x 16 bytes + 4 x 1.0 GiB for the processes)" in message
-    assert "96.0 GiB is available" in message
+    # 98,632,785,920 bytes are 91.86 GiB.
+    assert "4 rank(s) need 91.9 GiB of host memory" in message
+    assert "(6.74e+09 parameters x 14 bytes + 4 x 1.0 GiB for the processes)" in message
+    assert "80.0 GiB is available" in message
     assert "--host_memory_limit" in message
 
 
 def test_a_tied_matrix_is_budgeted_twice_because_both_ends_hold_it(small: ModelShape) -> None:
     need = check_host_memory(
-        balanced_partition(5, 2), small, bytes_per_parameter=16, process_bytes=GIB, num_ranks=1, available_bytes=2 * GIB
+        balanced_partition(5, 2), small, bytes_per_parameter=14, process_bytes=GIB, num_ranks=1, available_bytes=2 * GIB
     )
 
-    assert need == (240 + 500 + 244) * 16 + GIB
+    assert need == (240 + 500 + 244) * 14 + GIB
 
 
 def test_streamed_llama_7b_by_hand(llama_7b: ModelShape) -> None:
