@@ -12,6 +12,7 @@ from mobius.errors import GpuMemoryError
 from mobius.memory.available import peak_host_bytes
 from mobius.planner.budget import GIB
 from mobius.ranks import Ranks, omp_num_threads
+from mobius.runtime.numa import bind_to_gpu_node
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 
@@ -34,13 +35,18 @@ def choose_device(wanted: Device, ranks: Ranks) -> torch.device:
     return device
 
 
-def set_host_threads(ranks: Ranks) -> None:
-    """Give this rank its share of the cores for the CPU optimizer.
+def set_host_threads(ranks: Ranks, device: torch.device) -> None:
+    """Give this rank its CPUs, near its GPU where the machine tells which those are, and a thread on each of them.
 
-    torchrun sets OMP_NUM_THREADS=1 where the user has set nothing, which would make AdamW as slow as one core; a larger
-    number is the user's own and stays.
+    Call it on the main thread before the stages' host memory is made. torchrun sets OMP_NUM_THREADS=1 where the user
+    has set nothing, which would make AdamW as slow as one core; a larger number is the user's own and stays, unless the
+    rank is bound to fewer CPUs.
     """
-    if (omp_num_threads() or 1) == 1:
+    bound = bind_to_gpu_node(ranks) if device.type == "cuda" else None
+    wanted = omp_num_threads() or 1
+    if bound is not None and (wanted == 1 or wanted > len(bound)):
+        torch.set_num_threads(len(bound))
+    elif wanted == 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.num_ranks))
 
 

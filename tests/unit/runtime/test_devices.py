@@ -10,6 +10,7 @@ import torch
 from mobius.config import Device, Dtype
 from mobius.errors import GpuMemoryError
 from mobius.ranks import Ranks
+from mobius.runtime import devices
 from mobius.runtime.devices import MemoryMeter, cap_gpu_memory, check_dtype, choose_device, set_host_threads
 
 CPU = torch.device("cpu")
@@ -65,9 +66,40 @@ def test_a_rank_computes_with_its_share_of_the_cores_unless_the_user_says_otherw
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
 
-    set_host_threads(Ranks(0, num_ranks, 0))
+    set_host_threads(Ranks(0, num_ranks, 0), CPU)
 
     assert numbers == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        ("1", [3]),
+        ("2", []),
+        ("64", [3]),  # more threads than CPUs would only wait for each other
+    ],
+)
+def test_a_rank_that_is_bound_computes_on_every_cpu_it_is_bound_to_and_on_no_more(
+    monkeypatch: pytest.MonkeyPatch, variable: str, expected: list[int]
+) -> None:
+    numbers: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    monkeypatch.setattr(devices, "bind_to_gpu_node", lambda _: frozenset({4, 5, 6}))
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+
+    set_host_threads(Ranks(0, 2, 0), torch.device("cuda", 0))
+
+    assert numbers == expected
+
+
+def test_on_the_cpu_no_gpu_is_asked_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Ranks] = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(devices, "bind_to_gpu_node", asked.append)
+
+    set_host_threads(Ranks(0, 1, 0), CPU)
+
+    assert asked == []
 
 
 @pytest.mark.parametrize("dtype", list(Dtype))
