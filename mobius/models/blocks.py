@@ -17,7 +17,8 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from mobius.errors import CheckpointError
-from mobius.models.compiled import CompiledLayer
+from mobius.models.compiled import CompiledFunction
+from mobius.models.loss import LogitsLoss
 from mobius.planner.shape import ModelShape
 
 
@@ -31,7 +32,7 @@ class Block:
     """On the meta device; its buffers (which are never trained) are real."""
     shapes: Mapping[str, tuple[int, ...]]
     """Parameter name within the module -> shape."""
-    compiled: CompiledLayer | None = None
+    compiled: CompiledFunction[..., Tensor] | None = None
     """The module's code compiled, shared like `module`; None to run it eagerly."""
 
     @property
@@ -45,15 +46,26 @@ class Block:
     def __call__(self, weights: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Run the module on `weights` (name within the module -> tensor)."""
         if self.compiled is not None:
-            return self.compiled(weights, args, kwargs)
+            return self.compiled(dict(weights), args, kwargs)
         return cast(Tensor, functional_call(self.module, dict(weights), args, kwargs))
+
+    def compile(self, name: str) -> Block:
+        """The same block, run under torch.compile; `name` is what messages call it, in the plural."""
+
+        def run(weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            return cast(Tensor, functional_call(self.module, weights, args, kwargs))
+
+        return replace(self, compiled=CompiledFunction(run, name=name))
 
 
 class ModelParts:
     """A causal language model as blocks: embedding, layers, norm, head; and its own initialization."""
 
-    def __init__(self, config: PretrainedConfig, device: torch.device, *, compile_layers: bool = False) -> None:
-        """Build the blocks of `config`, buffers on `device`. Raises CheckpointError for a model of another build."""
+    def __init__(self, config: PretrainedConfig, device: torch.device, *, compiled: bool = False) -> None:
+        """Build the blocks of `config`, buffers on `device`; `compiled` runs layers, norm and loss as graphs.
+
+        Raises CheckpointError for a model of another build.
+        """
         self.config = config
         with torch.device("meta"):
             model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=torch.float32))
@@ -64,11 +76,12 @@ class ModelParts:
         names = self._part_names(base)
         self._make_buffers_real(device)
         self.embedding = _block(f"{base_prefix}.{names['embedding']}.", getattr(base, names["embedding"]))
-        self.norm = _block(f"{base_prefix}.{names['norm']}.", getattr(base, names["norm"]))
+        norm = _block(f"{base_prefix}.{names['norm']}.", getattr(base, names["norm"]))
+        self.norm = norm.compile("norms") if compiled else norm
         self.head = _block("lm_head.", cast(nn.Module, model.get_output_embeddings()))
-        self.layers = _layer_blocks(f"{base_prefix}.{names['layers']}.", getattr(base, names["layers"]), compile_layers)
+        self.layers = _layer_blocks(f"{base_prefix}.{names['layers']}.", getattr(base, names["layers"]), compiled)
         self.is_tied = bool(config.tie_word_embeddings)
-        self.logit_softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.logits_loss = LogitsLoss(softcap=getattr(config, "final_logit_softcapping", None), compiled=compiled)
 
     @property
     def tied_names(self) -> tuple[str, str] | None:
@@ -118,7 +131,7 @@ def _block(prefix: str, module: nn.Module) -> Block:
     return Block(prefix, module, {name: tuple(p.shape) for name, p in module.named_parameters()})
 
 
-def _layer_blocks(prefix: str, layers: nn.ModuleList, compile_layers: bool) -> tuple[Block, ...]:
+def _layer_blocks(prefix: str, layers: nn.ModuleList, compiled: bool) -> tuple[Block, ...]:
     """One block per layer; layers with equal signatures get the module of the first of them."""
     templates: dict[tuple[Any, ...], Block] = {}
     blocks = []
@@ -126,7 +139,7 @@ def _layer_blocks(prefix: str, layers: nn.ModuleList, compile_layers: bool) -> t
         block = _block(f"{prefix}{index}.", layer)
         signature = _signature(layer)
         if signature not in templates:
-            templates[signature] = replace(block, compiled=CompiledLayer(layer) if compile_layers else None)
+            templates[signature] = block.compile("layers") if compiled else block
         blocks.append(replace(templates[signature], prefix=block.prefix))
     return tuple(blocks)
 

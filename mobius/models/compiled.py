@@ -1,41 +1,41 @@
-"""Compiles a layer template once for all layers that share it; what cannot be compiled runs eagerly."""
+"""Compiles a function once for all that share it; what cannot be compiled runs eagerly."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.func import functional_call
 
 logger = logging.getLogger(__name__)
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
-class CompiledLayer:
-    """A layer's code under torch.compile: one graph per shape and per grad mode, whatever weights are passed in.
+
+class CompiledFunction(Generic[Arguments, Result]):
+    """A function under torch.compile: one graph per shape and per grad mode, whatever tensors are passed in.
 
     The first call of each kind compiles, which takes seconds to a minute.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        """`module` is on the meta device: only its code is used."""
-        self._module = module
-        self._compiled = torch.compile(self._run, dynamic=False)
+    def __init__(self, function: Callable[Arguments, Result], *, name: str) -> None:
+        """`name` is what a message calls it, in the plural."""
+        self._function, self._name = function, name
+        self._compiled = torch.compile(function, dynamic=False)
         self._is_broken = False
 
-    def __call__(self, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Run the layer; after a failure to compile, eagerly from then on."""
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Run the function; after a failure to compile, eagerly from then on."""
         if not self._is_broken:
             try:
-                return self._compiled(dict(weights), args, kwargs)
+                return self._compiled(*args, **kwargs)
             except TorchDynamoException as error:
                 self._is_broken = True
                 reason = str(error).strip().splitlines()[0]
-                logger.warning("layers run without compilation, which is slower: torch.compile failed: %s", reason)
-        return self._run(dict(weights), args, kwargs)
-
-    def _run(self, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return cast(Tensor, functional_call(self._module, weights, args, kwargs))
+                logger.warning(
+                    "%s run without compilation, which is slower: torch.compile failed: %s", self._name, reason
+                )
+        return self._function(*args, **kwargs)

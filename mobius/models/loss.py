@@ -8,13 +8,67 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mobius.models.compiled import CompiledFunction
+
+IGNORED = -100
+"""The label of a position where nothing is to be learned."""
+
 HeadFunction = Callable[[dict[str, Tensor], Tensor], Tensor]
 """(weights, hidden [tokens, H]) -> logits [tokens, V] in the working dtype."""
 
 
 def shift_labels(labels: Tensor) -> Tensor:
     """Move labels [B, L] so that position t holds the token that t predicts; the last position holds -100."""
-    return F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
+
+
+class LogitsLoss:
+    """Cross entropy of logits, with its gradient: torch's own, or as one compiled function that reads them twice."""
+
+    def __init__(self, *, softcap: float | None = None, compiled: bool = False) -> None:
+        """`softcap` bounds the logits smoothly: softcap * tanh(logits / softcap)."""
+        self._softcap = softcap
+        self._compiled = CompiledFunction(_loss_and_gradient, name="losses") if compiled else None
+
+    def __call__(
+        self, logits: Tensor, targets: Tensor, *, num_targets: int, loss_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Sum over `targets` [tokens] (-100: none), divided by `num_targets`.
+
+        Returns the loss (fp32 scalar, unscaled) and the gradient of loss * `loss_scale` by `logits` [tokens, V], in
+        their dtype.
+        """
+        if self._compiled is not None:
+            # A tensor: a number would be compiled into the graph, and the count of targets differs from step to step.
+            factor = torch.full((), loss_scale / num_targets, device=logits.device)
+            summed, gradient = self._compiled(logits, targets, factor, self._softcap)
+            return summed / num_targets, gradient
+        logits = logits.detach().requires_grad_()
+        with torch.enable_grad():
+            capped = logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+            summed = F.cross_entropy(capped.float(), targets, ignore_index=IGNORED, reduction="sum")
+            loss = summed / num_targets
+            (gradient,) = torch.autograd.grad(loss * loss_scale, logits)
+        return loss.detach(), gradient
+
+
+def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy, and `factor` times its gradient: softmax minus one at the target, in fp32 throughout."""
+    values = logits.float()
+    slope: Tensor | None = None
+    if softcap is not None:
+        bounded = torch.tanh(values / softcap)
+        values, slope = bounded * softcap, 1.0 - bounded * bounded
+    is_target = targets != IGNORED
+    indices = targets.clamp(min=0).unsqueeze(-1)
+    log_sums = torch.logsumexp(values, -1, keepdim=True)
+    losses = log_sums - values.gather(-1, indices)
+    summed = torch.where(is_target, losses.squeeze(-1), 0.0).sum()
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    difference = torch.exp(values - log_sums) - (classes == indices).float()
+    # where, not a product: the row of an ignored position may hold anything.
+    gradient = torch.where(is_target.unsqueeze(-1), difference * factor, 0.0)
+    return summed, (gradient if slope is None else gradient * slope).to(logits.dtype)
 
 
 def chunked_cross_entropy(
@@ -27,7 +81,7 @@ def chunked_cross_entropy(
     num_targets: int,
     loss_scale: float,
     chunk_tokens: int,
-    softcap: float | None = None,
+    logits_loss: LogitsLoss,
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy of shifted `labels` [B, L], summed and divided by `num_targets`, and its gradient.
 
@@ -45,18 +99,17 @@ def chunked_cross_entropy(
     hidden_gradient = torch.empty_like(tokens)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     names = list(weights)
-    with torch.enable_grad():
-        for start in range(0, tokens.shape[0], chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
-            part = tokens[chunk].requires_grad_()
-            leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    for start in range(0, tokens.shape[0], chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        part = tokens[chunk].requires_grad_()
+        leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+        with torch.enable_grad():
             logits = head(leaves, part)
-            if softcap is not None:
-                logits = torch.tanh(logits / softcap) * softcap
-            summed = F.cross_entropy(logits.float(), targets[chunk], ignore_index=-100, reduction="sum")
-            loss = summed / num_targets
-            part_gradient, *weight_gradients = torch.autograd.grad(loss * loss_scale, [part, *leaves.values()])
-            hidden_gradient[chunk] = part_gradient
-            torch._foreach_add_([gradients[name] for name in names], weight_gradients)
-            total += loss.detach()
+        loss, logits_gradient = logits_loss(
+            logits.detach(), targets[chunk], num_targets=num_targets, loss_scale=loss_scale
+        )
+        part_gradient, *weight_gradients = torch.autograd.grad(logits, [part, *leaves.values()], logits_gradient)
+        hidden_gradient[chunk] = part_gradient
+        torch._foreach_add_([gradients[name] for name in names], weight_gradients)
+        total += loss
     return total, hidden_gradient.view_as(hidden)

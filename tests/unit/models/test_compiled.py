@@ -15,7 +15,7 @@ def test_one_graph_per_grad_mode_serves_all_layers_and_gives_eager_gradients() -
     counters.clear()
     model = make_model("llama")
     values = dict(model.named_parameters())
-    eager, compiled = ModelParts(model.config, CPU), ModelParts(model.config, CPU, compile_layers=True)
+    eager, compiled = ModelParts(model.config, CPU), ModelParts(model.config, CPU, compiled=True)
     arguments = LayerInputs(eager, device=CPU, dtype=torch.float32)(12)
     hidden = torch.randn(2, 12, model.config.hidden_size)
     for index in range(4):
@@ -44,7 +44,7 @@ def test_a_layer_that_cannot_be_compiled_runs_eagerly_and_a_line_says_so(
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", broken)
     model = make_model("llama")
     values = dict(model.named_parameters())
-    eager, compiled = ModelParts(model.config, CPU), ModelParts(model.config, CPU, compile_layers=True)
+    eager, compiled = ModelParts(model.config, CPU), ModelParts(model.config, CPU, compiled=True)
     arguments = LayerInputs(eager, device=CPU, dtype=torch.float32)(12)
     hidden = torch.randn(1, 12, model.config.hidden_size)
     outputs = []

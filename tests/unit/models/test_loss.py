@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mobius.models.loss import chunked_cross_entropy, shift_labels
+from mobius.models.loss import LogitsLoss, chunked_cross_entropy, shift_labels
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 7, 16, 40
 NUM_TARGETS = 50  # of the whole step: more than these sequences have
@@ -49,7 +49,13 @@ class Case:
         return cls(weights, hidden, labels, {name: torch.zeros_like(value) for name, value in weights.items()})
 
     def run(
-        self, head: Head, *, chunk_tokens: int, loss_scale: float = 1.0, softcap: float | None = None
+        self,
+        head: Head,
+        *,
+        chunk_tokens: int,
+        loss_scale: float = 1.0,
+        softcap: float | None = None,
+        compiled: bool = False,
     ) -> tuple[Tensor, Tensor]:
         return chunked_cross_entropy(
             head,
@@ -60,7 +66,7 @@ class Case:
             num_targets=NUM_TARGETS,
             loss_scale=loss_scale,
             chunk_tokens=chunk_tokens,
-            softcap=softcap,
+            logits_loss=LogitsLoss(softcap=softcap, compiled=compiled),
         )
 
     def expected(self, softcap: float | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -100,6 +106,19 @@ def test_the_chunked_loss_equals_the_plain_one_and_so_does_every_gradient(
     torch.testing.assert_close(hidden_gradient, expected_hidden, rtol=1e-5, atol=1e-7)
     for name, expected in expected_weights.items():
         torch.testing.assert_close(case.gradients[name], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_compiled_loss_equals_the_plain_one_and_so_does_every_gradient(softcap: float | None) -> None:
+    case = Case.make()
+    expected_loss, expected_hidden, expected_weights = case.expected(softcap)
+
+    loss, hidden_gradient = case.run(Head(), chunk_tokens=7, softcap=softcap, compiled=True, loss_scale=1.0)
+
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(hidden_gradient, expected_hidden, rtol=1e-4, atol=1e-7)
+    for name, expected in expected_weights.items():
+        torch.testing.assert_close(case.gradients[name], expected, rtol=1e-4, atol=1e-7)
 
 
 def test_a_softcap_changes_the_loss() -> None:
