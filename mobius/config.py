@@ -5,6 +5,7 @@ the texts here are what `--help` prints.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -26,6 +27,8 @@ class Bounds:
         limits = (("at least", self.minimum), ("above", self.above), ("below", self.below))
         return " and ".join(f"{word} {limit:.15g}" for word, limit in limits if math.isfinite(limit))
 
+
+_STEPS = re.compile(r"(\d+)(?:\s*-\s*(\d+))?", re.ASCII)
 
 Count = Annotated[int, Bounds(minimum=1)]
 Port = Annotated[int, Bounds(minimum=1, below=65_536)]
@@ -57,6 +60,13 @@ class Compile(StrEnum):
     AUTO = "auto"
     ON = "on"
     OFF = "off"
+
+
+class Recompute(StrEnum):
+    """Which layers run their forward again in backward."""
+
+    FULL = "full"
+    NONE = "none"
 
 
 class LrSchedulerType(StrEnum):
@@ -133,14 +143,23 @@ class PipelineConfig:
     use_offload: bool = True
     """Keep weights in CPU memory while they are not in use; no_offload keeps all stages on the GPU."""
 
-    compile: Compile = Compile.OFF
-    """Run layers under torch.compile: one graph serves all layers of a kind. auto: on a GPU. Where compiling fails,
-    layers run as they are, and a line says so. Off until it has been measured on GPUs."""
+    recompute: Recompute = Recompute.FULL
+    """Whether backward runs each layer's forward again, from its input. full: yes, so that one layer's activations
+    exist at a time; only the last stage of each rank keeps them where GPU memory allows, because its backward follows
+    at once. none: keep all activations, a quarter less compute; needs no_offload, where weights stay in place."""
 
-    overlap_optimizer: bool = False
-    """Update stages in CPU memory while the next step runs: a stage's new weights are waited for where they are needed.
-    The results are the same to the bit. Has no effect with no_offload, where the GPU updates. Off until it has been
-    measured on GPUs."""
+    compile: Compile = Compile.AUTO
+    """Run layers and loss under torch.compile: one graph serves all layers of a kind, after a minute of compiling in
+    the first run. auto: on a GPU. Where compiling fails they run as they are, and a line says so."""
+
+    overlap_optimizer: bool = True
+    """Update stages in CPU memory while the GPU computes, also into the next step: a stage's new weights are waited for
+    where they are needed, and the results are the same to the bit. Has no effect with no_offload, where the GPU
+    updates."""
+
+    fp32_gradients: bool = False
+    """Send gradients to CPU memory in fp32 instead of the format of the weights: 2 bytes more per parameter there, a
+    second fp32 buffer on the GPU. Has no effect with no_offload, where they are fp32."""
 
     device: Device = Device.AUTO
     """auto: CUDA on a machine with GPUs, of which every rank needs its own, otherwise the CPU."""
@@ -238,6 +257,22 @@ class OutputConfig:
 
     show_actions: bool = False
     """Print the action list of each rank before training."""
+
+    trace: bool = False
+    """Write trace.json (for ui.perfetto.dev or chrome://tracing) and its picture timeline.png into save_dir: when each
+    rank computed, loaded, offloaded, sent, waited and updated. Covers steps 3 to 5, or the last three of a shorter
+    run."""
+
+    profile_steps: str | None = None
+    """Steps to profile with torch, counted from 1: one, such as 3, or a range, such as 3-4. Each rank writes a Chrome
+    trace of every operation and kernel to save_dir/profile/rankN.json.gz. Profiled steps are slower, and many of them
+    make large files. Default: none."""
+
+    @property
+    def profiled_steps(self) -> range:
+        """`profile_steps` as step numbers; empty where there are none, or the text is not readable."""
+        match = _STEPS.fullmatch((self.profile_steps or "").strip())
+        return range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
 
 
 @dataclass(frozen=True)

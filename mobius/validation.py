@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import PurePath
 from typing import Final
 
-from mobius.config import Config, Device
+from mobius.config import Config, Device, Recompute
 from mobius.errors import ConfigError
 from mobius.options import option_values, options
 
@@ -100,11 +100,32 @@ def _limit_has_a_gpu(config: Config) -> str | None:
     return f"`--gpu_memory_limit` {limit:g} has no effect with `--device cpu`; remove one of them"
 
 
+def _kept_activations_have_weights(config: Config) -> str | None:
+    if config.pipeline.recompute is Recompute.FULL or not config.pipeline.use_offload:
+        return None
+    return (
+        "`--recompute none` needs a layer's weights until its backward, but with `--use_offload` they leave the GPU; "
+        "use --no_offload, or --recompute full"
+    )
+
+
 def _outputs_differ(config: Config) -> str | None:
     outputs = {name: getattr(config.output, name) for name in ("save_params", "save_results", "save_dir")}
     for (name, path), (other_name, other_path) in combinations(outputs.items(), 2):
         if PurePath(path) == PurePath(other_path):
             return f"`--{name}` and `--{other_name}` are both {path!r}; give them different names"
+    return None
+
+
+def _profiled_steps_are_run(config: Config) -> str | None:
+    text, last = config.output.profile_steps, config.optim.num_iterations
+    if text is None:
+        return None
+    steps = config.output.profiled_steps
+    if not steps or steps[0] < 1:
+        return f"`--profile_steps` {text!r} is no step or range of steps; write numbers from 1 on, such as 3 or 3-4"
+    if steps[-1] > last:
+        return f"`--profile_steps` {text} is more than the run has; use steps 1 to {last}, or more `--num_iterations`"
     return None
 
 
@@ -134,6 +155,8 @@ _RULES: Final[tuple[_Rule, ...]] = (
     (("embedding_dim", "num_heads"), _heads_share_the_width),
     (("warmup_steps", "num_iterations"), _warmup_fits_run),
     (("gpu_memory_limit", "device"), _limit_has_a_gpu),
+    (("recompute", "use_offload"), _kept_activations_have_weights),
     (("save_params", "save_results", "save_dir"), _outputs_differ),
+    (("profile_steps", "num_iterations"), _profiled_steps_are_run),
     (("cuda_visible_devices",), _devices_are_a_list),
 )

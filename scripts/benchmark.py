@@ -1,166 +1,255 @@
-"""Times Mobius on a Llama shape with random tokens, with parts switched off in turn and beside a peer.
+"""Times Mobius on a Llama shape with random weights and tokens, with other options, and beside its peers.
 
-    python scripts/benchmark.py 7b --ranks 4 --batch_size 64 --seq_length 512 [--steps 8] [--ablation]
-        [--peer fsdp2-offload] [-- the options of main.py, such as --num_stages 32 --num_chunks 4]
+    python scripts/benchmark.py 7b --batch_size 64 --seq_length 512 --peer fsdp2-offload --output rows.jsonl \\
+        --variant no_offload="--no_offload" [-- the options of main.py, such as --num_stages 32 --num_chunks 4]
 
-Each row is a run of its own under torchrun; medians leave the first two steps out. MFU counts 6 floating-point
-operations per parameter and token (recompute is no useful work) of the GPUs' dense bf16 rate.
+Each row is a run of its own with one process per GPU; it is printed as soon as it is known, and all of them as a
+Markdown table at the end. Medians leave the first steps out (--warmup).
+
+ratio       Mobius's tokens per second over the row's
+MFU         6 floating-point operations per parameter and token (recompute is no useful work) of the GPUs' bf16 rate
+weights, optim, neighb    Mobius's waits in seconds per step, by cause, of the worst rank
+alloc, resvd              GiB that torch has allocated and reserved on the worst rank's GPU
+host        GiB, the sum of the processes' largest resident sets
+machine     GiB that the machine's used memory grew by, what a driver holds for a process included
+load s      from the launch to the first step
 """
 
 import argparse
+import dataclasses
+import datetime
+import importlib.util
 import json
 import os
-import statistics
+import platform
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-from make_model import SIZES
+from benchmark_launch import RunResult, end_runs_when_terminated, run_ranks
+from benchmark_rows import (
+    Measurement,
+    Row,
+    Workload,
+    header,
+    line,
+    markdown,
+    mobius_measurement,
+    peer_measurement,
+    record,
+)
+from make_model import SIZES, num_parameters, write_config
 
 SCRIPTS = Path(__file__).parent
-PEAK_BF16 = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L20": 119.5e12,
-    "L40S": 362e12,
-    "4090": 165e12,
-}
-"""Dense bf16 operations per second by the vendors' datasheets, by a part of the device's name."""
 ABLATION = {
-    "all on": ["--overlap_optimizer", "--compile", "on"],
-    "optimizer not overlapped": ["--no_overlap_optimizer", "--compile", "on"],
-    "layers not compiled": ["--overlap_optimizer", "--compile", "off"],
-    "no prefetch": ["--overlap_optimizer", "--compile", "on", "--no_prefetch"],
-    "no offload": ["--no_offload", "--compile", "on"],
+    "optimizer not hidden": "--no_overlap_optimizer",
+    "no prefetch": "--no_prefetch",
+    "layers not compiled": "--compile off",
+    "torch's AdamW": "--torch_adamw",
 }
+"""Each switches one part off."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A system beside Mobius."""
+
+    script: str
+    options: str = ""
+    package: str | None = None
+    """Python package that may be missing."""
+    is_one_process: bool = False
+    """Whether one process drives all GPUs, with all cores."""
+
+
 PEERS = {
-    "fsdp2": [],
-    "fsdp2-compile": ["--compile"],
-    "fsdp2-offload": ["--offload"],
-    "fsdp2-offload-compile": ["--offload", "--compile"],
+    "fsdp2": Peer("fsdp2.py"),
+    "fsdp2-compile": Peer("fsdp2.py", "--compile"),
+    "fsdp2-offload": Peer("fsdp2.py", "--offload"),
+    "fsdp2-offload-compile": Peer("fsdp2.py", "--offload --compile"),
+    "deepspeed-zero2": Peer("deepspeed_offload.py", "--zero_stage 2", package="deepspeed"),
+    "deepspeed-zero3": Peer("deepspeed_offload.py", "--zero_stage 3", package="deepspeed"),
+    "roundpipe": Peer("roundpipe_async.py", package="roundpipe", is_one_process=True),
 }
-HEADER = (
-    f"{'system':26} {'s/step':>7} {'tokens/s':>9} {'MFU':>6} {'weights':>7} {'optim':>7} {'neighb':>7} "
-    f"{'alloc':>6} {'resvd':>6} {'host':>6} {'ratio':>6}"
-)
 
 
-def launch(num_ranks: int, script: str, arguments: Sequence[str], threads: int, output: Path) -> Any:
-    """Run `script` under torchrun and return the JSON it wrote, None if it failed (the end of its output is shown)."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        str(num_ranks),
-        "--master_port",
-        "29517",
-    ]
-    finished = subprocess.run(
-        [*command, str(SCRIPTS / script), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+@dataclass(frozen=True)
+class Run:
+    """One row to be measured."""
+
+    name: str
+    options: str
+    """What is the row's own, for the record."""
+    command: Sequence[str]
+    num_processes: int
+    threads: int
+    """OMP_NUM_THREADS of each process."""
+    package: str | None
+    measure: Callable[[Mapping[str, Any], Workload, int], Measurement]
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; what stands behind ` -- ` is `mobius_options`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("--layers", type=int, help="another number of layers than the size's own")
+    parser.add_argument("--ranks", type=int, help="processes, one per GPU (default: all GPUs)")
+    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--seq_length", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=2, help="steps at the start that the medians leave out")
+    parser.add_argument("--max_grad_norm", type=float, default=1.0, help="0: no clipping")
+    parser.add_argument("--gpu_memory_limit", type=float, help="GiB of each GPU that any system may take")
+    parser.add_argument(
+        "--no_mobius", action="store_true", help="leave Mobius's first row out; there are no ratios then"
     )
-    if finished.returncode == 0 and output.is_file():
-        return json.loads(output.read_text())
-    print("\n".join(finished.stdout.splitlines()[-15:]))
-    return None
-
-
-def num_parameters(size: str) -> int:
-    """Parameters of a Llama of this shape: attention and feed-forward matrices, norms, embedding and head."""
-    hidden, intermediate, layers, _ = SIZES[size]
-    return layers * (4 * hidden**2 + 3 * hidden * intermediate + 2 * hidden) + 2 * 32000 * hidden + hidden
-
-
-def mfu(size: str, tokens_per_second: float, num_ranks: int) -> str:
-    """Share of the GPUs' bf16 rate that useful work takes; "-" for devices not in the table."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    peak = next((rate for part, rate in PEAK_BF16.items() if part in name), None)
-    return "-" if peak is None else f"{6 * num_parameters(size) * tokens_per_second / (num_ranks * peak):.1%}"
-
-
-def mobius_row(name: str, steps: list[dict[str, Any]], tokens: int, arguments: argparse.Namespace) -> tuple[str, float]:
-    """A table row without its ratio, and tokens/s."""
-    steady = steps[2:]
-    seconds = statistics.median(step["step_seconds"] for step in steady)
-    causes = ("weights", "optimizer", "neighbours")
-    waits = [statistics.median(step["wait_seconds"][cause] for step in steady) for cause in causes]
-    last = steps[-1]
-    memory = [last[key] or 0.0 for key in ("peak_gpu_memory_gib", "reserved_gpu_memory_gib", "peak_host_memory_gib")]
-    return _row(name, seconds, tokens, waits, memory, arguments)
-
-
-def peer_row(name: str, result: dict[str, Any], tokens: int, arguments: argparse.Namespace) -> tuple[str, float]:
-    """The same for a peer, which tells no waits and no host memory."""
-    seconds = statistics.median(result["step_seconds"][2:])
-    memory = [result["peak_allocated"] / 2**30, result["peak_reserved"] / 2**30, float("nan")]
-    return _row(name, seconds, tokens, [float("nan")] * 3, memory, arguments)
-
-
-def _row(
-    name: str,
-    seconds: float,
-    tokens: int,
-    waits: Sequence[float],
-    memory: Sequence[float],
-    arguments: argparse.Namespace,
-) -> tuple[str, float]:
-    rate = tokens / seconds
-    waited = " ".join(f"{wait:7.3f}" for wait in waits)
-    used = " ".join(f"{value:6.2f}" for value in memory)
-    return (
-        f"{name:26} {seconds:7.3f} {rate:9,.0f} {mfu(arguments.size, rate, arguments.ranks):>6} {waited} {used}",
-        rate,
+    parser.add_argument(
+        "--variant", type=variant, action="append", default=[], help='NAME="options": one more Mobius row'
     )
+    parser.add_argument("--ablation", action="store_true", help="variants with one part switched off each")
+    parser.add_argument("--peer", choices=PEERS, action="append", default=[], help="may be given several times")
+    parser.add_argument("--peer_accumulations", type=int, default=1, help="of the peers with one process per GPU")
+    parser.add_argument("--env", type=setting, action="append", default=[], help="NAME=VALUE for all runs")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds after which a run is ended")
+    parser.add_argument("--output", type=Path, help="JSON-lines file that each row is appended to")
+    own, options = list(argv), []
+    if "--" in own:
+        cut = own.index("--")
+        own, options = own[:cut], own[cut + 1 :]
+    arguments = parser.parse_args(own)
+    if arguments.steps <= arguments.warmup:
+        parser.error(f"--steps {arguments.steps}: must be more than the {arguments.warmup} steps of --warmup")
+    arguments.mobius_options = options
+    return arguments
+
+
+def variant(text: str) -> tuple[str, str]:
+    """`NAME=options` as a pair."""
+    name, equals, options = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=options")
+    return name, options
+
+
+def setting(text: str) -> tuple[str, str]:
+    """`NAME=VALUE` as a pair."""
+    name, equals, value = text.partition("=")
+    if not (name.isidentifier() and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def plan_runs(arguments: argparse.Namespace, *, model: Path, output: Path, num_cores: int) -> list[Run]:
+    """All rows in their order: Mobius, its variants, the peers."""
+    shared = ["--batch_size", str(arguments.batch_size), "--seq_length", str(arguments.seq_length)]
+    shared += ["--max_grad_norm", str(arguments.max_grad_norm)]
+    if arguments.gpu_memory_limit is not None:
+        shared += ["--gpu_memory_limit", str(arguments.gpu_memory_limit)]
+    threads = max(1, num_cores // arguments.ranks)
+    variants = [*arguments.variant, *(ABLATION.items() if arguments.ablation else [])]
+    if not arguments.no_mobius:
+        variants.insert(0, ("Mobius", ""))
+    runs = []
+    for name, options in variants:
+        command = [sys.executable, str(SCRIPTS / "benchmark_worker.py"), str(output), "--model_path", str(model)]
+        command += ["--num_iterations", str(arguments.steps), *shared, *arguments.mobius_options, *shlex.split(options)]
+        runs.append(Run(name, options, command, arguments.ranks, threads, None, mobius_measurement))
+    for name in arguments.peer:
+        peer = PEERS[name]
+        options = peer.options
+        if not peer.is_one_process and arguments.peer_accumulations > 1:
+            options = f"{options} --accumulations {arguments.peer_accumulations}".strip()
+        command = [sys.executable, str(SCRIPTS / "peers" / peer.script), str(model), "--output", str(output)]
+        command += ["--steps", str(arguments.steps), *shared, *shlex.split(options)]
+        processes, cores = (1, num_cores) if peer.is_one_process else (arguments.ranks, threads)
+        runs.append(Run(name, options, command, processes, cores, peer.package, peer_measurement))
+    return runs
+
+
+def measure(run: Run, workload: Workload, arguments: argparse.Namespace, output: Path) -> Row:
+    """Run it; its last lines are printed if it fails."""
+    if run.package is not None and importlib.util.find_spec(run.package) is None:
+        return Row(name=run.name, options=run.options, measurement=None, problem="not installed", run_seconds=0.0)
+    result: RunResult = run_ranks(
+        run.command,
+        num_ranks=run.num_processes,
+        environment={"OMP_NUM_THREADS": str(run.threads), **dict(arguments.env)},
+        output=output,
+        timeout_seconds=arguments.timeout,
+    )
+    if result.problem is not None:
+        print(result.log_end, flush=True)
+    return Row(
+        name=run.name,
+        options=run.options,
+        measurement=None if result.problem else run.measure(result.output, workload, result.machine_bytes),
+        problem=result.problem,
+        run_seconds=result.seconds,
+    )
+
+
+def gpu_names() -> list[str]:
+    """The names of the GPUs that a run sees; asked without torch, which would take memory on the first."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=name", "--format=csv,noheader"]
+    finished = subprocess.run(query, capture_output=True, text=True, check=False)
+    names = finished.stdout.splitlines() if finished.returncode == 0 else []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names if visible is None else names[: len([part for part in visible.split(",") if part.strip()])]
+
+
+def describe_machine(names: Sequence[str], num_cores: int) -> str:
+    """Hardware and versions, for the record."""
+    gpus = f"{len(names)} x {names[0]}" if names else "no GPU"
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
+    return f"{gpus}, {num_cores} cores, Python {platform.python_version()}, {versions}"
 
 
 def main() -> None:
-    """Run everything that was asked for and print one table; ratios are Mobius's first row over each other row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=SIZES)
-    parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
-    parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--seq_length", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=8, help="at least 3")
-    parser.add_argument("--max_grad_norm", type=float, default=1.0)
-    parser.add_argument("--ablation", action="store_true", help="switch each part off in turn")
-    parser.add_argument("--peer", choices=PEERS, action="append", default=[], help="may be given several times")
-    own, _, options = " ".join(sys.argv[1:]).partition(" -- ")
-    arguments = parser.parse_args(own.split())
-    threads = max(1, len(os.sched_getaffinity(0)) // arguments.ranks)
-    tokens = arguments.batch_size * arguments.seq_length
-    shared = f"--batch_size {arguments.batch_size} --seq_length {arguments.seq_length} "
-    shared += f"--max_grad_norm {arguments.max_grad_norm}"
-    rows = []
+    """Measure and print row after row."""
+    arguments = parse(sys.argv[1:])
+    names, num_cores = gpu_names(), len(os.sched_getaffinity(0))
+    arguments.ranks = arguments.ranks or max(1, len(names))
+    facts = {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "hardware": describe_machine(names, num_cores),
+        "command": shlex.join(["python", "scripts/benchmark.py", *sys.argv[1:]]),
+    }
+    workload = Workload(
+        num_parameters=num_parameters(arguments.size, arguments.layers),
+        tokens=arguments.batch_size * arguments.seq_length,
+        num_gpus=arguments.ranks,
+        gpu_name=names[0] if names else "",
+        warmup=arguments.warmup,
+    )
+    end_runs_when_terminated()
+    print("\n".join(facts.values()), header(), sep="\n", flush=True)
+    rows: list[Row] = []
+    reference: float | None = None
     with tempfile.TemporaryDirectory() as folder:
         model, output = Path(folder, "model"), Path(folder, "output.json")
-        subprocess.run(
-            [sys.executable, str(SCRIPTS / "make_model.py"), arguments.size, str(model), "--config_only"], check=True
-        )
-        variants = ABLATION if arguments.ablation else {"Mobius": []}
-        for name, variant in variants.items():
-            output.unlink(missing_ok=True)
-            given = f"--model_path {model} --num_iterations {arguments.steps} {shared} {options}".split()
-            steps = launch(arguments.ranks, "benchmark_worker.py", [str(output), *given, *variant], threads, output)
-            rows.append((f"{name:26} failed", 0.0) if steps is None else mobius_row(name, steps, tokens, arguments))
-        for peer in arguments.peer:
-            output.unlink(missing_ok=True)
-            given = f"{model} --steps {arguments.steps} {shared} --output {output}".split()
-            result = launch(arguments.ranks, "peers/fsdp2.py", [*given, *PEERS[peer]], threads, output)
-            rows.append((f"{peer:26} failed", 0.0) if result is None else peer_row(peer, result, tokens, arguments))
-    print(HEADER)
-    for text, rate in rows:
-        print(text + (f" {rows[0][1] / rate:6.2f}" if rate else ""))
+        write_config(model, arguments.size, arguments.layers)
+        for run in plan_runs(arguments, model=model, output=output, num_cores=num_cores):
+            row = measure(run, workload, arguments, output)
+            if row.measurement is not None:
+                rate = row.measurement.tokens_per_second
+                reference = rate if run.name == "Mobius" else reference
+                row = dataclasses.replace(row, ratio=None if reference is None else reference / rate)
+            rows.append(row)
+            print(line(row), flush=True)
+            if arguments.output is not None:
+                with arguments.output.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record(row, facts), allow_nan=False) + "\n")
+    print("", markdown(rows), sep="\n")
 
 
 if __name__ == "__main__":

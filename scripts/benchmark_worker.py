@@ -1,11 +1,18 @@
-"""One benchmark run of Mobius on random tokens, for benchmark.py; run by torchrun. Nothing is saved but the numbers.
+"""One benchmark run of Mobius on random tokens, for benchmark.py or torchrun. Nothing is saved but the numbers.
 
-torchrun --nproc_per_node 4 scripts/benchmark_worker.py OUTPUT.json [the options of main.py]
+torchrun --nproc_per_node 4 scripts/benchmark_worker.py OUTPUT.json [--torch_adamw] [the options of main.py]
+
+Weights are random and made on the GPU, which takes seconds where transformers' own initialization takes minutes.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
 import sys
+import time
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -15,10 +22,13 @@ from mobius.ranks import Ranks, prepare_environment
 prepare_environment()  # before torch is imported
 
 import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from mobius.cli import parse_args  # noqa: E402
 from mobius.data.batches import Batches  # noqa: E402
 from mobius.data.store import TokenizedDataset  # noqa: E402
+from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.runtime.devices import set_host_threads  # noqa: E402
@@ -26,16 +36,20 @@ from mobius.training.build import assemble, connect, draw_blueprint, load_state,
 
 
 def main() -> None:
-    """Train and write one JSON list with the metrics of every step."""
-    output, options = Path(sys.argv[1]), sys.argv[2:]
+    """Train and write one JSON object: the metrics of every step, and the seconds before the first."""
+    output = Path(sys.argv[1])
+    options = [option for option in sys.argv[2:] if option != "--torch_adamw"]
     ranks = Ranks.from_environment()
     setup_logging(ranks.rank)
     config = parse_args(options, num_ranks=ranks.num_ranks)
-    set_host_threads(ranks)
     folder = Path(config.model.model_path)
     blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model))
+    set_host_threads(ranks, blueprint.device)
     transport = connect(blueprint)
-    state = load_state(blueprint, folder)
+    state = load_state(blueprint, folder, source=RandomWeights(blueprint.device))
+    if blueprint.device.type == "cuda":  # what making the weights took does not count
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(blueprint.device)
     if blueprint.device.type == "cuda" and ranks.num_ranks > 1:
         rehearse(blueprint, state)
     batches = Batches(
@@ -45,12 +59,46 @@ def main() -> None:
         pad_token_id=0,
         seed=config.optim.seed,
     )
-    steps = [dataclasses.asdict(metrics) for metrics in assemble(blueprint, state, transport, batches).train()]
+    with without_compiler() if len(options) < len(sys.argv[2:]) else contextlib.nullcontext():
+        trainer = assemble(blueprint, state, transport, batches)
+    load_seconds = seconds_since_launch()
+    steps = [dataclasses.asdict(metrics) for metrics in trainer.train()]
     if ranks.is_first:
-        output.write_text(json.dumps(steps))
+        output.write_text(json.dumps({"steps": steps, "load_seconds": load_seconds}))
     transport.barrier()
     state.close()
     transport.close()
+
+
+class RandomWeights:
+    """Normal values of the width that transformers gives Llama, and ones for vectors (norms); made on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The value of parameter `name`, the same however the model is cut."""
+        if len(shape) == 1:
+            return torch.ones(shape, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        return torch.empty(shape, device=self._device).normal_(0, 0.02, generator=generator)
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Let no C compiler be found, so that the optimizer takes torch's update instead of the kernel."""
+    path = os.environ["PATH"]
+    os.environ["PATH"] = ""
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path  # compiled layers need one later
+
+
+def seconds_since_launch() -> float:
+    """Seconds since benchmark.py started this run; 0 where something else did."""
+    now = time.monotonic()
+    return now - float(os.environ.get("BENCHMARK_START", now))
 
 
 def random_tokens(vocab_size: int, seq_length: int, num_rows: int) -> TokenizedDataset:
@@ -62,4 +110,7 @@ def random_tokens(vocab_size: int, seq_length: int, num_rows: int) -> TokenizedD
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except MobiusError as error:
+        sys.exit(str(error))

@@ -7,11 +7,9 @@ The tokenizer is the small one of assets/tiny-llama: its tokens are a part of th
 """
 
 import argparse
+import json
 import shutil
 from pathlib import Path
-
-import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 SIZES = {  # hidden, intermediate, layers, heads; Llama-2's shapes, and a 1B one of the same kind
     "tiny": (64, 128, 4, 4),
@@ -19,7 +17,48 @@ SIZES = {  # hidden, intermediate, layers, heads; Llama-2's shapes, and a 1B one
     "7b": (4096, 11008, 32, 32),
     "13b": (5120, 13824, 40, 40),
 }
+VOCAB_SIZE = 32000
 TOKENIZER = Path(__file__).parents[1] / "assets" / "tiny-llama"
+
+
+def num_parameters(size: str, num_layers: int | None = None) -> int:
+    """Parameters of such a model: attention and feed-forward matrices, norms, embedding and head."""
+    hidden, intermediate, layers, _ = SIZES[size]
+    per_layer = 4 * hidden**2 + 3 * hidden * intermediate + 2 * hidden
+    return (num_layers or layers) * per_layer + 2 * VOCAB_SIZE * hidden + hidden
+
+
+def write_config(folder: Path, size: str, num_layers: int | None = None) -> None:
+    """Make `folder` with the configuration and the tokenizer; needs no torch and no transformers."""
+    hidden, intermediate, layers, heads = SIZES[size]
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": num_layers or layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / name)
+
+
+def write_weights(folder: Path) -> None:
+    """Add random weights, sharded, and the generation settings to a folder that has a configuration."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="500MB")
 
 
 def main() -> None:
@@ -30,30 +69,9 @@ def main() -> None:
     parser.add_argument("--config_only", action="store_true", help="write no weights")
     parser.add_argument("--num_layers", type=int, help="another number of layers than the size's own")
     arguments = parser.parse_args()
-    hidden, intermediate, layers, heads = SIZES[arguments.size]
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=arguments.num_layers or layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        vocab_size=32000,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-    )
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    if arguments.config_only:
-        config.save_pretrained(arguments.folder)
-        GenerationConfig.from_model_config(config).save_pretrained(arguments.folder)
-    else:
-        torch.manual_seed(0)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(arguments.folder, max_shard_size="500MB")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TOKENIZER / name, arguments.folder / name)
+    write_config(arguments.folder, arguments.size, arguments.num_layers)
+    if not arguments.config_only:
+        write_weights(arguments.folder)
 
 
 if __name__ == "__main__":

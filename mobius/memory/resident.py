@@ -10,6 +10,7 @@ from torch import Tensor
 from mobius.errors import ScheduleError
 from mobius.memory.layout import StageLayout
 from mobius.memory.norms import squared_norm
+from mobius.memory.stage_memory import Departure
 from mobius.memory.stage_state import StageState
 
 
@@ -30,7 +31,7 @@ class ResidentStages:
     def load(self, stage: int) -> None:
         raise ScheduleError(f"stage {stage} is resident and cannot be loaded")
 
-    def offload(self, stage: int) -> None:
+    def offload(self, stage: int) -> Departure | None:
         raise ScheduleError(f"stage {stage} is resident and cannot be offloaded")
 
     def wait_until_updated(self, stage: int) -> None:

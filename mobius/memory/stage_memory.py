@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from mobius.memory.stage_state import StageState
+from mobius.memory.streams import Event
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A stage's gradients on their way to the host, with their squared norm (fp32 scalar on the host)."""
+
+    arrival: Event
+    square: Tensor
+
+    def has_arrived(self) -> bool:
+        """Whether all are in host memory; nobody waits."""
+        return self.arrival.query()
+
+    def wait(self) -> float:
+        """Make the host wait until they have arrived; returns their squared norm, as `seal_gradients` computed it."""
+        self.arrival.synchronize()  # sync: once per stage and step, off the compute path
+        return float(self.square)
 
 
 class StageMemory(Protocol):
@@ -35,8 +54,11 @@ class StageMemory(Protocol):
         Returns their squared norm without the parameters in `excluded` (fp32 scalar on the device, not synchronized).
         """
 
-    def offload(self, stage: int) -> None:
-        """Free `stage`'s place on the device; sealed gradients start on their way home. Returns at once."""
+    def offload(self, stage: int) -> Departure | None:
+        """Free `stage`'s place on the device; returns at once.
+
+        Sealed gradients start on their way home and can be waited for.
+        """
 
     def wait_for_gradients(self, stage: int) -> None:
         """Make the host wait until `states[stage].gradients` is complete."""

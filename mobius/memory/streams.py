@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, cast
 
 import torch
+from torch import Tensor
 
 
 class Event(Protocol):
@@ -20,6 +21,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Make the host wait for the point."""
 
+    def query(self) -> bool:
+        """Whether the point has been reached; nobody waits."""
+
 
 class Stream(Protocol):
     """An ordered queue of device work."""
@@ -29,6 +33,9 @@ class Stream(Protocol):
 
     def record(self) -> Event:
         """The point behind all work given to this stream so far."""
+
+    def keep(self, tensor: Tensor) -> None:
+        """Do not reuse the memory of `tensor`, which another stream made, before this stream is done with it."""
 
 
 class _CudaStream:
@@ -41,6 +48,9 @@ class _CudaStream:
     def record(self) -> Event:
         return cast(Event, self._stream.record_event())
 
+    def keep(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._stream)
+
 
 class _NoEvent:
     def wait(self) -> None:
@@ -49,6 +59,9 @@ class _NoEvent:
     def synchronize(self) -> None:
         return
 
+    def query(self) -> bool:
+        return True
+
 
 class _NoStream:
     def run(self) -> AbstractContextManager[object]:
@@ -56,6 +69,9 @@ class _NoStream:
 
     def record(self) -> Event:
         return _NoEvent()
+
+    def keep(self, tensor: Tensor) -> None:
+        return
 
 
 def new_stream(device: torch.device) -> Stream:

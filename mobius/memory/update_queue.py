@@ -1,10 +1,11 @@
-"""The optimizer's thread: updates of stages wait in it in order, and who needs a stage's new weights waits here for it.
+"""The optimizer's thread: updates of stages wait here for their turn, and who needs a stage's new weights waits for it.
 
-It does not know what an update is.
+It does not know what an update is. Of the updates that could begin it takes that of the lowest stage: the next step's
+forward needs that one first.
 
-    main thread        submit(0) submit(1) ...  load(0): when_updated     weights(0): wait          load(1) ...
+    main thread        submit(2) submit(0) ...  load(0): when_updated     weights(0): wait          load(1) ...
                            |                         |                        |
-    optimizer thread   update(0) -----------> copy of 0 starts --> done     update(1) --> copy of 1 starts --> done
+    optimizer thread   update(2) --> update(0) -> copy of 0 starts --> done  update(1) --> copy of 1 starts --> done
 
 A load that comes before its update is done is started by the optimizer's thread behind the update, so the main thread
 goes on enqueuing work and stops only where it needs the weights themselves.
@@ -18,11 +19,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass
 class _Update:
+    run: Callable[[], None]
+    can_begin: Callable[[], bool]
     followers: list[Callable[[], None]] = field(default_factory=list)
     is_done: bool = False
-    future: Future[None] | None = None
+    future: Future[None] = field(default_factory=Future)
 
 
 class UpdateQueue:
@@ -32,11 +39,16 @@ class UpdateQueue:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
         self._lock = threading.Lock()
         self._updates: dict[int, _Update] = {}
+        self._pending: dict[int, _Update] = {}
 
-    def submit(self, stage: int, update: Callable[[], None]) -> None:
-        """Append `update`; returns at once. The stage's update before it must have been waited for."""
-        entry = self._updates[stage] = _Update()
-        entry.future = self._thread.submit(self._run, entry, update)
+    def submit(self, stage: int, update: Callable[[], None], *, can_begin: Callable[[], bool] = _always) -> None:
+        """Add `update`; returns at once. The stage's update before it must have been waited for.
+
+        While `can_begin` says no, others go first; an update that is alone begins anyhow and waits by itself.
+        """
+        with self._lock:
+            self._updates[stage] = self._pending[stage] = _Update(update, can_begin)
+        self._thread.submit(self._run_next)
 
     def when_updated(self, stage: int, action: Callable[[], None]) -> None:
         """Run `action` as soon as `stage` has no update to wait for: now, or later in the optimizer's thread."""
@@ -50,7 +62,7 @@ class UpdateQueue:
     def wait(self, stage: int) -> None:
         """Return when `stage` is updated and what followed the update has run; raises what the update raised."""
         entry = self._updates.get(stage)
-        if entry is None or entry.future is None:
+        if entry is None:
             return
         try:
             entry.future.result()
@@ -64,10 +76,19 @@ class UpdateQueue:
         for stage in list(self._updates):
             self.wait(stage)
 
-    def _run(self, entry: _Update, update: Callable[[], None]) -> None:
-        update()
+    def _run_next(self) -> None:
         with self._lock:
-            entry.is_done = True
-        # Within the update's future: a thread that waits for it finds these started.
-        for follower in entry.followers:
-            follower()
+            waiting = sorted(self._pending)
+            stage = next((stage for stage in waiting if self._pending[stage].can_begin()), waiting[0])
+            entry = self._pending.pop(stage)
+        try:
+            entry.run()
+            with self._lock:
+                entry.is_done = True
+            # Before the future is set: a thread that waits for it finds these started.
+            for follower in entry.followers:
+                follower()
+        except BaseException as error:
+            entry.future.set_exception(error)
+        else:
+            entry.future.set_result(None)

@@ -13,7 +13,8 @@ recorded on the compute stream at once. Weights are never copied back: the GPU d
 
 Gradients of all microbatches accumulate in fp32 in one buffer per rank, because a rank works on one stage's backward
 at a time. Sealing casts them into the slot, over the weights, which backward no longer needs: a gradient leaves in the
-weights' dtype by one flat copy and costs no memory of its own.
+weights' dtype by one flat copy and costs no memory of its own. Gradients that are to arrive in fp32 leave from the
+accumulator; then there are two of them, and the slot is free as soon as backward is done.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch import Tensor
 
 from mobius.errors import ScheduleError
 from mobius.memory.norms import squared_norm
+from mobius.memory.spans import NO_SPANS, Spans, TraceLane
+from mobius.memory.stage_memory import Departure
 from mobius.memory.stage_state import StageState
 from mobius.memory.streams import Event, new_stream, record_current
 from mobius.memory.update_queue import UpdateQueue
@@ -41,8 +44,15 @@ class _Slot:
     views: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass
+class _Accumulator:
+    buffer: Tensor
+    free: Event | None = None
+    """Behind the copy that read it last; only where gradients leave from here."""
+
+
 class WeightSlots:
-    """Owns `num_slots` weight buffers, one fp32 gradient buffer and the two copy streams of one device."""
+    """Owns `num_slots` weight buffers, the fp32 gradient buffers and the two copy streams of one device."""
 
     def __init__(
         self,
@@ -51,22 +61,30 @@ class WeightSlots:
         num_slots: int,
         device: torch.device,
         updates: UpdateQueue | None = None,
+        spans: Spans = NO_SPANS,
     ) -> None:
         """Allocate for the largest of `states` (host states of this rank's streamed stages).
 
         With `updates`, a load waits for the stage's update without stopping the caller.
         """
         self._states = dict(states)
-        self._updates = updates
+        self._updates, self._spans = updates, spans
         self._device = device
         length = max(state.layout.num_elements for state in states.values())
         dtype = next(iter(states.values())).weights.dtype
+        self._leaves_in_fp32 = next(iter(states.values())).gradients.dtype == torch.float32 != dtype
         self._slots = [_Slot(torch.empty(length, dtype=dtype, device=device)) for _ in range(num_slots)]
-        self._accumulator = torch.zeros(length, dtype=torch.float32, device=device)
+        self._accumulators = [
+            _Accumulator(torch.zeros(length, dtype=torch.float32, device=device))
+            for _ in range(2 if self._leaves_in_fp32 else 1)
+        ]
         self._accumulating: int | None = None
         self._gradient_views: dict[str, Tensor] = {}
         self._to_device, self._to_host = new_stream(device), new_stream(device)
-        self._arrived: dict[int, Event] = {}
+        self._squares: dict[int, Tensor] = {}
+        self._departures: dict[int, Departure] = {}
+        is_cuda = device.type == "cuda"
+        self._host_squares = {stage: torch.zeros((), pin_memory=is_cuda) for stage in states}
 
     @property
     def states(self) -> Mapping[int, StageState]:
@@ -93,7 +111,8 @@ class WeightSlots:
         with self._to_device.run():
             if slot.free is not None:
                 slot.free.wait()
-            slot.buffer[: state.layout.num_elements].copy_(state.weights, non_blocking=True)
+            with self._spans.device_span(TraceLane.LOAD, f"L{stage}"):
+                slot.buffer[: state.layout.num_elements].copy_(state.weights, non_blocking=True)
             slot.ready = self._to_device.record()
 
     def wait_until_updated(self, stage: int) -> None:
@@ -116,45 +135,61 @@ class WeightSlots:
             assert self._accumulating is None, f"stage {self._accumulating} was not sealed before stage {stage}"
             layout = self._states[stage].layout
             self._accumulating = stage
-            self._accumulator[: layout.num_elements].zero_()
-            self._gradient_views = layout.views(self._accumulator)
+            accumulator = self._accumulators[0]
+            if accumulator.free is not None:
+                accumulator.free.wait()
+            accumulator.buffer[: layout.num_elements].zero_()
+            self._gradient_views = layout.views(accumulator.buffer)
         return self._gradient_views
 
     def seal_gradients(self, stage: int, *, excluded: frozenset[str]) -> Tensor:
-        """Cast the accumulated gradients into the slot and return their squared norm, computed in fp32 before the cast.
+        """End accumulation and return the gradients' squared norm, computed in fp32 before any cast.
 
-        A value that the cast makes infinite (fp16) makes the norm NaN, so it is seen with the other non-finite ones.
+        Gradients that leave in the weights' dtype are cast into the slot. A value that the cast makes infinite (fp16)
+        makes the norm NaN, so it is seen with the other non-finite ones.
         """
         slot, views = self._slot_of(stage), self.gradients(stage)
         square = squared_norm((view for name, view in views.items() if name not in excluded), self._device)
         length = self._states[stage].layout.num_elements
-        slot.buffer[:length].copy_(self._accumulator[:length])
-        if slot.buffer.dtype == torch.float16:
-            square = square + slot.buffer[:length].abs().max().float() * 0
+        if not self._leaves_in_fp32:
+            slot.buffer[:length].copy_(self._accumulators[0].buffer[:length])
+            if slot.buffer.dtype == torch.float16:
+                square = square + slot.buffer[:length].abs().max().float() * 0
         slot.is_sealed, slot.views = True, {}
         self._accumulating = None
+        self._squares[stage] = square
         return square
 
-    def offload(self, stage: int) -> None:
+    def offload(self, stage: int) -> Departure | None:
         """Free `stage`'s slot; if its gradients are sealed, start copying them to the host.
 
         Returns before the copy is done.
         """
         slot = self._slot_of(stage)
         slot.stage, slot.views = None, {}
-        done = record_current(self._device)
+        done = slot.free = record_current(self._device)
         if not slot.is_sealed:
-            slot.free = done
-            return
-        state = self._states[stage]
+            return None
+        state, square, on_host = self._states[stage], self._squares.pop(stage), self._host_squares[stage]
+        source = self._accumulators[0].buffer if self._leaves_in_fp32 else slot.buffer
         with self._to_host.run():
             done.wait()
-            state.gradients.copy_(slot.buffer[: state.layout.num_elements], non_blocking=True)
-            slot.free = self._arrived[stage] = self._to_host.record()
+            with self._spans.device_span(TraceLane.OFFLOAD, f"O{stage}"):
+                on_host.copy_(square, non_blocking=True)
+                state.gradients.copy_(source[: state.layout.num_elements], non_blocking=True)
+            arrival = self._to_host.record()
+        self._to_host.keep(square)
+        if self._leaves_in_fp32:
+            self._accumulators[0].free = arrival
+            self._accumulators.reverse()
+        else:
+            slot.free = arrival
+        departure = self._departures[stage] = Departure(arrival, on_host)
+        return departure
 
     def wait_for_gradients(self, stage: int) -> None:
         """Make the host wait until `stage`'s gradients of this step are in host memory."""
-        self._arrived[stage].synchronize()  # sync: once per stage and step, off the compute path
+        self._departures[stage].wait()
 
     def _slot_of(self, stage: int) -> _Slot:
         slot = next((slot for slot in self._slots if slot.stage == stage), None)

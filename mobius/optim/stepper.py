@@ -1,4 +1,12 @@
-"""Decides when each stage is updated: the norm over all ranks, clipping, skipping, then AdamW stage by stage."""
+"""Decides when each stage is updated and with what factor, and what becomes of non-finite gradients.
+
+    with clipping    every stage waits for the norm over all ranks, then stages are updated in forward order; a loss or
+                     gradient that is not finite skips the step on all ranks
+    without          a streamed stage is updated as soon as its gradients have reached the host, under the backward of
+                     the stages before it; one whose own gradients are not finite keeps its weights
+
+fp16 with loss scaling takes the first way: an overflow anywhere must skip the step everywhere.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +19,8 @@ from functools import partial
 import torch
 
 from mobius.errors import NonFiniteLossError
-from mobius.memory.stage_memory import StageMemory
+from mobius.memory.spans import NO_SPANS, Spans, TraceLane
+from mobius.memory.stage_memory import Departure, StageMemory
 from mobius.memory.stage_state import StageState
 from mobius.memory.update_queue import UpdateQueue
 from mobius.optim.adamw import FlatAdamW
@@ -33,6 +42,7 @@ class StepOutcome:
     loss: float
     grad_norm: float
     is_skipped: bool
+    """Whether any stage was left as it was."""
 
 
 class Stepper:
@@ -50,38 +60,71 @@ class Stepper:
         max_grad_norm: float,
         tied: TiedPair | None,
         updates: UpdateQueue | None = None,
+        spans: Spans = NO_SPANS,
     ) -> None:
-        """With `updates`, stages on the host are updated there, in forward order, while the next step runs."""
-        self._updates = updates
+        """With `updates`, stages on the host are updated there, under the rest of the step and the next one."""
+        self._updates, self._spans = updates, spans
         self._adamw, self._memory, self._transport, self._clock, self._tied = adamw, memory, transport, clock, tied
         self._num_stages, self._max_grad_norm = num_stages, max_grad_norm
         self.loss_scale = loss_scale
         self.num_updates = 0
         self.num_skipped = 0
         self._skipped_in_a_row = 0
+        self._is_stage_by_stage = max_grad_norm == 0 and not loss_scale.is_dynamic
+        tied_stages = () if tied is None else (tied.embedding_stage, tied.head_stage)
+        self._tied_stages = frozenset(tied_stages)
+        self._learning_rate = 0.0
+        self._begun: set[int] = set()
 
-    def apply(self, sums: StepSums, *, step: int, learning_rate: float) -> StepOutcome:
-        """Update all stages of this rank from their gradients; collective over all ranks.
+    def begin_step(self, learning_rate: float) -> None:
+        """Say what the coming step's updates use; those of the step before go on."""
+        self._learning_rate = learning_rate
+        self._begun.clear()
 
-        A non-finite loss or gradient skips the update on all ranks. Raises NonFiniteLossError after
-        `MAX_SKIPPED_IN_A_ROW` skipped steps in a row.
+    def gradients_leave(self, stage: int, departure: Departure) -> None:
+        """Update `stage` as soon as its gradients have arrived, if neither a norm nor a tied matrix has to be known."""
+        if self._updates is None or not self._is_stage_by_stage or stage in self._tied_stages:
+            return
+        self._begun.add(stage)
+        state, step, learning_rate = self._memory.states[stage], self.num_updates + 1, self._learning_rate
+
+        def update() -> None:
+            if math.isfinite(departure.wait()):
+                self._run_adamw(stage, state, step, learning_rate, 1.0)
+
+        self._updates.submit(stage, update, can_begin=departure.has_arrived)
+
+    def apply(self, sums: StepSums, *, step: int) -> StepOutcome:
+        """Update the stages of this rank that are not yet updated; collective over all ranks.
+
+        Raises NonFiniteLossError after `MAX_SKIPPED_IN_A_ROW` steps in a row with something that is not finite.
         """
         tied_square = self._tied.sum_gradients(self._memory, self._transport) if self._tied else None
         # sync: once per step, and only where a tied matrix is on the GPU
         loss, squares = self._sum_over_ranks(sums, None if tied_square is None else float(tied_square))
+        skipped = self._skipped_stages(loss, squares)
         is_finite = math.isfinite(loss) and all(map(math.isfinite, squares))
         grad_norm = math.sqrt(sum(squares)) / self.loss_scale.value if is_finite else math.nan
         factor = 1.0 / self.loss_scale.value
         if self._max_grad_norm > 0:
             factor *= min(1.0, self._max_grad_norm / (grad_norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
         self.loss_scale.update(is_finite=is_finite)
+        if len(skipped) < self._num_stages:
+            with self._clock.blocking(WaitCause.OPTIMIZER):
+                self._update(factor, skipped)
         if is_finite:
             self._skipped_in_a_row = 0
-            with self._clock.blocking(WaitCause.OPTIMIZER):
-                self._update(learning_rate, factor)
         else:
-            self._skip(step, loss, squares)
+            self._report_skipped(step, loss, squares)
         return StepOutcome(loss, grad_norm, is_skipped=not is_finite)
+
+    def _skipped_stages(self, loss: float, squares: Sequence[float]) -> frozenset[int]:
+        """The stages that keep their weights: all or none with clipping, else those that are not finite themselves."""
+        bad = {stage for stage, square in enumerate(squares) if not math.isfinite(square)}
+        if not self._is_stage_by_stage:
+            return frozenset(range(self._num_stages)) if bad or not math.isfinite(loss) else frozenset()
+        # The two copies of a tied matrix stay equal only if both owners update or neither.
+        return frozenset(bad | self._tied_stages) if bad & self._tied_stages else frozenset(bad)
 
     def _sum_over_ranks(self, sums: StepSums, tied_square: float | None) -> tuple[float, list[float]]:
         """Loss and squared norm per stage, the same on all ranks."""
@@ -97,18 +140,25 @@ class Stepper:
             summed = self._transport.sum_over_ranks(own).tolist()
         return summed[0], summed[1:]
 
-    def _update(self, learning_rate: float, factor: float) -> None:
+    def _update(self, factor: float, skipped: frozenset[int]) -> None:
         self.num_updates += 1
         for stage, state in sorted(self._memory.states.items()):
-            update = partial(self._update_stage, stage, state, self.num_updates, learning_rate, factor)
-            if self._updates is not None and state.master.device.type == "cpu":
+            if stage in self._begun or stage in skipped:
+                continue
+            update = partial(self._update_stage, stage, state, self.num_updates, self._learning_rate, factor)
+            if self._updates is not None and state.weights.device.type == "cpu":
                 self._updates.submit(stage, update)
             else:
                 update()
 
     def _update_stage(self, stage: int, state: StageState, step: int, learning_rate: float, factor: float) -> None:
         self._memory.wait_for_gradients(stage)
-        self._adamw.update(state, step=step, learning_rate=learning_rate, gradient_factor=factor)
+        self._run_adamw(stage, state, step, learning_rate, factor)
+
+    def _run_adamw(self, stage: int, state: StageState, step: int, learning_rate: float, factor: float) -> None:
+        record = self._spans.host_span if state.weights.device.type == "cpu" else self._spans.device_span
+        with record(TraceLane.OPTIMIZER, f"U{stage}"):
+            self._adamw.update(state, step=step, learning_rate=learning_rate, gradient_factor=factor)
 
     def drain(self) -> None:
         """Wait for all updates: before the parameters are read, and at the end."""
@@ -116,7 +166,7 @@ class Stepper:
             with self._clock.blocking(WaitCause.OPTIMIZER):
                 self._updates.drain()
 
-    def _skip(self, step: int, loss: float, squares: Sequence[float]) -> None:
+    def _report_skipped(self, step: int, loss: float, squares: Sequence[float]) -> None:
         for stage in self._memory.states:
             self._memory.wait_for_gradients(stage)
         self.num_skipped += 1
@@ -124,7 +174,8 @@ class Stepper:
         stages = [stage for stage, square in enumerate(squares) if not math.isfinite(square)]
         where = f"gradients of stage(s) {', '.join(map(str, stages))}" if stages else "the loss only"
         if self._transport.rank == 0:
-            logger.warning("step %d is skipped: not finite: %s (loss %s)", step, where, loss)
+            what = "keeps the weights of these stages" if self._is_stage_by_stage and stages else "is skipped"
+            logger.warning("step %d %s: not finite: %s (loss %s)", step, what, where, loss)
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise NonFiniteLossError(
                 f"{self._skipped_in_a_row} steps in a row, the last of them step {step}, had non-finite values: "

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mobius.errors import TransportError
+from mobius.memory.spans import NO_SPANS, Spans, TraceLane
 from mobius.runtime.transport import ring_edges
 
 TIMEOUT = timedelta(minutes=10)
@@ -27,12 +28,20 @@ class DistributedTransport:
     """Owns the process groups of one rank of several. `close` ends them."""
 
     def __init__(
-        self, *, rank: int, num_ranks: int, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        spans: Spans = NO_SPANS,
     ) -> None:
         """Create and warm all communicators; collective over all ranks.
 
         `shape` and `dtype` are those of every activation and activation gradient.
         """
+        self._spans = spans
         self.rank, self.num_ranks = rank, num_ranks
         self._device, self._shape, self._dtype = device, shape, dtype
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -71,6 +80,7 @@ class DistributedTransport:
         except RuntimeError as error:
             raise self._lost(source, error) from error
         assert work is not None
+        self._spans.message(TraceLane.RECEIVE, source, work)
         self._posted[source].append((buffer, work))
 
     def receive(self, source: int) -> Tensor:
@@ -86,6 +96,7 @@ class DistributedTransport:
         except RuntimeError as error:
             raise self._lost(target, error) from error
         assert work is not None
+        self._spans.message(TraceLane.SEND, target, work)
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()[1].wait()
         self._sent.append((tensor, work))

@@ -5,14 +5,16 @@ Nothing here waits for the device: handlers enqueue, and the order of streams an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from mobius.memory.stage_memory import StageMemory
-from mobius.runtime.stage import StageModule, Views
+from mobius.memory.spans import NO_SPANS, Spans, TraceLane
+from mobius.memory.stage_memory import Departure, StageMemory
+from mobius.runtime.stage import Kept, StageModule, Views
 from mobius.runtime.stash import Stash
 from mobius.runtime.transport import Transport
 from mobius.runtime.waits import WaitCause, WaitClock
@@ -55,9 +57,14 @@ class _Step:
     batch: StepBatch
     loss_scale: float
     loss: Tensor
+    gradients_leave: Callable[[int, Departure], None]
     squared_norms: dict[int, Tensor] = field(default_factory=dict)
     tokens: Sequence[Tensor] = ()
     labels: Sequence[Tensor] = ()
+
+
+def _do_nothing(stage: int, departure: Departure) -> None:
+    """Nobody waits for this stage's gradients before the step has ended."""
 
 
 class Executor:
@@ -73,12 +80,19 @@ class Executor:
         clock: WaitClock,
         device: torch.device,
         unsealed_names: frozenset[str] = frozenset(),
+        graph_stages: frozenset[int] = frozenset(),
+        spans: Spans = NO_SPANS,
     ) -> None:
-        """`stages` are this rank's; `unsealed_names` are parameters whose norm is taken later (tied weights)."""
+        """`stages` are this rank's.
+
+        `unsealed_names` are parameters whose norm is taken later (tied weights). `graph_stages` keep their graphs from
+        forward to backward instead of recomputing; their weights must stay where they are meanwhile.
+        """
         self._schedule, self._rank = schedule, transport.rank
         self._actions: Sequence[Action] = schedule.actions[transport.rank]
         self._stages, self._memory, self._transport, self._clock = stages, memory, transport, clock
-        self._device, self._unsealed_names = device, unsealed_names
+        self._device, self._unsealed_names, self._graph_stages = device, unsealed_names, graph_stages
+        self._spans = spans
         self._stash = Stash()
         self._step: _Step
         self._receivers = [
@@ -93,16 +107,24 @@ class Executor:
             ActionKind.BACKWARD_MIDDLE: self._backward,
             ActionKind.BACKWARD_LAST: self._backward_last,
             ActionKind.LOAD: lambda action: self._memory.load(action.stage),
-            ActionKind.OFFLOAD: lambda action: self._memory.offload(action.stage),
+            ActionKind.OFFLOAD: self._offload,
         }
 
-    def run(self, batch: StepBatch, *, loss_scale: float = 1.0) -> StepSums:
+    def run(
+        self,
+        batch: StepBatch,
+        *,
+        loss_scale: float = 1.0,
+        gradients_leave: Callable[[int, Departure], None] = _do_nothing,
+    ) -> StepSums:
         """Forward and backward of all microbatches of one step.
 
-        The gradients of `loss * loss_scale` end in `memory.states`. Raises what the failing action raised, with the
-        grid of the schedule attached.
+        The gradients of `loss * loss_scale` end in `memory.states`; `gradients_leave` is called with each streamed
+        stage whose gradients have started on their way. Raises what the failing action raised, with the grid of the
+        schedule attached.
         """
-        self._step = _Step(batch, loss_scale, loss=torch.zeros((), dtype=torch.float32, device=self._device))
+        loss = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._step = _Step(batch, loss_scale, loss, gradients_leave)
         num_posted = num_received = 0
         for index, action in enumerate(self._actions):
             try:
@@ -110,8 +132,7 @@ class Executor:
                     self._post_receive(self._actions[self._receivers[num_posted]])
                     num_posted += 1
                 num_received += incoming(action, self._schedule.num_stages) is not None
-                with torch.profiler.record_function(str(action)):
-                    self._handlers[action.kind](action)
+                self._play(action)
             except Exception as error:
                 self._stash.clear()
                 error.add_note(render_text(self._schedule, failed=(self._rank, index)))
@@ -119,17 +140,29 @@ class Executor:
         self._transport.finish_step()
         return StepSums(self._step.loss, self._step.squared_norms)
 
+    def _play(self, action: Action) -> None:
+        """Run the action's handler under its name; loads and offloads record their copies where they make them."""
+        name, is_copy = str(action), action.kind in (ActionKind.LOAD, ActionKind.OFFLOAD)
+        span = nullcontext() if is_copy else self._spans.device_span(TraceLane.COMPUTE, name)
+        with torch.profiler.record_function(name), span:
+            self._handlers[action.kind](action)
+
     def _generate_data(self, action: Action) -> None:
         """Bring the step's tokens and labels to the device; copies from page-locked memory do not block."""
         step, num_microbatches = self._step, self._schedule.num_microbatches
         step.tokens = step.batch.input_ids.to(self._device, non_blocking=True).chunk(num_microbatches)
         step.labels = step.batch.labels.to(self._device, non_blocking=True).chunk(num_microbatches)
 
+    def _offload(self, action: Action) -> None:
+        departure = self._memory.offload(action.stage)
+        if departure is not None:
+            self._step.gradients_leave(action.stage, departure)
+
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, _microbatch(action)
         inputs = self._stage_input(stage, microbatch)
-        output, layer_inputs = self._stages[stage].forward(self._weights(stage), inputs)
-        self._stash.put(stage, microbatch, layer_inputs)
+        output, kept = self._run_layers(stage, inputs)
+        self._stash.put(stage, microbatch, kept)
         self._transport.send(output, self._rank_of(stage + 1))
 
     def _forward_last(self, action: Action) -> None:
@@ -146,7 +179,8 @@ class Executor:
         stage, microbatch = action.stage, _microbatch(action)
         module, weights = self._stages[stage], self._weights(stage)
         (inputs,) = self._stash.take(stage, microbatch)
-        hidden, layer_inputs = module.forward(weights, inputs)
+        assert isinstance(inputs, Tensor), "the last stage stashes its input"
+        hidden, kept = self._run_layers(stage, inputs)
         loss, gradient = module.loss(
             weights,
             self._memory.gradients(stage),
@@ -156,14 +190,12 @@ class Executor:
             loss_scale=self._step.loss_scale,
         )
         self._step.loss += loss
-        self._finish_backward(stage, microbatch, weights, layer_inputs, gradient)
+        self._finish_backward(stage, microbatch, weights, kept, gradient)
 
-    def _finish_backward(
-        self, stage: int, microbatch: int, weights: Views, layer_inputs: list[Tensor], gradient: Tensor
-    ) -> None:
+    def _finish_backward(self, stage: int, microbatch: int, weights: Views, kept: list[Kept], gradient: Tensor) -> None:
         """Backward through the layers, then to the stage before or into the embedding; the last microbatch seals."""
         module, gradients = self._stages[stage], self._memory.gradients(stage)
-        gradient = module.backward(weights, gradients, layer_inputs, gradient)
+        gradient = module.backward(weights, gradients, kept, gradient)
         if module.span.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
         else:
@@ -171,18 +203,26 @@ class Executor:
         if microbatch == self._schedule.num_microbatches - 1:
             self._step.squared_norms[stage] = self._memory.seal_gradients(stage, excluded=self._unsealed_names)
 
+    def _run_layers(self, stage: int, inputs: Tensor) -> tuple[Tensor, list[Kept]]:
+        return self._stages[stage].forward(self._weights(stage), inputs, keep_graphs=stage in self._graph_stages)
+
     def _stage_input(self, stage: int, microbatch: int) -> Tensor:
         return self._step.tokens[microbatch] if self._stages[stage].span.is_first else self._receive(stage - 1)
 
     def _weights(self, stage: int) -> dict[str, Tensor]:
-        with self._clock.waiting(WaitCause.OPTIMIZER):
+        with self._waiting(WaitCause.OPTIMIZER):
             self._memory.wait_until_updated(stage)
-        with self._clock.waiting(WaitCause.WEIGHTS):
+        with self._waiting(WaitCause.WEIGHTS):
             return self._memory.weights(stage)
 
     def _receive(self, source_stage: int) -> Tensor:
-        with self._clock.waiting(WaitCause.NEIGHBOURS):
+        with self._waiting(WaitCause.NEIGHBOURS):
             return self._transport.receive(self._rank_of(source_stage))
+
+    @contextmanager
+    def _waiting(self, cause: WaitCause) -> Iterator[None]:
+        with self._clock.waiting(cause), self._spans.device_span(TraceLane.WAIT, cause.value):
+            yield
 
     def _post_receive(self, action: Action) -> None:
         source_stage = incoming(action, self._schedule.num_stages)

@@ -1,11 +1,13 @@
 """One pipeline stage as code without storage: weights and gradients are passed in as views of flat buffers.
 
-Backward recomputes layer by layer from the layers' inputs, so only one layer's activations exist at a time.
+Backward recomputes layer by layer from the layers' inputs, so only one layer's activations exist at a time. A forward
+that keeps its graphs holds the activations of every layer instead, and needs the same weights until its backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +18,20 @@ from mobius.models.loss import chunked_cross_entropy, shift_labels
 from mobius.planner.partition import StageSpan
 
 Views = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """A block's forward with its graph, until `backward` consumes it."""
+
+    inputs: Tensor
+    leaves: Mapping[str, Tensor]
+    """Name within the block -> the parameter as a leaf of the graph."""
+    output: Tensor
+
+
+Kept = Tensor | LayerGraph
+"""What backward needs of a layer's forward: its input [B, L, H] to recompute from, or its graph."""
 
 
 class StageModule:
@@ -39,40 +55,51 @@ class StageModule:
         for block in blocks:
             self.shapes.update(block.full_shapes())
 
-    def forward(self, weights: Views, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Run the layers without a graph.
+    def forward(self, weights: Views, inputs: Tensor, *, keep_graphs: bool = False) -> tuple[Tensor, list[Kept]]:
+        """Run the layers; with `keep_graphs` their backward will not recompute them.
 
         Args:
             inputs: token ids [B, L] in the first stage, hidden states [B, L, H] in the others.
 
-        Returns the hidden states [B, L, H] and every layer's input, which `backward` needs.
+        Returns the hidden states [B, L, H], without a graph, and what `backward` needs of every layer.
         """
         with torch.no_grad():
             hidden = (
                 self._parts.embedding(_own(weights, self._parts.embedding), inputs) if self.span.is_first else inputs
             )
             layer_arguments = self._layer_arguments(hidden)
-            stashed = []
-            for layer, arguments in zip(self._layers, layer_arguments, strict=True):
-                stashed.append(hidden)
-                hidden = layer(_own(weights, layer), hidden, **arguments)
-        return hidden, stashed
+        kept: list[Kept] = []
+        for layer, arguments in zip(self._layers, layer_arguments, strict=True):
+            if keep_graphs:
+                graph = _run_with_graph(layer, weights, hidden, arguments)
+                kept.append(graph)
+                hidden = graph.output.detach()
+            else:
+                kept.append(hidden)
+                with torch.no_grad():
+                    hidden = layer(_own(weights, layer), hidden, **arguments)
+        return hidden, kept
 
-    def backward(self, weights: Views, gradients: Views, stashed: list[Tensor], gradient: Tensor) -> Tensor:
+    def backward(self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor) -> Tensor:
         """Add the layers' parameter gradients to `gradients` and return the gradient of the first layer's input.
 
         Args:
-            stashed: the layers' inputs from `forward`; the list is emptied, so that each is freed once it is used.
+            kept: from `forward`; the list is emptied, so that each entry is freed once it is used.
             gradient: of the hidden states that left the last layer, [B, L, H].
         """
         layer_arguments = self._layer_arguments(gradient)
         for layer, arguments in zip(reversed(self._layers), reversed(layer_arguments), strict=True):
-            gradient = _block_backward(layer, weights, gradients, stashed.pop(), gradient, arguments)
+            last = kept.pop()
+            graph = last if isinstance(last, LayerGraph) else _run_with_graph(layer, weights, last, arguments)
+            del last
+            gradient = _backward(layer, graph, gradients, gradient)
+            del graph
         return gradient
 
     def embedding_backward(self, weights: Views, gradients: Views, tokens: Tensor, gradient: Tensor) -> None:
         """Add the embedding's gradient for `tokens` [B, L]; `gradient` [B, L, H] is that of the first layer's input."""
-        _block_backward(self._parts.embedding, weights, gradients, tokens, gradient, {})
+        embedding = self._parts.embedding
+        _backward(embedding, _run_with_graph(embedding, weights, tokens, {}), gradients, gradient)
 
     def loss(
         self, weights: Views, gradients: Views, hidden: Tensor, labels: Tensor, *, num_targets: int, loss_scale: float
@@ -86,20 +113,19 @@ class StageModule:
         Returns the loss (fp32 scalar, unscaled) and the gradient of `hidden`.
         """
         parts = self._parts
-        with torch.no_grad():
-            normed = parts.norm(_own(weights, parts.norm), hidden)
+        normed = _run_with_graph(parts.norm, weights, hidden, {})
         loss, gradient = chunked_cross_entropy(
             parts.head,
             _own(weights, parts.head),
             _own(gradients, parts.head),
-            normed,
+            normed.output,
             shift_labels(labels),
             num_targets=num_targets,
             loss_scale=loss_scale,
             chunk_tokens=self._loss_chunk_tokens,
-            softcap=parts.logit_softcap,
+            logits_loss=parts.logits_loss,
         )
-        return loss, _block_backward(parts.norm, weights, gradients, hidden, gradient, {})
+        return loss, _backward(parts.norm, normed, gradients, gradient)
 
     def _layer_arguments(self, hidden: Tensor) -> list[dict[str, Any]]:
         arguments = self._layer_inputs(hidden.shape[1])
@@ -111,26 +137,30 @@ def _own(views: Views, block: Block) -> dict[str, Tensor]:
     return {name: views[block.prefix + name] for name in block.shapes}
 
 
-def _block_backward(
-    block: Block, weights: Views, gradients: Views, inputs: Tensor, gradient: Tensor, arguments: dict[str, Any]
-) -> Tensor:
-    """Recompute `block` on `inputs` with a graph, add its parameters' gradients, return that of `inputs`.
-
-    Inputs that are no floating-point numbers (token ids) have none: then `gradient` is returned.
-    """
+def _run_with_graph(block: Block, weights: Views, inputs: Tensor, arguments: dict[str, Any]) -> LayerGraph:
+    """Run `block` with a graph that ends in its parameters and, if they are numbers and not token ids, its inputs."""
     leaves = {name: view.detach().requires_grad_() for name, view in _own(weights, block).items()}
     inputs = inputs.detach()
-    sources = list(leaves.values())
     if inputs.is_floating_point():
-        sources.append(inputs.requires_grad_())
+        inputs.requires_grad_()
     with torch.enable_grad():
-        output = block(leaves, inputs, **arguments)
-    results = torch.autograd.grad(output, sources, gradient, allow_unused=True)
+        return LayerGraph(inputs, leaves, block(leaves, inputs, **arguments))
+
+
+def _backward(block: Block, graph: LayerGraph, gradients: Views, gradient: Tensor) -> Tensor:
+    """Add the gradients of `block`'s parameters to `gradients` and return that of its inputs.
+
+    Token ids have none: then `gradient` is returned.
+    """
+    sources = list(graph.leaves.values())
+    if graph.inputs.requires_grad:
+        sources.append(graph.inputs)
+    results = torch.autograd.grad(graph.output, sources, gradient, allow_unused=True)
     sums = _own(gradients, block)
     # A parameter without a gradient in this microbatch is left out, not shifted into its neighbour's place.
-    used = [(sums[name], result) for name, result in zip(leaves, results, strict=False) if result is not None]
+    used = [(sums[name], result) for name, result in zip(graph.leaves, results, strict=False) if result is not None]
     torch._foreach_add_([total for total, _ in used], [result for _, result in used])
-    if not inputs.is_floating_point():
+    if not graph.inputs.requires_grad:
         return gradient
     input_gradient = results[-1]
     assert input_gradient is not None

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from mobius.runtime.stage import Kept
 
 
 class Stash:
-    """Layer inputs keyed (stage, microbatch); an entry is taken exactly once."""
+    """Layer inputs or graphs keyed (stage, microbatch); an entry is taken exactly once."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, int], list[Tensor]] = {}
+        self._entries: dict[tuple[int, int], list[Kept]] = {}
 
-    def put(self, stage: int, microbatch: int, tensors: list[Tensor]) -> None:
+    def put(self, stage: int, microbatch: int, tensors: list[Kept]) -> None:
         """Keep `tensors` until `take`; the stash owns the list from now on."""
         assert (stage, microbatch) not in self._entries, f"stage {stage}, microbatch {microbatch} is stashed already"
         self._entries[stage, microbatch] = tensors
 
-    def take(self, stage: int, microbatch: int) -> list[Tensor]:
+    def take(self, stage: int, microbatch: int) -> list[Kept]:
         """Hand the entry over; the caller now owns it."""
         return self._entries.pop((stage, microbatch))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +10,13 @@ import torch
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from mobius.config import Compile, Config, Dtype
+from mobius.config import Compile, Config, Dtype, Recompute
 from mobius.data.batches import Batch, Batches
 from mobius.memory.available import available_host_bytes
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStages
+from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
 from mobius.memory.weight_slots import WeightSlots
@@ -32,10 +33,9 @@ from mobius.planner.budget import (
     GIB,
     GPU_PROCESS_BYTES,
     ByteSizes,
-    check_gpu_memory,
     check_host_memory,
-    gpu_need,
 )
+from mobius.planner.fit import StepTokens, fit_plan
 from mobius.planner.plan import Plan, make_plan
 from mobius.planner.shape import ModelShape
 from mobius.ranks import Ranks, cache_folder
@@ -48,14 +48,14 @@ from mobius.runtime.transport import SingleRankTransport, Transport
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
-from mobius.training.trainer import Trainer
+from mobius.training.trainer import StepWatch, Trainer
 
 
 @dataclass(frozen=True)
 class Blueprint:
     """What is known before any large memory is taken or any rank is spoken to.
 
-    It is the same on all ranks but for `ranks` and `device`.
+    It is the same on all ranks but for `ranks`, `device` and `graph_stages`.
     """
 
     config: Config
@@ -66,6 +66,8 @@ class Blueprint:
     shape: ModelShape
     plan: Plan
     schedule: Schedule
+    graph_stages: frozenset[int]
+    """Own stages that keep their activations from forward to backward instead of recomputing them."""
 
     @property
     def message_shape(self) -> tuple[int, int, int]:
@@ -83,7 +85,7 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
     check_dtype(config.model.dtype, device)
     gpu_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
     wants_graphs = pipeline.compile is Compile.ON or (pipeline.compile is Compile.AUTO and device.type == "cuda")
-    parts = ModelParts(model_config, device, compile_layers=wants_graphs)
+    parts = ModelParts(model_config, device, compiled=wants_graphs)
     shape = parts.shape()
     plan = make_plan(
         shape,
@@ -93,19 +95,21 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
         num_slots=pipeline.num_slots if pipeline.use_offload else None,
     )
     dtype = TORCH_DTYPES[config.model.dtype]
-    sizes = ByteSizes(dtype.itemsize)
-    if gpu_bytes is not None:
-        need = gpu_need(
-            plan.spans,
-            shape,
-            sizes,
-            num_ranks=ranks.num_ranks,
-            num_slots=plan.num_slots,
-            batch_tokens=pipeline.batch_size * config.data.seq_length,
-            microbatch_tokens=pipeline.microbatch_size * config.data.seq_length,
-            loss_chunk_tokens=pipeline.loss_chunk_tokens,
-        )
-        check_gpu_memory(need, available_bytes=gpu_bytes, is_offloading=pipeline.use_offload)
+    sizes = ByteSizes.of(config.model.dtype, has_fp32_gradients=pipeline.fp32_gradients)
+    fitted = fit_plan(
+        plan,
+        shape,
+        sizes,
+        rank=ranks.rank,
+        tokens=StepTokens(
+            step=pipeline.batch_size * config.data.seq_length,
+            microbatch=pipeline.microbatch_size * config.data.seq_length,
+            loss_chunk=pipeline.loss_chunk_tokens,
+        ),
+        gpu_bytes=gpu_bytes,
+        keeps_activations=pipeline.recompute is Recompute.NONE,
+    )
+    plan = fitted.plan
     if pipeline.use_offload or device.type == "cpu":
         limit = pipeline.host_memory_limit
         check_host_memory(
@@ -117,10 +121,10 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
             available_bytes=available_host_bytes() if limit is None else int(limit * GIB),
         )
     schedule = build_schedule(ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots)
-    return Blueprint(config, ranks, device, dtype, parts, shape, plan, schedule)
+    return Blueprint(config, ranks, device, dtype, parts, shape, plan, schedule, fitted.graph_stages)
 
 
-def connect(blueprint: Blueprint) -> Transport:
+def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:
     """Meet the other ranks; collective."""
     ranks = blueprint.ranks
     if ranks.num_ranks == 1:
@@ -131,6 +135,7 @@ def connect(blueprint: Blueprint) -> Transport:
         device=blueprint.device,
         shape=blueprint.message_shape,
         dtype=blueprint.dtype,
+        spans=spans,
     )
 
 
@@ -149,8 +154,13 @@ class RankState:
             self.arena.close()
 
 
-def load_state(blueprint: Blueprint, model_folder: Path) -> RankState:
-    """Allocate this rank's stages and fill them, tensor by tensor; no rank reads another's stages."""
+def load_state(
+    blueprint: Blueprint, model_folder: Path, *, source: WeightSource | None = None, spans: Spans = NO_SPANS
+) -> RankState:
+    """Allocate this rank's stages and fill them, tensor by tensor; no rank reads another's stages.
+
+    `source` gives the values instead of `model_folder` (a benchmark's are random).
+    """
     config, parts, device = blueprint.config, blueprint.parts, blueprint.device
     inputs = LayerInputs(parts, device=device, dtype=blueprint.dtype)
     chunk = config.pipeline.loss_chunk_tokens
@@ -165,10 +175,15 @@ def load_state(blueprint: Blueprint, model_folder: Path) -> RankState:
     if blueprint.plan.num_slots is None:
         memory = ResidentStages(layouts, dtype=blueprint.dtype, device=device)
     else:
-        arena = HostArena(layouts, dtype=blueprint.dtype, register=device.type == "cuda")
+        gradient_dtype = torch.float32 if config.pipeline.fp32_gradients else None
+        is_cuda = device.type == "cuda"
+        arena = HostArena(layouts, dtype=blueprint.dtype, register=is_cuda, gradient_dtype=gradient_dtype)
         updates = UpdateQueue() if config.pipeline.overlap_optimizer else None
-        memory = WeightSlots(arena.states, num_slots=blueprint.plan.num_slots, device=device, updates=updates)
-    _fill(memory, stages, _weight_source(blueprint, model_folder), show_progress=blueprint.ranks.is_first)
+        memory = WeightSlots(
+            arena.states, num_slots=blueprint.plan.num_slots, device=device, updates=updates, spans=spans
+        )
+    source = source or _weight_source(blueprint, model_folder)
+    _fill(memory, stages, source, show_progress=blueprint.ranks.is_first)
     return RankState(stages, memory, arena, updates)
 
 
@@ -208,7 +223,12 @@ def rehearse(blueprint: Blueprint, state: RankState) -> None:
 
 
 def _executor(
-    blueprint: Blueprint, state: RankState, transport: Transport, clock: WaitClock, unsealed_names: frozenset[str]
+    blueprint: Blueprint,
+    state: RankState,
+    transport: Transport,
+    clock: WaitClock,
+    unsealed_names: frozenset[str],
+    spans: Spans = NO_SPANS,
 ) -> Executor:
     return Executor(
         blueprint.schedule,
@@ -218,10 +238,20 @@ def _executor(
         clock=clock,
         device=blueprint.device,
         unsealed_names=unsealed_names,
+        graph_stages=blueprint.graph_stages,
+        spans=spans,
     )
 
 
-def assemble(blueprint: Blueprint, state: RankState, transport: Transport, batches: Batches) -> Trainer:
+def assemble(
+    blueprint: Blueprint,
+    state: RankState,
+    transport: Transport,
+    batches: Batches,
+    *,
+    spans: Spans = NO_SPANS,
+    watches: Sequence[StepWatch] = (),
+) -> Trainer:
     """Put the trainer together from finished parts."""
     config, parts, plan = blueprint.config, blueprint.parts, blueprint.plan
     clock = WaitClock(blueprint.device)
@@ -230,7 +260,7 @@ def assemble(blueprint: Blueprint, state: RankState, transport: Transport, batch
         if parts.tied_names
         else None
     )
-    executor = _executor(blueprint, state, transport, clock, tied.names if tied else frozenset())
+    executor = _executor(blueprint, state, transport, clock, tied.names if tied else frozenset(), spans)
     optim = config.optim
     stepper = Stepper(
         FlatAdamW(
@@ -245,6 +275,7 @@ def assemble(blueprint: Blueprint, state: RankState, transport: Transport, batch
         max_grad_norm=optim.max_grad_norm,
         tied=tied,
         updates=state.updates,
+        spans=spans,
     )
     return Trainer(
         config.optim,
@@ -254,6 +285,7 @@ def assemble(blueprint: Blueprint, state: RankState, transport: Transport, batch
         transport=transport,
         clock=clock,
         meter=MemoryMeter(blueprint.device),
+        watches=watches,
     )
 
 

@@ -23,7 +23,9 @@ from mobius.training.build import Blueprint, assemble, connect, draw_blueprint, 
 from mobius.training.export import export_bytes, export_model
 from mobius.training.metrics import MetricsLog, StepMetrics, step_line
 from mobius.training.output_folder import OutputFolder
+from mobius.training.recordings import Recordings
 from mobius.training.report import RankMemory, RunTimings, write_report
+from mobius.training.timeline import TraceFacts
 from mobius.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,6 @@ def run_training(config: Config, ranks: Ranks) -> None:
 
 def _run(config: Config, ranks: Ranks) -> None:
     start = time.perf_counter()
-    set_host_threads(ranks)
     model_folder = locate_model(config.model.model_path)
     model_config = load_model_config(model_folder, config.model)
     tokenizer = _load_tokenizer(model_folder, model_config.vocab_size)
@@ -59,8 +60,10 @@ def _run(config: Config, ranks: Ranks) -> None:
         prepared = _prepare_data(config, ranks, tokenizer)
         if config.output.show_actions:
             _log_actions(blueprint)
-        transport = connect(blueprint)
-        state = load_state(blueprint, model_folder)
+        set_host_threads(ranks, blueprint.device)  # not before: tokenization uses every CPU
+        recordings = Recordings(config, rank=ranks.rank, device=blueprint.device, folder=output.partial)
+        transport = connect(blueprint, recordings.spans)
+        state = load_state(blueprint, model_folder, spans=recordings.spans)
         if blueprint.device.type == "cuda" and ranks.num_ranks > 1:
             rehearse(blueprint, state)
         transport.barrier()
@@ -75,11 +78,12 @@ def _run(config: Config, ranks: Ranks) -> None:
         pad_token_id=_pad_token_id(tokenizer),
         seed=config.optim.seed,
     )
-    trainer = assemble(blueprint, state, transport, batches)
+    trainer = assemble(blueprint, state, transport, batches, spans=recordings.spans, watches=recordings.watches)
     load_seconds = time.perf_counter() - start
     _log_start(blueprint)
     steps = _train(trainer, config, output, ranks)
     train_end = time.perf_counter()
+    recordings.write(_trace_facts(blueprint), transport)
     export_model(
         blueprint,
         state,
@@ -175,6 +179,17 @@ def _log_start(blueprint: Blueprint) -> None:
         pipeline.num_microbatches,
         pipeline.microbatch_size,
         MemoryMeter(blueprint.device).device_name,
+    )
+
+
+def _trace_facts(blueprint: Blueprint) -> TraceFacts:
+    plan = blueprint.plan
+    return TraceFacts(
+        num_ranks=plan.num_ranks,
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        num_slots=plan.num_slots,
+        device=MemoryMeter(blueprint.device).device_name,
     )
 
 

@@ -6,7 +6,8 @@ It knows no device and no process group.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
@@ -19,6 +20,9 @@ from mobius.runtime.executor import Executor, StepBatch
 from mobius.runtime.transport import Transport
 from mobius.runtime.waits import WaitCause, WaitClock
 from mobius.training.metrics import StepMetrics
+
+StepWatch = Callable[[int], AbstractContextManager[object]]
+"""Called with the number of a step, counted from 1; the step runs within what it returns."""
 
 
 class Trainer:
@@ -34,7 +38,10 @@ class Trainer:
         transport: Transport,
         clock: WaitClock,
         meter: MemoryMeter,
+        watches: Sequence[StepWatch] = (),
     ) -> None:
+        """Each step runs within what `watches` return for its number."""
+        self._watches = watches
         self._config = config
         self._executor, self._stepper, self._batches = executor, stepper, batches
         self._transport, self._clock, self._meter = transport, clock, meter
@@ -46,16 +53,22 @@ class Trainer:
         self._transport.barrier()
         self._step_end = time.perf_counter()
         while self._step < self._config.num_iterations:
-            yield self.train_step()
+            with ExitStack() as stack:
+                for watch in self._watches:
+                    stack.enter_context(watch(self._step + 1))
+                metrics = self.train_step()
+            yield metrics
 
     def train_step(self) -> StepMetrics:
         """One optimizer step: M microbatches through all stages, then AdamW."""
         batch = next(self._batches)
         learning_rate = learning_rate_at(self._step, self._config)
-        loss_scale = self._stepper.loss_scale
-        sums = self._executor.run(batch, loss_scale=loss_scale.value)
+        self._stepper.begin_step(learning_rate)
+        sums = self._executor.run(
+            batch, loss_scale=self._stepper.loss_scale.value, gradients_leave=self._stepper.gradients_leave
+        )
         self._step += 1
-        outcome = self._stepper.apply(sums, step=self._step, learning_rate=learning_rate)
+        outcome = self._stepper.apply(sums, step=self._step)
         if self._step == self._config.num_iterations:
             self._stepper.drain()
         return self._measure(batch, outcome, learning_rate)

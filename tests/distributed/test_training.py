@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.runs import make_checkpoint, make_dataset, run_main
+from harness.runs import exact_results, make_checkpoint, make_dataset, run_main
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_scheduler
 
@@ -96,16 +96,17 @@ def _assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
     assert (actual - expected).abs().max() <= 1e-4 * moved, (name, float((actual - expected).abs().max()))
 
 
-def test_an_overlapped_optimizer_gives_the_same_bits(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model", num_layers=8, is_tied=True)
-    make_dataset(tmp_path / "data.jsonl")
-    saved = {}
-    for name in ("overlap_optimizer", "no_overlap_optimizer"):
-        arguments = f"""--model_path model --dataset data.jsonl --bf16 --num_stages 8 --num_chunks 2 --batch_size 4
-            --seq_length 16 --num_iterations 10 --learning_rate 1e-3 --max_grad_norm 0.5
-            --save_dir out-{name} --save_params {name}.pt --save_results {name}.txt --{name}""".split()
-        result = run_main(2, tmp_path, *arguments)
-        assert result.returncode == 0, result.stdout
-        saved[name] = torch.load(tmp_path / f"{name}.pt", weights_only=True)
-    overlapped, plain = saved.values()
-    assert all(torch.equal(overlapped[name], plain[name]) for name in plain)
+@pytest.mark.parametrize("clipping", ["--max_grad_norm 0.5", "--max_grad_norm 0"], ids=["clipped", "not clipped"])
+def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -> None:
+    options = f"""--device cpu --bf16 --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 10
+        --learning_rate 1e-3 {clipping}"""
+    streamed = [
+        f"--use_offload --{overlap} --{prefetch}"
+        for overlap in ("no_overlap_optimizer", "overlap_optimizer")
+        for prefetch in ("no_prefetch", "use_prefetch")
+    ]
+    resident = [f"--no_offload --recompute {recompute}" for recompute in ("full", "none")]
+    results = exact_results(2, tmp_path, options, [*streamed, *resident, f"{streamed[0]} --fp32_gradients"])
+    assert all(results[variant] == results[streamed[0]] for variant in streamed), results
+    assert results[resident[0]] == results[resident[1]], results
+    assert results[streamed[0]] != results[f"{streamed[0]} --fp32_gradients"], "the comparison can fail"

@@ -70,6 +70,8 @@ class Pipeline:
     stages_per_rank: int
     num_microbatches: int
     num_slots: int | None
+    keeps_graphs: bool = False
+    """In all stages if they are resident, else in the last one of each rank."""
     loss_chunk_tokens: int = 4096
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
@@ -107,6 +109,7 @@ class Pipeline:
             transport=transport,
             clock=WaitClock(self.device),
             device=self.device,
+            graph_stages=self._graph_stages(sorted(stages)),
         )
         sums = executor.run(batch)
         if parts.tied_names:
@@ -117,6 +120,11 @@ class Pipeline:
             memory.wait_for_gradients(stage)
             named.update({name: view.clone() for name, view in state.layout.views(state.gradients).items()})
         return named, sums
+
+    def _graph_stages(self, own: list[int]) -> frozenset[int]:
+        if not self.keeps_graphs:
+            return frozenset()
+        return frozenset(own if self.num_slots is None else own[-1:])
 
     def _memory(self, layouts: dict[int, StageLayout]) -> StageMemory:
         if self.num_slots is None:

@@ -73,6 +73,28 @@ def run_main(num_ranks: int, folder: Path, *arguments: str, timeout: float = 240
     )
 
 
+def exact_results(
+    num_ranks: int, folder: Path, options: str, variants: Sequence[str], *, num_layers: int = 8
+) -> dict[str, object]:
+    """Train with each variant of `options` under deterministic kernels; equal results are equal to the bit."""
+    make_checkpoint(folder / "model", num_layers=num_layers, is_tied=True)
+    launcher = f"-m torch.distributed.run --nproc_per_node {num_ranks} --master_port {free_port()}".split()
+    worker = str(Path(__file__).with_name("exact_worker.py"))
+    output = folder / "exact.json"
+    result = subprocess.run(
+        [sys.executable, *launcher, worker, str(output), str(folder / "model"), options, *variants],
+        env=environment(folder / "cache"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout
+    results: dict[str, object] = json.loads(output.read_text())
+    return results
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on at this moment."""
     with socket.socket() as probe:

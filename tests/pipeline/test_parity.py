@@ -6,7 +6,13 @@ import pytest
 import torch
 from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, plain_step
 
-SLOTS = {"resident": None, "streamed": 1, "streamed, prefetched": 2}
+CASES = {  # number of slots, whether graphs are kept
+    "resident": (None, False),
+    "resident, graphs kept": (None, True),
+    "streamed": (1, False),
+    "streamed, prefetched": (2, False),
+    "streamed, last graphs kept": (2, True),
+}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -18,8 +24,8 @@ def test_pipeline_equals_the_plain_model_bit_by_bit(family: str, num_ranks: int)
         batch = make_batch(num_microbatches)
         expected_loss, expected = plain_step(model, batch, num_microbatches)
         for stages_per_rank in (1, 2, 3):
-            for case, num_slots in SLOTS.items():
-                pipeline = Pipeline(model, num_ranks, stages_per_rank, num_microbatches, num_slots)
+            for case, (num_slots, keeps_graphs) in CASES.items():
+                pipeline = Pipeline(model, num_ranks, stages_per_rank, num_microbatches, num_slots, keeps_graphs)
                 where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} {case}"
                 assert torch.equal(pipeline.run(batch), expected_loss), where
                 assert pipeline.gradients.keys() == expected.keys(), where

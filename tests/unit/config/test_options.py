@@ -5,7 +5,7 @@ import typing
 
 import pytest
 
-from mobius.config import Bounds, Config, Dtype, LrSchedulerType, OptimConfig, PipelineConfig
+from mobius.config import Bounds, Config, Dtype, LrSchedulerType, OptimConfig, OutputConfig, PipelineConfig
 from mobius.options import config_from, nearest_name, option_values, options, spellings
 
 # The manual's table: name, type, default.
@@ -109,6 +109,13 @@ def test_warmup_is_a_number_of_steps_or_a_share_rounded_up(
     warmup_steps: float, num_iterations: int, expected: int
 ) -> None:
     assert OptimConfig(warmup_steps=warmup_steps, num_iterations=num_iterations).num_warmup_steps == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(None, []), ("3", [3]), ("3-5", [3, 4, 5]), (" 7 - 8 ", [7, 8]), ("5-3", []), ("x", [])]
+)
+def test_steps_to_profile_are_one_or_a_range_with_both_ends(text: str | None, expected: list[int]) -> None:
+    assert list(OutputConfig(profile_steps=text).profiled_steps) == expected
 
 
 def test_derived_numbers_of_the_pipeline() -> None:

@@ -24,6 +24,10 @@ from mobius.validation import find_problems, validate
         ({"save_dir": "out", "save_params": "./out"}, 4, ["`--save_params` and `--save_dir`"]),
         ({"cuda_visible_devices": "0,x"}, 4, ["'0,x'", "0,2,1,3"]),
         ({"cuda_visible_devices": "0,0"}, 4, ["different GPUs"]),
+        ({"profile_steps": "4-3", "num_iterations": 9}, 4, ["'4-3'", "such as 3 or 3-4"]),
+        ({"profile_steps": "0-1"}, 4, ["'0-1'", "from 1 on"]),
+        ({"profile_steps": "all"}, 4, ["'all'"]),
+        ({"profile_steps": "2-3", "num_iterations": 2}, 4, ["2-3 is more", "steps 1 to 2", "--num_iterations"]),
         ({"master_port": 70000}, 4, ["below 65536"]),
         ({"seq_length": 1}, 4, ["at least 2"]),
         ({"adam_beta2": 1.0}, 4, ["at least 0 and below 1"]),
@@ -55,6 +59,8 @@ def test_the_defaults_are_valid(num_ranks: int) -> None:
         {"use_prefetch": True, "use_offload": False},
         {"num_stages": 32, "num_layers": 32},
         {"warmup_steps": 2.0, "num_iterations": 2},
+        {"profile_steps": "2", "num_iterations": 2},
+        {"profile_steps": "1 - 2", "num_iterations": 2},
     ],
 )
 def test_values_at_the_edge_are_allowed(values: dict[str, OptionValue]) -> None:

@@ -24,14 +24,27 @@ def held(gate: threading.Event, update: Callable[[], None]) -> Callable[[], None
     return run
 
 
-def test_submitting_returns_at_once_and_updates_run_in_order() -> None:
+def test_submitting_returns_at_once_and_of_those_that_wait_the_lowest_stage_goes_first() -> None:
     queue, gate, order = UpdateQueue(), threading.Event(), list[int]()
+    begun = threading.Event()
+    queue.submit(5, held(gate, lambda: order.append(5)), can_begin=lambda: bool(begun.set()) or True)
+    assert begun.wait(10)
     for stage in (2, 0, 1):
-        queue.submit(stage, held(gate, lambda stage=stage: order.append(stage)))  # type: ignore[misc]
+        queue.submit(stage, lambda stage=stage: order.append(stage))  # type: ignore[misc]
     assert order == []
     gate.set()
     queue.drain()
-    assert order == [2, 0, 1]
+    assert order == [5, 0, 1, 2]
+
+
+def test_an_update_that_cannot_begin_lets_others_go_first_and_runs_when_it_is_alone() -> None:
+    queue, gate, order = UpdateQueue(), threading.Event(), list[int]()
+    queue.submit(5, held(gate, lambda: order.append(5)))
+    queue.submit(0, lambda: order.append(0), can_begin=lambda: False)
+    queue.submit(3, lambda: order.append(3))
+    gate.set()
+    queue.drain()
+    assert order in ([5, 3, 0], [3, 5, 0]), "5 need not have begun when 3 came"
 
 
 def test_what_follows_an_update_has_run_when_the_wait_is_over() -> None:

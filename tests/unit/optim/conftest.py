@@ -11,6 +11,7 @@ from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStages
 from mobius.memory.stage_memory import StageMemory
+from mobius.memory.update_queue import UpdateQueue
 from mobius.memory.weight_slots import WeightSlots
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.grad_scaler import LossScale
@@ -37,6 +38,7 @@ class Rank:
         self, gradients: Gradients, *, step: int = 1, loss: float = 1.0, learning_rate: float = 0.1
     ) -> StepOutcome:
         """Accumulate `gradients` (the others stay zero) as backward does, then apply them."""
+        self.stepper.begin_step(learning_rate)
         squares = {}
         for stage, state in self.memory.states.items():
             if self.is_streamed:
@@ -47,8 +49,12 @@ class Rank:
                     views[name].add_(gradients[name])
             squares[stage] = self.memory.seal_gradients(stage, excluded=self.tied_names)
             if self.is_streamed:
-                self.memory.offload(stage)
-        return self.stepper.apply(StepSums(torch.tensor(loss), squares), step=step, learning_rate=learning_rate)
+                departure = self.memory.offload(stage)
+                assert departure is not None
+                self.stepper.gradients_leave(stage, departure)
+        outcome = self.stepper.apply(StepSums(torch.tensor(loss), squares), step=step)
+        self.stepper.drain()
+        return outcome
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of the working weights."""
@@ -74,6 +80,7 @@ def make_rank() -> MakeRank:
         tied: TiedPair | None = None,
         dtype: torch.dtype = torch.float32,
         is_streamed: bool = False,
+        is_overlapped: bool = False,
     ) -> Rank:
         """`stages`: stage -> parameter name -> initial value."""
         layouts = {
@@ -97,6 +104,7 @@ def make_rank() -> MakeRank:
             num_stages=num_stages,
             max_grad_norm=max_grad_norm,
             tied=tied,
+            updates=UpdateQueue() if is_overlapped else None,
         )
         return Rank(memory, stepper, is_streamed, tied.names if tied else frozenset())
 

@@ -134,6 +134,74 @@ def test_what_one_rank_finds_not_finite_makes_all_skip(
     assert message in record.getMessage()
 
 
+@pytest.mark.parametrize("way", ["resident", "streamed", "overlapped"])
+def test_without_clipping_only_the_stage_that_is_not_finite_keeps_its_weights(
+    make_rank: MakeRank, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    rank = make_rank(start(), max_grad_norm=0.0, is_streamed=way != "resident", is_overlapped=way == "overlapped")
+    step = gradients(1)
+    step["b"][0, 1] = NAN
+
+    with caplog.at_level(logging.WARNING, logger="mobius"):
+        outcome = rank.step(step, step=7)
+
+    assert outcome.is_skipped
+    assert (rank.stepper.num_updates, rank.stepper.num_skipped) == (1, 1)
+    expected, _ = torch_training([gradients(1)], 0.0)
+    torch.testing.assert_close(rank.parameters()["a"], expected["a"], rtol=1e-5, atol=1e-6)
+    for name in ("b", "norm"):
+        assert torch.equal(rank.parameters()[name], start()[1][name])
+    (record,) = caplog.records
+    assert "step 7 keeps the weights of these stages: not finite: gradients of stage(s) 1 " in record.getMessage()
+
+
+@pytest.mark.parametrize("way", ["resident", "streamed", "overlapped"])
+def test_without_clipping_a_step_in_which_nothing_is_finite_does_not_count_for_the_bias_correction(
+    make_rank: MakeRank, way: str
+) -> None:
+    rank = make_rank(start(), max_grad_norm=0.0, is_streamed=way != "resident", is_overlapped=way == "overlapped")
+    rank.step({"a": torch.full((2, 2), NAN), "b": torch.full((1, 2), INF)}, step=1)
+    steps = [gradients(1), gradients(2)]
+
+    for number, step in enumerate(steps, start=2):
+        rank.step(step, step=number)
+
+    for name, expected in torch_training(steps, 0.0)[0].items():
+        torch.testing.assert_close(rank.parameters()[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_overlapped_updates_are_the_same_to_the_bit(
+    make_rank: MakeRank, max_grad_norm: float, dtype: torch.dtype
+) -> None:
+    results = []
+    for is_overlapped in (False, True):
+        rank = make_rank(
+            start(), max_grad_norm=max_grad_norm, dtype=dtype, is_streamed=True, is_overlapped=is_overlapped
+        )
+        for number in range(1, 11):
+            rank.step(gradients(number, 10.0 / number), step=number, learning_rate=0.1 / number)
+        results.append(rank.parameters())
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
+def test_without_clipping_a_stage_is_updated_before_the_step_has_ended(make_rank: MakeRank) -> None:
+    rank = make_rank(start(), max_grad_norm=0.0, is_streamed=True, is_overlapped=True)
+    rank.stepper.begin_step(0.1)
+    memory = rank.memory
+    memory.load(1)
+    memory.gradients(1)["b"].add_(torch.tensor([[3.0, -4.0]]))
+    memory.seal_gradients(1, excluded=frozenset())
+
+    rank.stepper.gradients_leave(1, memory.offload(1))
+    memory.wait_until_updated(1)
+    rank.stepper.drain()
+
+    assert rank.parameters()["b"].tolist() == [pytest.approx([1.9, 4.1])]
+
+
 def test_a_skipped_step_does_not_count_for_the_bias_correction(make_rank: MakeRank) -> None:
     rank = make_rank(start())
     rank.step({"a": torch.full((2, 2), NAN)}, step=1)

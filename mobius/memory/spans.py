@@ -1,0 +1,235 @@
+"""When the work of one rank really ran: named spans on lanes, of the device and of the host, for a few steps.
+
+It never synchronizes while a step runs: spans of the device lie between two events, which are read after the run. It
+does not know what the work is, nor how spans are written or drawn.
+
+    perf_counter     base ........................ start ====== end       one clock for all processes of a node
+                      |                              |           |
+    CUDA events    base event .................... event ===== event      base + base.elapsed_time(event)
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+
+
+class TraceLane(StrEnum):
+    """What works on a span; the lanes of a rank work at the same time."""
+
+    STEP = "step"
+    COMPUTE = "compute"
+    WAIT = "wait"
+    LOAD = "load"
+    OFFLOAD = "offload"
+    SEND = "send"
+    RECEIVE = "receive"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpan:
+    """One thing that ran; times are seconds of `time.perf_counter`."""
+
+    lane: TraceLane
+    name: str
+    step: int
+    """The step in which it began, counted from 1."""
+    start: float
+    end: float
+    peer: int | None = None
+    """The other rank of a message."""
+
+
+class Waitable(Protocol):
+    """A message under way."""
+
+    def wait(self) -> object:
+        """Make the current stream wait for it."""
+
+
+class Spans(Protocol):
+    """Where parts of a rank tell what they do; all methods may be called by any thread."""
+
+    def device_span(self, lane: TraceLane, name: str) -> AbstractContextManager[object]:
+        """Record the time that the work enqueued within takes on the current stream (on a CPU: the host's time)."""
+
+    def host_span(self, lane: TraceLane, name: str) -> AbstractContextManager[object]:
+        """Record the host's own time within."""
+
+    def message(self, lane: TraceLane, peer: int, work: Waitable) -> None:
+        """Record a message from now, on the current stream, until it is through; call it right after enqueuing it.
+
+        On a CPU it is recorded as a moment, for nobody is told there when a message is through.
+        """
+
+
+class _NoSpans:
+    """Records nothing, and costs a call."""
+
+    _nothing: AbstractContextManager[object] = nullcontext()
+
+    def device_span(self, lane: TraceLane, name: str) -> AbstractContextManager[object]:
+        return self._nothing
+
+    def host_span(self, lane: TraceLane, name: str) -> AbstractContextManager[object]:
+        return self._nothing
+
+    def message(self, lane: TraceLane, peer: int, work: Waitable) -> None:
+        return
+
+
+NO_SPANS: Spans = _NoSpans()
+_Mark = float | torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A span whose ends may be events that the device has not reached."""
+
+    lane: TraceLane
+    name: str
+    step: int
+    start: _Mark
+    end: _Mark
+    peer: int | None = None
+
+
+class SpanRecorder:
+    """Owns the spans of `steps` of one rank, and a stream per neighbour and direction that waits for its messages."""
+
+    def __init__(self, device: torch.device, steps: range) -> None:
+        """Record while one of `steps`, counted from 1, runs; memory is taken for those only."""
+        self._device, self._steps = device, steps
+        self._is_cuda = device.type == "cuda"
+        self._step: int | None = None
+        self._current = ""
+        # Appending to a list is one operation for all threads.
+        self._recorded: list[_Recorded] = []
+        self._base: tuple[float, torch.cuda.Event] | None = None
+        self._edges: dict[tuple[TraceLane, int], torch.cuda.Stream] = {}
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Record what begins from here to the next step, if `number` is one of the steps.
+
+        The first of them synchronizes once.
+        """
+        if number not in self._steps:
+            self._step = None
+            yield
+            return
+        if self._is_cuda and self._base is None:
+            self._base = self._take_base()
+        self._step, start = number, time.perf_counter()
+        yield
+        self._recorded.append(_Recorded(TraceLane.STEP, f"step {number}", number, start, time.perf_counter()))
+
+    def device_span(self, lane: TraceLane, name: str) -> AbstractContextManager[object]:
+        step = self._step
+        return nullcontext() if step is None else self._device_span(lane, name, step)
+
+    def host_span(self, lane: TraceLane, name: str) -> AbstractContextManager[object]:
+        step = self._step
+        return nullcontext() if step is None else self._host_span(lane, name, step)
+
+    def message(self, lane: TraceLane, peer: int, work: Waitable) -> None:
+        if self._step is None:
+            return
+        start = self._mark()
+        if self._is_cuda:
+            # A stream per directed edge: what it waits for arrives in this order, and holds up nothing else.
+            edge = self._edges.get((lane, peer))
+            if edge is None:
+                edge = self._edges[lane, peer] = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(edge):
+                work.wait()
+                end = self._mark()
+        else:
+            end = start
+        name = f"{self._current} to {peer}".lstrip() if lane is TraceLane.SEND else f"from {peer}"
+        self._recorded.append(_Recorded(lane, name, self._step, start, end, peer))
+
+    def collect(self) -> list[MeasuredSpan]:
+        """All spans so far, in order of their start; synchronizes. Compute is told without the waits within it."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)  # sync: once, after the last step
+        measured = [
+            MeasuredSpan(r.lane, r.name, r.step, self._seconds(r.start), self._seconds(r.end), r.peer)
+            for r in self._recorded
+        ]
+        return sorted(compute_without_waits(messages_in_turn(measured)), key=lambda span: (span.start, -span.end))
+
+    @contextmanager
+    def _device_span(self, lane: TraceLane, name: str, step: int) -> Iterator[None]:
+        start = self._mark()
+        if lane is TraceLane.COMPUTE:
+            self._current = name
+        yield
+        if lane is TraceLane.COMPUTE:
+            self._current = ""
+        self._recorded.append(_Recorded(lane, name, step, start, self._mark()))
+
+    @contextmanager
+    def _host_span(self, lane: TraceLane, name: str, step: int) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._recorded.append(_Recorded(lane, name, step, start, time.perf_counter()))
+
+    def _mark(self) -> _Mark:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _take_base(self) -> tuple[float, torch.cuda.Event]:
+        """An event and the host's time of it."""
+        torch.cuda.synchronize(self._device)  # sync: once, before the first step that is recorded
+        event = torch.cuda.Event(enable_timing=True)
+        before = time.perf_counter()
+        event.record()
+        event.synchronize()
+        return (before + time.perf_counter()) / 2, event
+
+    def _seconds(self, mark: _Mark) -> float:
+        if isinstance(mark, float):
+            return mark
+        assert self._base is not None
+        seconds, base = self._base
+        milliseconds: float = base.elapsed_time(mark)
+        return seconds + milliseconds / 1000
+
+
+def messages_in_turn(spans: list[MeasuredSpan]) -> list[MeasuredSpan]:
+    """Messages of one edge one after the other, as they travel: the next begins when the one before is through."""
+    turned: list[MeasuredSpan] = []
+    ends: dict[tuple[TraceLane, int | None], float] = {}
+    for span in spans:
+        if span.lane in (TraceLane.SEND, TraceLane.RECEIVE):
+            edge = (span.lane, span.peer)
+            start = max(span.start, ends.get(edge, span.start))
+            ends[edge] = max(span.end, start)
+            turned.append(replace(span, start=start, end=ends[edge]))
+        else:
+            turned.append(span)
+    return turned
+
+
+def compute_without_waits(spans: list[MeasuredSpan]) -> list[MeasuredSpan]:
+    """Compute begins when the last wait within it is over: an action's waits come before its work."""
+    waits = sorted((span.start, span.end) for span in spans if span.lane is TraceLane.WAIT)
+    trimmed = []
+    for span in spans:
+        if span.lane is TraceLane.COMPUTE:
+            within = waits[bisect_left(waits, (span.start,)) : bisect_right(waits, (span.end,))]
+            span = replace(span, start=max([span.start, *(end for _, end in within if end <= span.end)]))
+        trimmed.append(span)
+    return trimmed

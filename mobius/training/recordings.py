@@ -1,0 +1,63 @@
+"""What a run records of itself when asked to: `--trace` and `--profile_steps`. Without them nothing is made here.
+
+Does not own how spans are measured (memory/spans.py), written (timeline.py) or profiled (profile.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from mobius.config import Config
+from mobius.memory.spans import NO_SPANS, SpanRecorder, Spans
+from mobius.runtime.transport import Transport
+from mobius.training.profile import StepProfiler
+from mobius.training.timeline import TraceFacts, merge_parts, write_part, write_trace
+from mobius.training.timeline_picture import draw_timeline
+from mobius.training.trainer import StepWatch
+
+logger = logging.getLogger(__name__)
+
+MAX_TRACED_STEPS = 3
+
+
+def traced_steps(num_iterations: int) -> range:
+    """Steps 3 to 5, or the last three of a shorter run: the first ones may still warm up."""
+    first = max(1, min(3, num_iterations - MAX_TRACED_STEPS + 1))
+    return range(first, min(first + MAX_TRACED_STEPS - 1, num_iterations) + 1)
+
+
+class Recordings:
+    """Owns the recorders of one rank; parts tell `spans` what they do, the trainer runs steps within `watches`."""
+
+    def __init__(self, config: Config, *, rank: int, device: torch.device, folder: Path) -> None:
+        """`folder` takes the files; it need not exist before the first step."""
+        self._folder, self._rank = folder, rank
+        self._recorder: SpanRecorder | None = None
+        watches: list[StepWatch] = []
+        if config.output.trace:
+            self._recorder = SpanRecorder(device, traced_steps(config.optim.num_iterations))
+            watches.append(self._recorder.step)
+        if config.output.profiled_steps:
+            path = folder / "profile" / f"rank{rank}.json.gz"
+            watches.append(StepProfiler(device, config.output.profiled_steps, path).step)
+        self.watches = tuple(watches)
+
+    @property
+    def spans(self) -> Spans:
+        return self._recorder or NO_SPANS
+
+    def write(self, facts: TraceFacts, transport: Transport) -> None:
+        """Leave trace.json and timeline.png, if they are wanted; collective, after the last step. Synchronizes."""
+        if self._recorder is None:
+            return
+        write_part(self._folder, self._rank, self._recorder.collect())
+        transport.barrier()
+        if self._rank == 0:
+            trace = merge_parts(self._folder, facts)
+            write_trace(self._folder / "trace.json", trace)
+            if trace.steps:
+                draw_timeline(trace, self._folder / "timeline.png")
+                logger.info("trace of steps %d to %d: trace.json, timeline.png", trace.steps[0], trace.steps[-1])

@@ -1,0 +1,203 @@
+"""Owns `trace.json`: the measured spans of all ranks as one file for Perfetto and chrome://tracing, written and read.
+
+Does not own what is measured (memory/spans.py) nor the picture of it (timeline_picture.py).
+
+    pid        a rank              name   as in the schedule grid: F4.1, B4.1, L4, O4; U4 is the update of stage 4
+    tid        a lane of it        args   step, stage, microbatch, peer, where they apply
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mobius.errors import ConfigError
+from mobius.memory.spans import MeasuredSpan, TraceLane
+
+_NAME = re.compile(r"(?P<letter>[DFBLOU])(?P<stage>\d+)(?:\.(?P<microbatch>\d+))?")
+
+
+@dataclass(frozen=True)
+class TraceFacts:
+    """What a picture must know beside the spans."""
+
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    num_slots: int | None
+    """None where all weights stay on the device."""
+    device: str
+    """Name of the device of each rank, `cpu` without a GPU."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The spans of every rank, on one clock."""
+
+    facts: TraceFacts
+    spans: tuple[tuple[MeasuredSpan, ...], ...]
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that were recorded, ascending."""
+        return sorted({span.step for spans in self.spans for span in spans if span.lane is TraceLane.STEP})
+
+    def choose_step(self, step: int | None) -> int:
+        """`step`, or without one the second: the first may warm up, and the last of a run has no step behind it.
+
+        Raises ConfigError if there is no such step.
+        """
+        if not self.steps or (step is not None and step not in self.steps):
+            known = f"steps {', '.join(map(str, self.steps))}" if self.steps else "no steps"
+            raise ConfigError(f"the trace has {known}" + ("" if step is None else f", not step {step}"))
+        return self.steps[min(1, len(self.steps) - 1)] if step is None else step
+
+    def window(self, step: int) -> tuple[float, float]:
+        """From the first rank's start of `step` to the last one's end, in seconds."""
+        found = [span for spans in self.spans for span in spans if span.lane is TraceLane.STEP and span.step == step]
+        return min(span.start for span in found), max(span.end for span in found)
+
+    def within(self, rank: int, step: int) -> list[MeasuredSpan]:
+        """What was under way on `rank` during `step`, cut at its borders."""
+        start, end = self.window(step)
+        cut = [replace(span, start=max(span.start, start), end=min(span.end, end)) for span in self.spans[rank]]
+        return [span for span in cut if span.start < span.end]
+
+    def lane_seconds(self, step: int) -> list[dict[str, float]]:
+        """Per rank, what each lane worked during `step`, and what compute waited by cause (`wait: weights`)."""
+        rows = []
+        for rank in range(self.facts.num_ranks):
+            row: dict[str, float] = {}
+            for span in sorted(self.within(rank, step), key=_lane_key):
+                name = f"wait: {span.name}" if span.lane is TraceLane.WAIT else span.lane.value
+                row[name] = row.get(name, 0.0) + span.end - span.start
+            rows.append(row)
+        return rows
+
+
+@dataclass(frozen=True)
+class ActionName:
+    """A name of the schedule grid, taken apart."""
+
+    letter: str
+    stage: int
+    microbatch: int | None
+
+
+def take_apart(name: str) -> ActionName | None:
+    """`F4.1` -> (F, 4, 1), `L4` -> (L, 4, None), None for a name that is no action's."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    microbatch = match["microbatch"]
+    return ActionName(match["letter"], int(match["stage"]), None if microbatch is None else int(microbatch))
+
+
+def write_part(folder: Path, rank: int, spans: Sequence[MeasuredSpan]) -> None:
+    """Leave one rank's spans in `folder` for `merge_parts`."""
+    _part(folder, rank).write_text(json.dumps([asdict(span) for span in spans]), encoding="utf-8")
+
+
+def merge_parts(folder: Path, facts: TraceFacts) -> Trace:
+    """Take the parts of all ranks, which must have written them, out of `folder`."""
+    parts = [_part(folder, rank) for rank in range(facts.num_ranks)]
+    rows = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
+    for part in parts:
+        part.unlink()
+    return Trace(facts, tuple(tuple(_span(**row) for row in rank_rows) for rank_rows in rows))
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write `trace` as a Chrome trace; its time 0 is the start of the first span."""
+    origin = min((span.start for spans in trace.spans for span in spans), default=0.0)
+    events = [event for rank, spans in enumerate(trace.spans) for event in _events(rank, spans, origin, trace.facts)]
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": asdict(trace.facts)}
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def read_trace(path: Path) -> Trace:
+    """The inverse of `write_trace`, but for the origin of time; raises ConfigError if `path` is not such a file."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        facts = TraceFacts(**document["otherData"])
+        spans: list[list[MeasuredSpan]] = [[] for _ in range(facts.num_ranks)]
+        for event in document["traceEvents"]:
+            if event["ph"] != "X":
+                continue
+            start, arguments = event["ts"] / 1e6, event["args"]
+            spans[event["pid"]].append(
+                _span(
+                    lane=event["cat"],
+                    name=event["name"],
+                    step=arguments["step"],
+                    start=start,
+                    end=start + event["dur"] / 1e6,
+                    peer=arguments.get("peer"),
+                )
+            )
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise ConfigError(f"{path} is not a trace.json of Mobius (--trace writes one)") from error
+    return Trace(facts, tuple(tuple(rank_spans) for rank_spans in spans))
+
+
+def _part(folder: Path, rank: int) -> Path:
+    return folder / f"trace.rank{rank}.json"
+
+
+def _span(*, lane: str, **fields: Any) -> MeasuredSpan:
+    return MeasuredSpan(lane=TraceLane(lane), **fields)
+
+
+def _events(rank: int, spans: Iterable[MeasuredSpan], origin: float, facts: TraceFacts) -> list[dict[str, Any]]:
+    """The events of one rank: what it and its lanes are called, then its spans."""
+    spans = list(spans)
+    lanes = sorted({_lane_key(span) for span in spans})
+    events: list[dict[str, Any]] = [
+        _metadata(rank, 0, "process_name", name=f"rank {rank} ({facts.device})"),
+        _metadata(rank, 0, "process_sort_index", sort_index=rank),
+    ]
+    for tid, (_, peer, lane) in enumerate(lanes):
+        direction = {TraceLane.SEND: f" to {peer}", TraceLane.RECEIVE: f" from {peer}"}.get(lane, "")
+        events.append(_metadata(rank, tid, "thread_name", name=f"{lane}{direction}"))
+        events.append(_metadata(rank, tid, "thread_sort_index", sort_index=tid))
+    for span in spans:
+        events.append(
+            {
+                "ph": "X",
+                "pid": rank,
+                "tid": lanes.index(_lane_key(span)),
+                "name": span.name,
+                "cat": span.lane.value,
+                "ts": round((span.start - origin) * 1e6, 3),
+                "dur": round((span.end - span.start) * 1e6, 3),
+                "args": _arguments(span),
+            }
+        )
+    return events
+
+
+def _lane_key(span: MeasuredSpan) -> tuple[int, int, TraceLane]:
+    """Sorts lanes in their own order; messages have a lane per edge, because only those of one edge take turns."""
+    return list(TraceLane).index(span.lane), -1 if span.peer is None else span.peer, span.lane
+
+
+def _metadata(rank: int, tid: int, kind: str, **arguments: str | int) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": tid, "name": kind, "args": arguments}
+
+
+def _arguments(span: MeasuredSpan) -> dict[str, int]:
+    """What the span is about; of a message, the action that sent it."""
+    action = take_apart(span.name.partition(" ")[0])
+    values = {
+        "step": span.step,
+        "stage": action.stage if action else None,
+        "microbatch": action.microbatch if action else None,
+        "peer": span.peer,
+    }
+    return {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,137 @@
+"""Owns the processes of one benchmark run: starts its ranks, waits, and ends every one of them at the time limit.
+
+Does not know what they run. Ranks are started as torchrun does, without its own seconds of start-up, each in a process
+group of its own so that nothing it started outlives the run.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 5.0
+"""For the other ranks to tell their part once one has failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended."""
+
+    output: Any
+    """The JSON that it wrote; None if it failed."""
+    problem: str | None
+    """"failed" or "timed out"; None if it ended well."""
+    log_end: str
+    """The last lines that its ranks printed."""
+    machine_bytes: int
+    """Host memory that the machine used at the most beyond what it used before, page-locked memory included."""
+    seconds: float
+    """From its start to its end."""
+
+
+def run_ranks(
+    command: Sequence[str],
+    *,
+    num_ranks: int,
+    environment: Mapping[str, str],
+    output: Path,
+    timeout_seconds: float,
+    log_lines: int = 25,
+) -> RunResult:
+    """Run `command` as `num_ranks` processes with torchrun's variables and read the JSON that it writes to `output`."""
+    output.unlink(missing_ok=True)
+    start, before = time.monotonic(), used_host_bytes()
+    shared = {
+        **os.environ,
+        **environment,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "BENCHMARK_START": str(start),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore",  # they would fill the end of the log
+    }
+    most, ranks = before, []
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        try:
+            for rank in range(num_ranks):
+                ranks.append(_start(command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log))
+            deadline = start + timeout_seconds
+            while None in (codes := [process.poll() for process in ranks]):
+                most = max(most, used_host_bytes())
+                if any(codes):  # one has failed; None and 0 are well
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(POLL_SECONDS)
+        finally:
+            for process in ranks:
+                _end(process)
+        log.seek(0)
+        lines = log.read().splitlines()
+    problem = None
+    if any(codes):
+        problem = "failed"
+    elif None in codes:
+        problem = "timed out"
+    elif not output.is_file():
+        problem = "failed"
+    return RunResult(
+        output=None if problem else json.loads(output.read_text()),
+        problem=problem,
+        log_end="\n".join(line[:400] for line in lines[-log_lines:]),
+        machine_bytes=most - before,
+        seconds=time.monotonic() - start,
+    )
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def used_host_bytes() -> int:
+    """Memory of the machine that is not available to a new process, without file caches."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return (int(fields["MemTotal"].split()[0]) - int(fields["MemAvailable"].split()[0])) * 1024
+
+
+def end_runs_when_terminated() -> None:
+    """Make SIGTERM end this program as Ctrl-C does, its ranks with it."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], log: IO[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        list(command),
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the process, and what it started and left in its group, at once."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,194 @@
+"""Owns the arithmetic and the look of benchmark.py's rows: pure functions from what a run wrote to a line of a table.
+
+Does not run anything.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+GIB = 2**30
+PEAK_BF16 = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L20": 119.5e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}
+"""Dense bf16 operations per second by the vendors' datasheets, by a word of the device's name."""
+CAUSES = ("weights", "optimizer", "neighbours")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is the same in all rows."""
+
+    num_parameters: int
+    tokens: int
+    """Of a step."""
+    num_gpus: int
+    gpu_name: str
+    """"" without a GPU."""
+    warmup: int
+    """Steps left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one run took; GiB of the GPU are the worst rank's."""
+
+    step_seconds: float
+    """Median without the warm-up."""
+    tokens_per_second: float
+    mfu: float | None
+    """6 operations per parameter and token, as a share of the GPUs' bf16 rate; None for unknown GPUs."""
+    wait_seconds: Mapping[str, float] | None
+    """Of Mobius: medians by cause, of the worst rank."""
+    allocated_gib: float | None
+    reserved_gib: float | None
+    host_gib: float
+    """Sum of the ranks' largest resident sets."""
+    machine_gib: float
+    """What the machine's used memory grew by."""
+    load_seconds: float
+    """From the launch to the first step."""
+    loss: float
+    """Of the last step."""
+    all_step_seconds: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line: a measurement, or why there is none."""
+
+    name: str
+    options: str
+    measurement: Measurement | None
+    problem: str | None
+    run_seconds: float
+    ratio: float | None = None
+    """Mobius's tokens per second over this row's."""
+
+
+def mobius_measurement(output: Mapping[str, Any], workload: Workload, machine_bytes: int) -> Measurement:
+    """From what benchmark_worker.py wrote: a dictionary of every step's metrics."""
+    steps = output["steps"]
+    steady, last = steps[workload.warmup :], steps[-1]
+    return _measurement(
+        [step["step_seconds"] for step in steps],
+        workload,
+        wait_seconds={
+            cause: statistics.median(step["wait_seconds"][cause] for step in steady)
+            for cause in CAUSES
+            if cause in last["wait_seconds"]
+        },
+        allocated_gib=last["peak_gpu_memory_gib"],
+        reserved_gib=last["reserved_gpu_memory_gib"],
+        host_gib=last["peak_host_memory_gib"],
+        machine_gib=machine_bytes / GIB,
+        load_seconds=output["load_seconds"],
+        loss=last["loss"],
+    )
+
+
+def peer_measurement(output: Mapping[str, Any], workload: Workload, machine_bytes: int) -> Measurement:
+    """From what a peer wrote."""
+    return _measurement(
+        output["step_seconds"],
+        workload,
+        wait_seconds=None,
+        allocated_gib=output["peak_allocated"] / GIB or None,
+        reserved_gib=output["peak_reserved"] / GIB or None,
+        host_gib=output["peak_host"] / GIB,
+        machine_gib=machine_bytes / GIB,
+        load_seconds=output["load_seconds"],
+        loss=output["loss"],
+    )
+
+
+def _measurement(seconds: Sequence[float], workload: Workload, **others: Any) -> Measurement:
+    median = statistics.median(seconds[workload.warmup :])
+    rate = workload.tokens / median
+    return Measurement(
+        step_seconds=median,
+        tokens_per_second=rate,
+        mfu=model_flops_utilization(rate, workload),
+        all_step_seconds=list(seconds),
+        **others,
+    )
+
+
+def model_flops_utilization(tokens_per_second: float, workload: Workload) -> float | None:
+    """Share of the GPUs' bf16 rate that useful work takes (recompute is none); None for a GPU not in the table."""
+    words = workload.gpu_name.split()
+    peak = next((rate for word, rate in PEAK_BF16.items() if any(word in part for part in words)), None)
+    if peak is None:
+        return None
+    return 6 * workload.num_parameters * tokens_per_second / (workload.num_gpus * peak)
+
+
+def _value(title: str, look: str, get: Callable[[Measurement], float | None]) -> tuple[str, Callable[[Row], str]]:
+    def text(row: Row) -> str:
+        value = None if row.measurement is None else get(row.measurement)
+        return "-" if value is None else format(value, look)
+
+    return title, text
+
+
+def _wait(cause: str) -> Callable[[Measurement], float | None]:
+    return lambda measurement: (measurement.wait_seconds or {}).get(cause)
+
+
+COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    _value("s/step", ".3f", lambda m: m.step_seconds),
+    _value("tokens/s", ",.0f", lambda m: m.tokens_per_second),
+    ("ratio", lambda row: "-" if row.ratio is None else f"{row.ratio:.2f}"),
+    _value("MFU", ".1%", lambda m: m.mfu),
+    *(_value(title, ".3f", _wait(cause)) for title, cause in zip(("weights", "optim", "neighb"), CAUSES, strict=True)),
+    _value("alloc", ".2f", lambda m: m.allocated_gib),
+    _value("resvd", ".2f", lambda m: m.reserved_gib),
+    _value("host", ".1f", lambda m: m.host_gib),
+    _value("machine", ".1f", lambda m: m.machine_gib),
+    _value("load s", ".0f", lambda m: m.load_seconds),
+    _value("loss", ".2f", lambda m: m.loss),
+)
+WIDTH = 8
+
+
+def header() -> str:
+    """The titles, in the columns of `line`."""
+    return f"{'system':26}" + "".join(f"{title:>{WIDTH + 1}}" for title, _ in COLUMNS)
+
+
+def line(row: Row) -> str:
+    """The row in columns of fixed width, or its problem."""
+    if row.problem is not None:
+        return f"{row.name:26} {row.problem}" + (f" after {row.run_seconds:.0f} s" if row.run_seconds else "")
+    return f"{row.name:26}" + "".join(f"{text(row):>{WIDTH + 1}}" for _, text in COLUMNS)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table for a document."""
+    titles = ["system", *(title for title, _ in COLUMNS)]
+    lines = [titles, ["---"] * len(titles)]
+    for row in rows:
+        texts = [text(row) for _, text in COLUMNS]
+        lines.append([row.name, row.problem, *texts[1:]] if row.problem is not None else [row.name, *texts])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def record(row: Row, facts: Mapping[str, object]) -> dict[str, object]:
+    """The row as one JSON object, `facts` of the whole benchmark in it; numbers that JSON does not have are None."""
+    return {**facts, **{key: _finite(value) for key, value in asdict(row).items()}}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

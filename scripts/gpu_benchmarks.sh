@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# The measurements of docs/benchmarks.md on the GPUs of this machine:  bash scripts/gpu_benchmarks.sh PART...
+#
+#   main       Llama-2-7B's shape, batch 64 x 512, no clipping, beside all peers that keep the optimizer on the CPU
+#   clip       the same with clipping 1.0 (RoundPipe has none)
+#   long       7B, 64 x 2048
+#   13b        Llama-2-13B's shape, 64 x 128
+#   nop2p      7B, 64 x 512, GPUs without direct access to each other, as consumer cards are
+#   resident   7B, 64 x 512, everything in GPU memory
+#   ablation   7B, 64 x 512, one part of Mobius switched off at a time
+#
+# PYTHON (default python3) must have the requirements installed. ROWS (default benchmark_rows.jsonl) is appended to, row by
+# row. Each part takes minutes; RUN_SECONDS ends a run that hangs. Whatever is set below can be set in the environment.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+ROWS=${ROWS:-benchmark_rows.jsonl}
+RUN_SECONDS=${RUN_SECONDS:-240}
+STEPS=${STEPS:-8}
+HOST_GIB=${HOST_GIB:-0}                                    # 0: what is available; else Mobius's --host_memory_limit
+BENCHMARK=${BENCHMARK:-}                                   # more options of benchmark.py for all parts
+MOBIUS=${MOBIUS:-}                                         # more options of Mobius for all parts
+SIZE=${SIZE:-7b}                                           # of all parts but 13b; smaller for a trial
+
+MAIN_MOBIUS=${MAIN_MOBIUS:---num_stages 32 --num_chunks 4} # also of clip, nop2p and ablation
+MAIN_PEERS=${MAIN_PEERS:-fsdp2-offload roundpipe deepspeed-zero2}
+CLIP_PEERS=${CLIP_PEERS:-fsdp2-offload deepspeed-zero2}
+LONG_MOBIUS=${LONG_MOBIUS:---num_stages 32 --num_chunks 16}
+LONG_VARIANT=${LONG_VARIANT:---no_offload --recompute full}
+LONG_PEERS=${LONG_PEERS:-fsdp2-offload}
+LONG_ACCUMULATIONS=${LONG_ACCUMULATIONS:-4}
+SIZE_13B=${SIZE_13B:-13b}
+MOBIUS_13B=${MOBIUS_13B:---num_stages 40 --num_chunks 4}
+PEERS_13B=${PEERS_13B:-fsdp2-offload deepspeed-zero2}
+NOP2P_PEERS=${NOP2P_PEERS:-fsdp2-offload deepspeed-zero2}
+RESIDENT_MOBIUS=${RESIDENT_MOBIUS:---num_stages 4 --num_chunks 8 --no_offload --recompute none}
+RESIDENT_PEERS=${RESIDENT_PEERS:-fsdp2-compile}
+
+# peers NAME...: the words that ask benchmark.py for them
+peers() { for name in $1; do printf -- '--peer %s ' "$name"; done; }
+
+# benchmark SIZE "OPTIONS OF MOBIUS" OPTIONS...
+benchmark() {
+    local size=$1 mobius=$2
+    shift 2
+    [ "$HOST_GIB" != 0 ] && mobius="$mobius --host_memory_limit $HOST_GIB"
+    # shellcheck disable=SC2086 # options are words
+    $PYTHON scripts/benchmark.py "$size" --steps "$STEPS" --timeout "$RUN_SECONDS" --output "$ROWS" $BENCHMARK "$@" \
+        -- $mobius $MOBIUS
+}
+
+# shellcheck disable=SC2046 # so are the words of peers
+part_main() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 $(peers "$MAIN_PEERS"); }
+part_clip() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 1 $(peers "$CLIP_PEERS"); }
+part_long() {
+    benchmark "$SIZE" "$LONG_MOBIUS" --batch_size 64 --seq_length 2048 --max_grad_norm 0 \
+        --variant "no offload=$LONG_VARIANT" --peer_accumulations "$LONG_ACCUMULATIONS" $(peers "$LONG_PEERS")
+}
+part_13b() { benchmark "$SIZE_13B" "$MOBIUS_13B" --batch_size 64 --seq_length 128 --max_grad_norm 0 $(peers "$PEERS_13B"); }
+part_nop2p() {
+    benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 --env NCCL_P2P_DISABLE=1 \
+        $(peers "$NOP2P_PEERS")
+}
+part_resident() {
+    benchmark "$SIZE" "$RESIDENT_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 $(peers "$RESIDENT_PEERS")
+}
+part_ablation() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 1 --ablation; }
+
+failed=0
+for part in "$@"; do
+    echo "==== $part"
+    "part_$part" || failed=1
+done
+exit $failed

@@ -1,0 +1,283 @@
+"""scripts/benchmark.py: what it plans to run, its arithmetic, and a whole run of the smallest model on the CPU."""
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import benchmark  # noqa: E402
+from benchmark_launch import free_port, run_ranks  # noqa: E402
+from benchmark_rows import (  # noqa: E402
+    Measurement,
+    Row,
+    Workload,
+    header,
+    line,
+    markdown,
+    mobius_measurement,
+    model_flops_utilization,
+    peer_measurement,
+    record,
+)
+from make_model import num_parameters, write_config  # noqa: E402
+
+GIB = 2**30
+WORKLOAD = Workload(num_parameters=10**9, tokens=1000, num_gpus=2, gpu_name="NVIDIA H200", warmup=2)
+PEER_OUTPUT = {
+    "step_seconds": [9.0, 8.0, 0.5, 0.4, 2.0],
+    "peak_allocated": 3 * GIB,
+    "peak_reserved": 4 * GIB,
+    "peak_host": 5 * GIB,
+    "load_seconds": 7.0,
+    "loss": 10.5,
+}
+
+
+def planned(*argv: str, num_cores: int = 8) -> list[benchmark.Run]:
+    arguments = benchmark.parse(["tiny", "--ranks", "2", *argv])
+    return benchmark.plan_runs(arguments, model=Path("model"), output=Path("out"), num_cores=num_cores)
+
+
+def row(measurement: Measurement | None, problem: str | None = None, ratio: float | None = None) -> Row:
+    return Row(name="x", options="", measurement=measurement, problem=problem, run_seconds=3.0, ratio=ratio)
+
+
+def test_a_median_leaves_the_warm_up_out() -> None:
+    measured = peer_measurement(PEER_OUTPUT, WORKLOAD, machine_bytes=6 * GIB)
+
+    assert measured.step_seconds == 0.5
+    assert measured.tokens_per_second == 2000
+    assert (measured.allocated_gib, measured.reserved_gib, measured.host_gib, measured.machine_gib) == (3, 4, 5, 6)
+    assert measured.all_step_seconds == PEER_OUTPUT["step_seconds"]
+
+
+def test_mobius_tells_its_waits_too() -> None:
+    steps: list[dict[str, Any]] = [
+        {
+            "step_seconds": seconds,
+            "wait_seconds": {"weights": 0.1, "optimizer": wait, "neighbours": 0.3},
+            "peak_gpu_memory_gib": None,
+            "reserved_gpu_memory_gib": None,
+            "peak_host_memory_gib": 2.0,
+            "loss": 1.0,
+        }
+        for seconds, wait in ((9, 9), (8, 8), (2, 0.2), (2, 0.4), (3, 0.9))
+    ]
+    measured = mobius_measurement({"steps": steps, "load_seconds": 1.0}, WORKLOAD, machine_bytes=0)
+
+    assert measured.step_seconds == 2
+    assert measured.wait_seconds == {"weights": 0.1, "optimizer": 0.4, "neighbours": 0.3}
+    assert measured.allocated_gib is None
+
+
+def test_mfu_is_six_operations_per_parameter_and_token_of_the_datasheets_rate() -> None:
+    # 6 x 1e9 operations per token at this rate are what one of the two GPUs can do.
+    assert model_flops_utilization(989e12 / 6e9, WORKLOAD) == pytest.approx(0.5)
+    unknown = Workload(num_parameters=1, tokens=1, num_gpus=1, gpu_name="Quadro P600", warmup=0)
+    assert model_flops_utilization(1.0, unknown) is None
+
+
+def test_a_row_is_as_wide_as_its_header_and_says_why_there_are_no_numbers() -> None:
+    measured = peer_measurement(PEER_OUTPUT, WORKLOAD, machine_bytes=0)
+
+    assert len(line(row(measured, ratio=1.25))) == len(header())
+    assert line(row(None, "timed out")).split() == ["x", "timed", "out", "after", "3", "s"]
+    table = markdown([row(measured, ratio=1.25), row(None, "not installed")]).splitlines()
+    assert len({text.count("|") for text in table}) == 1
+    assert "| 0.500 | 2,000 | 1.25 |" in table[2]
+    assert table[3].startswith("| x | not installed | - |")
+
+
+def test_a_record_is_valid_json_where_a_loss_is_none() -> None:
+    measured = peer_measurement({**PEER_OUTPUT, "loss": float("nan")}, WORKLOAD, machine_bytes=0)
+    written = json.loads(json.dumps(record(row(measured), {"date": "today"}), allow_nan=False))
+
+    assert written["date"] == "today"
+    assert written["measurement"]["loss"] is None
+    assert written["measurement"]["step_seconds"] == 0.5
+
+
+def test_variants_and_peers_come_after_mobius_with_its_options() -> None:
+    runs = planned(
+        *("--variant", "resident=--no_offload --recompute full", "--peer", "fsdp2-offload", "--max_grad_norm", "0"),
+        *("--", "--num_stages", "4"),
+    )
+
+    assert [run.name for run in runs] == ["Mobius", "resident", "fsdp2-offload"]
+    assert runs[0].command[-2:] == ["--num_stages", "4"]
+    assert runs[1].command[-5:] == ["--num_stages", "4", "--no_offload", "--recompute", "full"]
+    assert runs[2].command[-1] == "--offload"
+    for run in runs:
+        assert " --max_grad_norm 0.0 " in f" {shlex.join(run.command)} "
+
+
+def test_an_ablation_switches_one_part_off_in_each_row() -> None:
+    runs = planned("--ablation")
+
+    assert [run.options for run in runs] == [
+        *("", "--no_overlap_optimizer", "--no_prefetch", "--compile off", "--torch_adamw")
+    ]
+
+
+def test_cores_are_shared_by_processes_and_a_peer_of_one_process_has_them_all() -> None:
+    runs = {run.name: run for run in planned("--peer", "deepspeed-zero3", "--peer", "roundpipe")}
+
+    assert (runs["Mobius"].num_processes, runs["Mobius"].threads) == (2, 4)
+    assert (runs["deepspeed-zero3"].num_processes, runs["deepspeed-zero3"].threads) == (2, 4)
+    assert (runs["roundpipe"].num_processes, runs["roundpipe"].threads) == (1, 8)
+
+
+def test_accumulations_go_to_the_peers_that_have_them() -> None:
+    peers = ("--peer", "deepspeed-zero2", "--peer", "roundpipe", "--peer", "fsdp2")
+    runs = {run.name: run.options for run in planned(*peers, "--peer_accumulations", "4")}
+
+    assert runs["deepspeed-zero2"] == "--zero_stage 2 --accumulations 4"
+    assert runs["fsdp2"] == "--accumulations 4"
+    assert runs["roundpipe"] == runs["Mobius"] == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--steps", "2"], "must be more than the 2 steps of --warmup"),
+        (["--env", "NCCL_P2P_DISABLE"], "is not NAME=VALUE"),
+        (["--variant", "resident"], "is not NAME=options"),
+        (["--peer", "horovod"], "invalid choice"),
+    ],
+)
+def test_a_mistake_is_told(argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.parse(["tiny", *argv])
+
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_layers", [None, 2])
+def test_a_model_has_the_parameters_that_it_is_said_to_have(tmp_path: Path, num_layers: int | None) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    write_config(tmp_path, "tiny", num_layers)
+    config = AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+
+    assert num_parameters("tiny", num_layers) == sum(parameter.numel() for parameter in model.parameters())
+    assert config.num_hidden_layers == (num_layers or 4)
+    assert (config.dtype, config.tie_word_embeddings) == (torch.bfloat16, False)
+
+
+def run_program(folder: Path, body: str, timeout_seconds: float = 60) -> Any:
+    program = folder / "program.py"
+    output = folder / "output.json"
+    program.write_text(f"import json, os, pathlib, subprocess, sys, time\nrank = int(os.environ['RANK'])\n{body}\n")
+    return run_ranks(
+        [sys.executable, str(program), str(output)],
+        num_ranks=2,
+        environment={"GREETING": "hello"},
+        output=output,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def test_ranks_find_each_other_and_the_result_is_read(tmp_path: Path) -> None:
+    body = (
+        "import torch, torch.distributed as dist; dist.init_process_group('gloo'); total = torch.tensor(rank + 1)\n"
+        "dist.all_reduce(total); dist.destroy_process_group()\n"
+        "if rank == 0: pathlib.Path(sys.argv[1]).write_text(json.dumps([total.item(), os.environ['GREETING']]))"
+    )
+    result = run_program(tmp_path, body)
+
+    assert (result.output, result.problem) == ([3, "hello"], None), result.log_end
+
+
+def test_a_failing_rank_ends_the_run_and_its_words_are_kept(tmp_path: Path) -> None:
+    result = run_program(tmp_path, "sys.exit('out of luck') if rank == 1 else time.sleep(100)")
+
+    assert result.problem == "failed"
+    assert result.seconds < 60
+    assert "out of luck" in result.log_end
+
+
+def test_a_run_without_a_result_has_failed(tmp_path: Path) -> None:
+    assert run_program(tmp_path, "").problem == "failed"
+
+
+def test_at_the_time_limit_nothing_of_a_run_is_left(tmp_path: Path) -> None:
+    body = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
+    body += f"pathlib.Path({str(tmp_path)!r}, f'{{rank}}').write_text(str(child.pid))\ntime.sleep(100)"
+    result = run_program(tmp_path, body, timeout_seconds=4)
+
+    assert result.problem == "timed out"
+    children = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    deadline = time.monotonic() + 10
+    while any(is_running(child) for child in children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(is_running(child) for child in children)
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_free_port_is_one_that_can_be_listened_on() -> None:
+    assert 1024 <= free_port() < 65536
+
+
+@pytest.mark.parametrize("part", ["main", "clip", "long", "13b", "nop2p", "resident", "ablation"])
+def test_every_part_of_the_gpu_benchmarks_is_a_command_that_benchmark_understands(part: str, tmp_path: Path) -> None:
+    # In the place of Python a program that writes down its words.
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" "$@" >{tmp_path}/words\n')
+    fake.chmod(0o755)
+    environment = {"PYTHON": str(fake), "PATH": "/usr/bin:/bin", "HOST_GIB": "400"}
+    subprocess.run(["bash", SCRIPTS / "gpu_benchmarks.sh", part], env=environment, check=True, capture_output=True)
+    script, *argv = (tmp_path / "words").read_text().splitlines()
+
+    arguments = benchmark.parse(argv)
+    assert script == "scripts/benchmark.py"
+    assert arguments.size == ("13b" if part == "13b" else "7b")
+    assert arguments.mobius_options[-2:] == ["--host_memory_limit", "400"]
+    assert arguments.env == ([("NCCL_P2P_DISABLE", "1")] if part == "nop2p" else [])
+    assert (len(arguments.peer) > 0) == (part != "ablation")
+
+
+@pytest.mark.xdist_group("processes")
+def test_the_smallest_model_is_measured_beside_a_peer_on_the_cpu(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    options = "tiny --layers 2 --ranks 2 --batch_size 4 --seq_length 16 --steps 3 --peer fsdp2-offload --peer roundpipe"
+    mobius = "--device cpu --num_stages 2 --num_chunks 2 --compile off"
+    more = ["--variant", "wrong=--no_such_option", "--output", rows]
+    finished = subprocess.run(
+        [sys.executable, SCRIPTS / "benchmark.py", *options.split(), *more, "--", *mobius.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    written = [json.loads(text) for text in rows.read_text().splitlines()]
+    assert [(row["name"], row["problem"]) for row in written[:3]] == [
+        ("Mobius", None),
+        ("wrong", "failed"),
+        ("fsdp2-offload", None),
+    ], finished.stdout
+    assert "unknown option `--no_such_option`" in finished.stdout
+    first, peer = written[0], written[2]
+    assert first["ratio"] == 1
+    rates = [row["measurement"]["tokens_per_second"] for row in (first, peer)]
+    assert peer["ratio"] == pytest.approx(rates[0] / rates[1])
+    assert len(peer["measurement"]["all_step_seconds"]) == 3
+    # A model of random weights guesses one of 32000 tokens: the loss is ln 32000 = 10.37.
+    assert [row["measurement"]["loss"] for row in (first, peer)] == pytest.approx([10.37, 10.37], abs=0.2)
