@@ -33,7 +33,7 @@ SIZE_13B=${SIZE_13B:-13b}
 MOBIUS_13B=${MOBIUS_13B:---num_stages 40 --num_chunks 4}
 PEERS_13B=${PEERS_13B:-fsdp2-offload deepspeed-zero2}
 NOP2P_PEERS=${NOP2P_PEERS:-fsdp2-offload deepspeed-zero2}
-RESIDENT_MOBIUS=${RESIDENT_MOBIUS:---num_stages 4 --num_chunks 8 --no_offload --recompute none}
+RESIDENT_MOBIUS=${RESIDENT_MOBIUS:---num_stages 32 --num_chunks 4 --no_offload --recompute none}
 RESIDENT_PEERS=${RESIDENT_PEERS:-fsdp2-compile}
 
 # peers NAME...: the words that ask benchmark.py for them

@@ -251,8 +251,9 @@ def assemble(
     *,
     spans: Spans = NO_SPANS,
     watches: Sequence[StepWatch] = (),
+    has_kernel: bool = True,
 ) -> Trainer:
-    """Put the trainer together from finished parts."""
+    """Put the trainer together from finished parts; without the C kernel, torch updates streamed stages."""
     config, parts, plan = blueprint.config, blueprint.parts, blueprint.plan
     clock = WaitClock(blueprint.device)
     tied = (
@@ -262,11 +263,11 @@ def assemble(
     )
     executor = _executor(blueprint, state, transport, clock, tied.names if tied else frozenset(), spans)
     optim = config.optim
+    settings = AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)
+    has_kernel = has_kernel and state.arena is not None
+    kernel = load_kernel(cache_folder(), num_threads=torch.get_num_threads()) if has_kernel else None
     stepper = Stepper(
-        FlatAdamW(
-            AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay),
-            load_kernel(cache_folder(), num_threads=torch.get_num_threads()) if state.arena is not None else None,
-        ),
+        FlatAdamW(settings, kernel),
         memory=state.memory,
         transport=transport,
         clock=clock,
