@@ -19,6 +19,7 @@ _ENVIRONMENT: Final = {
     "TRANSFORMERS_VERBOSITY": "error",  # transformers overrides a level set by `logging` before its import
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "DATASETS_VERBOSITY": "error",
+    "KINETO_LOG_LEVEL": "99",  # torch's profiler tells each start and stop otherwise
     "TORCH_LOGS": "-all",  # only errors; torch sets the levels of its loggers when it is imported
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # the C++ side warns about host names and barriers on standard error
     "TF_CPP_MIN_LOG_LEVEL": "3",

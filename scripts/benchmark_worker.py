@@ -2,7 +2,8 @@
 
 torchrun --nproc_per_node 4 scripts/benchmark_worker.py OUTPUT.json [--torch_adamw] [the options of main.py]
 
-Weights are random and made on the GPU, which takes seconds where transformers' own initialization takes minutes.
+With --trace, the trace and its picture go to --save_dir. Weights are random and made on the GPU, which takes seconds
+where transformers' own initialization takes minutes.
 """
 
 import dataclasses
@@ -30,7 +31,8 @@ from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.runtime.devices import set_host_threads  # noqa: E402
-from mobius.training.build import assemble, connect, draw_blueprint, load_state, rehearse  # noqa: E402
+from mobius.training.build import assemble, connect, draw_blueprint, load_state, rehearse, trace_facts  # noqa: E402
+from mobius.training.recordings import Recordings  # noqa: E402
 
 
 def main() -> None:
@@ -43,8 +45,11 @@ def main() -> None:
     folder = Path(config.model.model_path)
     blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model))
     set_host_threads(ranks, blueprint.device)
-    transport = connect(blueprint)
-    state = load_state(blueprint, folder, source=RandomWeights(blueprint.device))
+    recordings = Recordings(config, rank=ranks.rank, device=blueprint.device, folder=Path(config.output.save_dir))
+    if config.output.trace:
+        Path(config.output.save_dir).mkdir(parents=True, exist_ok=True)
+    transport = connect(blueprint, recordings.spans)
+    state = load_state(blueprint, folder, source=RandomWeights(blueprint.device), spans=recordings.spans)
     if blueprint.device.type == "cuda":  # what making the weights took does not count
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(blueprint.device)
@@ -57,11 +62,20 @@ def main() -> None:
         pad_token_id=0,
         seed=config.optim.seed,
     )
-    trainer = assemble(blueprint, state, transport, batches, has_kernel="--torch_adamw" not in sys.argv)
+    trainer = assemble(
+        blueprint,
+        state,
+        transport,
+        batches,
+        spans=recordings.spans,
+        watches=recordings.watches,
+        has_kernel="--torch_adamw" not in sys.argv,
+    )
     load_seconds = seconds_since_launch()
     steps = [dataclasses.asdict(metrics) for metrics in trainer.train()]
     if ranks.is_first:
         output.write_text(json.dumps({"steps": steps, "load_seconds": load_seconds}))
+    recordings.write(trace_facts(blueprint), transport)
     transport.barrier()
     state.close()
     transport.close()

@@ -1,31 +1,34 @@
 """Owns what a schedule looks like: a text grid for terminals and error messages, and a picture for documents.
 
-Does not own when things happen (simulate.py).
+Does not own when things happen (simulate.py), nor the colours, which the measured timeline shares (style.py).
 """
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mobius.errors import ConfigError
 from mobius.schedule.action import ActionKind
 from mobius.schedule.schedule import Schedule
 from mobius.schedule.simulate import Lane, Span, Timeline, simulate
+from mobius.schedule.style import (
+    IDLE_COLOUR,
+    LOAD_COLOUR,
+    OFFLOAD_COLOUR,
+    Colour,
+    check_picture_name,
+    describe_sizes,
+    font_size_for,
+    save_picture,
+    stage_colour,
+    text_colour,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Colour = tuple[float, float, float]
-
-PICTURE_SUFFIXES = (".png", ".svg")
-
 _ERROR_MARK = "<-- ERROR HERE"
 _LABEL_WIDTH = 11
 
-# Of matplotlib's colour maps the part in which black or white text is readable.
-_SHADES = (0.35, 0.75)
-_LOAD_COLOUR, _OFFLOAD_COLOUR, _IDLE_COLOUR = (0.95, 0.65, 0.22), (0.54, 0.37, 0.75), (0.95, 0.95, 0.95)
-_BLACK, _WHITE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 # Heights in a row of height 1, from the top: compute, then load and offload beneath it.
 _LANE_PLACES = {Lane.COMPUTE: (0.04, 0.50), Lane.LOAD: (0.57, 0.17), Lane.OFFLOAD: (0.77, 0.17)}
 
@@ -91,10 +94,8 @@ def _draw_row(spans: list[Span], failed_span: Span | None, cell: int, duration: 
 
 def render_picture(schedule: Schedule, path: Path) -> None:
     """Write the timeline as a picture, PNG or SVG by the suffix of `path`; raises ConfigError for another suffix."""
-    if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise ConfigError(f"cannot draw {str(path)!r}: the name of a picture ends in {' or '.join(PICTURE_SUFFIXES)}")
+    check_picture_name(path)
     # Imported here: matplotlib takes half a second and training does not need it.
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     timeline = simulate(schedule)
@@ -107,26 +108,13 @@ def render_picture(schedule: Schedule, path: Path) -> None:
     longest_name = max(len(str(span.action)) for spans in timeline for span in spans)
     for rank, spans in enumerate(timeline):
         place, thickness = _LANE_PLACES[Lane.COMPUTE]
-        axes.barh(rank + place, duration, thickness, align="edge", color=_IDLE_COLOUR)
+        axes.barh(rank + place, duration, thickness, align="edge", color=IDLE_COLOUR)
         for span in spans:
             _draw_span(axes, schedule, rank, span, points_per_slot, longest_name)
     _draw_frame(axes, schedule, duration)
     has_drops = any(s.lane is Lane.OFFLOAD and s.start == s.end for spans in timeline for s in spans)
     _draw_legend(figure, schedule, has_drops=has_drops)
-    # Neither a date nor random ids in an SVG: the same schedule gives the same bytes.
-    with rc_context({"svg.hashsalt": "mobius", "svg.fonttype": "none"}):
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
-
-
-def _colour(schedule: Schedule, stage: int, *, is_backward: bool) -> Colour:
-    """A shade per local stage: blue forward, green backward, darker for later stages."""
-    from matplotlib import colormaps
-
-    local_stages = schedule.local_stages(schedule.rank_of(stage))
-    share = local_stages.index(stage) / max(1, len(local_stages) - 1)
-    lightest, darkest = _SHADES
-    shade = colormaps["Greens" if is_backward else "Blues"](lightest + share * (darkest - lightest))
-    return shade[0], shade[1], shade[2]
+    save_picture(figure, path)
 
 
 def _draw_span(
@@ -137,15 +125,13 @@ def _draw_span(
     place, thickness = _LANE_PLACES[span.lane]
     if span.lane is Lane.COMPUTE:
         colour = _colour(schedule, span.action.stage, is_backward=span.action.kind.is_backward)
-        luminance = 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2]
-        text_colour, largest = (_BLACK if luminance > 0.55 else _WHITE), 8.5
     else:
-        colour = _LOAD_COLOUR if span.lane is Lane.LOAD else _OFFLOAD_COLOUR
-        text_colour, largest = (_BLACK if span.lane is Lane.LOAD else _WHITE), 7.0
+        colour = LOAD_COLOUR if span.lane is Lane.LOAD else OFFLOAD_COLOUR
+    letters, largest = text_colour(colour), 8.5 if span.lane is Lane.COMPUTE else 7.0
     length = span.end - span.start
     if length == 0:
         axes.plot([span.start], [rank + place + thickness / 2], marker="d", markersize=4.5, color=colour, linestyle="")
-        position, align, room, text_colour = span.start + 0.2, "left", points_per_slot, colour
+        position, align, room, letters = span.start + 0.2, "left", points_per_slot, colour
     else:
         axes.barh(
             rank + place, length, thickness, span.start, align="edge", color=colour, edgecolor="white", linewidth=0.8
@@ -153,10 +139,10 @@ def _draw_span(
         position, align, room = span.start + length / 2, "center", points_per_slot * length
     name = str(span.action)
     # For the longest name of all, so that small and large labels do not alternate.
-    font_size = min(largest, 0.85 * room / (0.6 * longest_name))
+    font_size = font_size_for(longest_name, room, largest)
     if font_size >= 3.5:
         middle = rank + place + thickness / 2
-        axes.text(position, middle, name, ha=align, va="center_baseline", fontsize=font_size, color=text_colour)
+        axes.text(position, middle, name, ha=align, va="center_baseline", fontsize=font_size, color=letters)
 
 
 def _draw_frame(axes: "Axes", schedule: Schedule, duration: int) -> None:
@@ -173,19 +159,17 @@ def _draw_frame(axes: "Axes", schedule: Schedule, duration: int) -> None:
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    num_slots = schedule.num_slots
-    sizes = (
-        f"{_count(schedule.num_stages, 'stage', 'stages')} on {_count(schedule.num_ranks, 'GPU', 'GPUs')}",
-        _count(schedule.num_microbatches, "microbatch", "microbatches"),
-        "all weights on the GPU"
-        if num_slots is None
-        else f"{_count(num_slots, 'weight slot', 'weight slots')} per GPU",
+    sizes = describe_sizes(
+        num_ranks=schedule.num_ranks,
+        num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
+        num_slots=schedule.num_slots,
     )
-    axes.set_title(f"One step: {', '.join(sizes)}", fontsize=11, loc="left")
+    axes.set_title(f"One step: {sizes}", fontsize=11, loc="left")
 
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+def _colour(schedule: Schedule, stage: int, *, is_backward: bool) -> Colour:
+    return stage_colour(stage, num_ranks=schedule.num_ranks, num_stages=schedule.num_stages, is_backward=is_backward)
 
 
 def _draw_legend(figure: "Figure", schedule: Schedule, *, has_drops: bool) -> None:
@@ -198,10 +182,10 @@ def _draw_legend(figure: "Figure", schedule: Schedule, *, has_drops: bool) -> No
     ]
     if schedule.num_slots is not None:
         handles += [
-            Patch(color=_LOAD_COLOUR, label="L s  load weights"),
-            Patch(color=_OFFLOAD_COLOUR, label="O s  offload: gradients go home"),
+            Patch(color=LOAD_COLOUR, label="L s  load weights"),
+            Patch(color=OFFLOAD_COLOUR, label="O s  offload: gradients go home"),
         ]
     if has_drops:
         text = "O s  weights dropped, nothing to copy"
-        handles.append(Line2D([], [], marker="d", color=_OFFLOAD_COLOUR, linestyle="", label=text))
+        handles.append(Line2D([], [], marker="d", color=OFFLOAD_COLOUR, linestyle="", label=text))
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8, handlelength=1.2)

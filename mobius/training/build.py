@@ -48,6 +48,7 @@ from mobius.runtime.transport import SingleRankTransport, Transport
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
+from mobius.training.timeline import TraceFacts
 from mobius.training.trainer import StepWatch, Trainer
 
 
@@ -301,3 +302,15 @@ def _to_step_batch(batch: Batch, *, pin: bool) -> StepBatch:
     if pin:
         input_ids, labels = input_ids.pin_memory(), labels.pin_memory()
     return StepBatch(input_ids, labels, batch.num_targets, batch.num_tokens)
+
+
+def trace_facts(blueprint: Blueprint) -> TraceFacts:
+    """What the head of a trace tells of the run."""
+    plan = blueprint.plan
+    return TraceFacts(
+        num_ranks=plan.num_ranks,
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        num_slots=plan.num_slots,
+        device=MemoryMeter(blueprint.device).device_name,
+    )

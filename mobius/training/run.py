@@ -19,13 +19,12 @@ from mobius.models.families import load_generation_config, load_model_config, lo
 from mobius.ranks import Ranks, cache_folder
 from mobius.runtime.devices import MemoryMeter, set_host_threads
 from mobius.runtime.transport import Transport
-from mobius.training.build import Blueprint, assemble, connect, draw_blueprint, load_state, rehearse
+from mobius.training.build import Blueprint, assemble, connect, draw_blueprint, load_state, rehearse, trace_facts
 from mobius.training.export import export_bytes, export_model
 from mobius.training.metrics import MetricsLog, StepMetrics, step_line
 from mobius.training.output_folder import OutputFolder
 from mobius.training.recordings import Recordings
 from mobius.training.report import RankMemory, RunTimings, write_report
-from mobius.training.timeline import TraceFacts
 from mobius.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -83,7 +82,7 @@ def _run(config: Config, ranks: Ranks) -> None:
     _log_start(blueprint)
     steps = _train(trainer, config, output, ranks)
     train_end = time.perf_counter()
-    recordings.write(_trace_facts(blueprint), transport)
+    recordings.write(trace_facts(blueprint), transport)
     export_model(
         blueprint,
         state,
@@ -179,17 +178,6 @@ def _log_start(blueprint: Blueprint) -> None:
         pipeline.num_microbatches,
         pipeline.microbatch_size,
         MemoryMeter(blueprint.device).device_name,
-    )
-
-
-def _trace_facts(blueprint: Blueprint) -> TraceFacts:
-    plan = blueprint.plan
-    return TraceFacts(
-        num_ranks=plan.num_ranks,
-        num_stages=plan.num_stages,
-        num_microbatches=plan.num_microbatches,
-        num_slots=plan.num_slots,
-        device=MemoryMeter(blueprint.device).device_name,
     )
 
 

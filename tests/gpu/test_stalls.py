@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from mobius.cli import parse_args
 from mobius.data.batches import Batches
 from mobius.data.store import TokenizedDataset
 from mobius.models.families import load_model_config
+from mobius.optim.stepper import Stepper
 from mobius.ranks import Ranks
 from mobius.runtime.executor import Executor, StepSums
 from mobius.runtime.transport import SingleRankTransport
-from mobius.training.build import assemble, draw_blueprint, load_state
+from mobius.training.build import RankState, assemble, draw_blueprint, load_state
 from mobius.training.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -51,14 +53,31 @@ def strict_steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     return taken
 
 
-def _trainer(folder: Path, options: str) -> Trainer:
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[Callable[[str], Trainer]]:
+    """Page-locked memory is given back at the end, or the next test could not lock it."""
+    states: list[RankState] = []
+
+    def make(options: str) -> Trainer:
+        trainer, state = _trainer(tmp_path, options)
+        states.append(state)
+        return trainer
+
+    yield make
+    torch.cuda.synchronize()
+    for state in states:
+        state.close()
+
+
+def _trainer(folder: Path, options: str) -> tuple[Trainer, RankState]:
     make_checkpoint(folder)
     config = parse_args(f"--model_path {folder} {OPTIONS} {options}".split())
     blueprint = draw_blueprint(config, Ranks(0, 1, 0), load_model_config(folder, config.model))
     tokens = np.random.default_rng(0).integers(0, blueprint.shape.vocab_size, 64, dtype=np.int32)
     dataset = TokenizedDataset(tokens, np.ones(64, dtype=bool), np.arange(5, dtype=np.int64) * 16)
     batches = Batches(dataset, batch_size=4, seq_length=16, pad_token_id=0, seed=1)
-    return assemble(blueprint, load_state(blueprint, folder), SingleRankTransport(), batches)
+    state = load_state(blueprint, folder)
+    return assemble(blueprint, state, SingleRankTransport(), batches), state
 
 
 @pytest.mark.parametrize(
@@ -72,17 +91,18 @@ def _trainer(folder: Path, options: str) -> Trainer:
     ],
 )
 def test_a_step_neither_waits_nor_takes_memory(
-    tmp_path: Path, strict_steps: list[dict[str, int]], options: str
+    make_trainer: Callable[[str], Trainer], strict_steps: list[dict[str, int]], options: str
 ) -> None:
-    assert len(list(_trainer(tmp_path, options).train())) == 6
+    assert len(list(make_trainer(options).train())) == 6
 
     assert strict_steps == [{"device": 0, "host": 0}] * 3
 
 
-def test_a_wait_within_a_step_would_be_seen(tmp_path: Path, strict_steps: list[dict[str, int]]) -> None:
-    trainer = _trainer(tmp_path, "--use_offload --compile off")
-    stepper = trainer._stepper
-    leave = stepper.gradients_leave
-    stepper.gradients_leave = lambda *args: (torch.zeros(1, device="cuda").item(), leave(*args))[1]  # type: ignore[assignment,method-assign]
+@pytest.mark.usefixtures("strict_steps")
+def test_a_wait_within_a_step_would_be_seen(
+    make_trainer: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer("--use_offload --compile off")
+    monkeypatch.setattr(Stepper, "gradients_leave", lambda *_: torch.zeros(1, device="cuda").item())
     with pytest.raises(RuntimeError, match="synchronizing"):
         list(trainer.train())
