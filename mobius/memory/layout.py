@@ -54,6 +54,22 @@ class StageLayout:
         num_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
         return cls(in_order, position, num_parameters, tuple(ranges))
 
+    def pieces(self, max_elements: int) -> tuple[tuple[FlatRange, ...], ...]:
+        """`ranges` in as few groups as their order allows, each of at most `max_elements`."""
+        groups: list[list[FlatRange]] = []
+        room = 0
+        for whole in self.ranges:
+            start = whole.start
+            while start < whole.end:
+                if room == 0:
+                    groups.append([])
+                    room = max_elements
+                end = min(start + room, whole.end)
+                groups[-1].append(FlatRange(start, end, whole.has_decay))
+                room -= end - start
+                start = end
+        return tuple(tuple(group) for group in groups)
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Name -> view of `flat` [num_elements or more] in the parameter's shape."""
         return {

@@ -56,6 +56,10 @@ class ResidentStages:
     def wait_for_gradients(self, stage: int) -> None:
         """Nothing to wait for: the optimizer runs on the same device, behind backward."""
 
+    def have_gradients_arrived(self, stage: int) -> bool:
+        """They never leave."""
+        return True
+
 
 def _allocate(layout: StageLayout, dtype: torch.dtype, device: torch.device) -> StageState:
     def zeros(kind: torch.dtype) -> Tensor:

@@ -62,3 +62,6 @@ class StageMemory(Protocol):
 
     def wait_for_gradients(self, stage: int) -> None:
         """Make the host wait until `states[stage].gradients` is complete."""
+
+    def have_gradients_arrived(self, stage: int) -> bool:
+        """Whether `wait_for_gradients` would return at once."""

@@ -1,11 +1,11 @@
 """The optimizer's thread: updates of stages wait here for their turn, and who needs a stage's new weights waits for it.
 
-It does not know what an update is. Of the updates that could begin it takes that of the lowest stage: the next step's
-forward needs that one first.
+It does not know what an update is. It consists of pieces, and before each piece the thread turns to the lowest stage
+that can go on: the next step's forward needs that one first.
 
-    main thread        submit(2) submit(0) ...  load(0): when_updated     weights(0): wait          load(1) ...
-                           |                         |                        |
-    optimizer thread   update(2) --> update(0) -> copy of 0 starts --> done  update(1) --> copy of 1 starts --> done
+    main thread        submit(2)    submit(0)  load(0): when_updated       weights(0): wait        load(1) ...
+                           |            |           |                          |
+    optimizer thread    2, piece 1    0, pieces 1 and 2 -> copy of 0 starts --> done    2, piece 2  ...
 
 A load that comes before its update is done is started by the optimizer's thread behind the update, so the main thread
 goes on enqueuing work and stops only where it needs the weights themselves.
@@ -14,7 +14,8 @@ goes on enqueuing work and stops only where it needs the weights themselves.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ def _always() -> bool:
 
 @dataclass
 class _Update:
-    run: Callable[[], None]
+    pieces: deque[Callable[[], None]]
     can_begin: Callable[[], bool]
     followers: list[Callable[[], None]] = field(default_factory=list)
     is_done: bool = False
@@ -41,14 +42,17 @@ class UpdateQueue:
         self._updates: dict[int, _Update] = {}
         self._pending: dict[int, _Update] = {}
 
-    def submit(self, stage: int, update: Callable[[], None], *, can_begin: Callable[[], bool] = _always) -> None:
-        """Add `update`; returns at once. The stage's update before it must have been waited for.
+    def submit(
+        self, stage: int, pieces: Sequence[Callable[[], None]], *, can_begin: Callable[[], bool] = _always
+    ) -> None:
+        """Add an update of one piece or more; returns at once. The stage's update before must have been waited for.
 
         While `can_begin` says no, others go first; an update that is alone begins anyhow and waits by itself.
         """
         with self._lock:
-            self._updates[stage] = self._pending[stage] = _Update(update, can_begin)
-        self._thread.submit(self._run_next)
+            self._updates[stage] = self._pending[stage] = _Update(deque(pieces), can_begin)
+        for _ in pieces:
+            self._thread.submit(self._run_next)
 
     def when_updated(self, stage: int, action: Callable[[], None]) -> None:
         """Run `action` as soon as `stage` has no update to wait for: now, or later in the optimizer's thread."""
@@ -79,16 +83,25 @@ class UpdateQueue:
     def _run_next(self) -> None:
         with self._lock:
             waiting = sorted(self._pending)
+            if not waiting:
+                return  # what is left of a failed update
             stage = next((stage for stage in waiting if self._pending[stage].can_begin()), waiting[0])
-            entry = self._pending.pop(stage)
+            entry = self._pending[stage]
+            piece = entry.pieces.popleft()
+            if not entry.pieces:
+                del self._pending[stage]
         try:
-            entry.run()
+            piece()
+            if entry.pieces:
+                return
             with self._lock:
                 entry.is_done = True
             # Before the future is set: a thread that waits for it finds these started.
             for follower in entry.followers:
                 follower()
         except BaseException as error:
+            with self._lock:
+                self._pending.pop(stage, None)
             entry.future.set_exception(error)
         else:
             entry.future.set_result(None)

@@ -1,6 +1,6 @@
 """GPU slots for streamed stages, and the only code that touches copy streams.
 
-A slot goes round between three streams; each arrow is an event:
+A slot goes round between three streams, the first its own; each arrow is an event:
 
     H2D stream      wait(free) -> copy weights in -> record(ready)
                                                         |
@@ -30,13 +30,15 @@ from mobius.memory.norms import squared_norm
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
 from mobius.memory.stage_memory import Departure
 from mobius.memory.stage_state import StageState
-from mobius.memory.streams import Event, new_stream, record_current
+from mobius.memory.streams import Event, Stream, new_stream, record_current
 from mobius.memory.update_queue import UpdateQueue
 
 
 @dataclass
 class _Slot:
     buffer: Tensor
+    filling: Stream
+    """Of its own: a copy that waits for its slot or its update must not hold up another slot's."""
     stage: int | None = None
     is_sealed: bool = False
     ready: Event | None = None
@@ -52,7 +54,7 @@ class _Accumulator:
 
 
 class WeightSlots:
-    """Owns `num_slots` weight buffers, the fp32 gradient buffers and the two copy streams of one device."""
+    """Owns `num_slots` weight buffers, the fp32 gradient buffers and the copy streams of one device."""
 
     def __init__(
         self,
@@ -73,14 +75,16 @@ class WeightSlots:
         length = max(state.layout.num_elements for state in states.values())
         dtype = next(iter(states.values())).weights.dtype
         self._leaves_in_fp32 = next(iter(states.values())).gradients.dtype == torch.float32 != dtype
-        self._slots = [_Slot(torch.empty(length, dtype=dtype, device=device)) for _ in range(num_slots)]
+        self._slots = [
+            _Slot(torch.empty(length, dtype=dtype, device=device), new_stream(device)) for _ in range(num_slots)
+        ]
         self._accumulators = [
             _Accumulator(torch.zeros(length, dtype=torch.float32, device=device))
             for _ in range(2 if self._leaves_in_fp32 else 1)
         ]
         self._accumulating: int | None = None
         self._gradient_views: dict[str, Tensor] = {}
-        self._to_device, self._to_host = new_stream(device), new_stream(device)
+        self._to_host = new_stream(device)
         self._squares: dict[int, Tensor] = {}
         self._departures: dict[int, Departure] = {}
         is_cuda = device.type == "cuda"
@@ -108,12 +112,12 @@ class WeightSlots:
 
     def _fill(self, slot: _Slot, stage: int) -> None:
         state = self._states[stage]
-        with self._to_device.run():
+        with slot.filling.run():
             if slot.free is not None:
                 slot.free.wait()
             with self._spans.device_span(TraceLane.LOAD, f"L{stage}"):
                 slot.buffer[: state.layout.num_elements].copy_(state.weights, non_blocking=True)
-            slot.ready = self._to_device.record()
+            slot.ready = slot.filling.record()
 
     def wait_until_updated(self, stage: int) -> None:
         """Make the host wait for the stage's update, and for the start of a load that waits for it."""
@@ -190,6 +194,10 @@ class WeightSlots:
     def wait_for_gradients(self, stage: int) -> None:
         """Make the host wait until `stage`'s gradients of this step are in host memory."""
         self._departures[stage].wait()
+
+    def have_gradients_arrived(self, stage: int) -> bool:
+        """Whether they are in host memory already."""
+        return self._departures[stage].has_arrived()
 
     def _slot_of(self, stage: int) -> _Slot:
         slot = next((slot for slot in self._slots if slot.stage == stage), None)

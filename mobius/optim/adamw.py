@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -42,15 +43,24 @@ class FlatAdamW:
         self._scratch: dict[tuple[str, torch.device], Tensor] = {}
 
     @torch.no_grad()
-    def update(self, state: StageState, *, step: int, learning_rate: float, gradient_factor: float) -> None:
+    def update(
+        self,
+        state: StageState,
+        *,
+        step: int,
+        learning_rate: float,
+        gradient_factor: float,
+        pieces: Iterable[FlatRange] | None = None,
+    ) -> None:
         """Update master, moments and working copy in place from `state.gradients * gradient_factor`.
 
-        `step` is the number of this update, from 1, for the bias correction. Formula: Loshchilov and Hutter, "Decoupled
-        Weight Decay Regularization", algorithm 2, as torch.optim.AdamW has it.
+        `pieces` are ranges of the layout, by default all; `step` is the number of this update, from 1, for the bias
+        correction. Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, as
+        torch.optim.AdamW has it.
         """
         kernel = self._kernel if self._kernel is not None and self._kernel.supports(state) else None
         length = _chunk_elements(state.weights.device)
-        for part in state.layout.ranges:
+        for part in state.layout.ranges if pieces is None else pieces:
             if kernel is not None:
                 self._update_by_kernel(kernel, state, part, step, learning_rate, gradient_factor)
                 continue

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from mobius.errors import NonFiniteLossError
+from mobius.memory.layout import FlatRange
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
 from mobius.memory.stage_memory import Departure, StageMemory
-from mobius.memory.stage_state import StageState
 from mobius.memory.update_queue import UpdateQueue
 from mobius.optim.adamw import FlatAdamW
 from mobius.optim.grad_scaler import LossScale
@@ -33,6 +33,8 @@ from mobius.runtime.waits import WaitCause, WaitClock
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 10
+PIECE_ELEMENTS = 2**26
+"""Parameters that a streamed stage is updated by before a more urgent one may come between; about 30 ms."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,13 @@ class Stepper:
         if self._updates is None or not self._is_stage_by_stage or stage in self._tied_stages:
             return
         self._begun.add(stage)
-        state, step, learning_rate = self._memory.states[stage], self.num_updates + 1, self._learning_rate
 
-        def update() -> None:
+        def unless_not_finite(update: Callable[[], None]) -> None:
             if math.isfinite(departure.wait()):
-                self._run_adamw(stage, state, step, learning_rate, 1.0)
+                update()
 
-        self._updates.submit(stage, update, can_begin=departure.has_arrived)
+        pieces = [partial(unless_not_finite, piece) for piece in self._pieces(stage, self.num_updates + 1, 1.0)]
+        self._updates.submit(stage, pieces, can_begin=departure.has_arrived)
 
     def apply(self, sums: StepSums, *, step: int) -> StepOutcome:
         """Update the stages of this rank that are not yet updated; collective over all ranks.
@@ -145,20 +147,26 @@ class Stepper:
         for stage, state in sorted(self._memory.states.items()):
             if stage in self._begun or stage in skipped:
                 continue
-            update = partial(self._update_stage, stage, state, self.num_updates, self._learning_rate, factor)
+            pieces = self._pieces(stage, self.num_updates, factor)
             if self._updates is not None and state.weights.device.type == "cpu":
-                self._updates.submit(stage, update)
+                self._updates.submit(stage, pieces, can_begin=partial(self._memory.have_gradients_arrived, stage))
             else:
-                update()
+                for piece in pieces:
+                    piece()
 
-    def _update_stage(self, stage: int, state: StageState, step: int, learning_rate: float, factor: float) -> None:
-        self._memory.wait_for_gradients(stage)
-        self._run_adamw(stage, state, step, learning_rate, factor)
+    def _pieces(self, stage: int, step: int, factor: float) -> list[Callable[[], None]]:
+        """The update of `stage` with this step's learning rate, in parts that another stage can come between."""
+        state = self._memory.states[stage]
+        is_streamed = state.weights.device.type == "cpu"
+        record = self._spans.host_span if is_streamed else self._spans.device_span
 
-    def _run_adamw(self, stage: int, state: StageState, step: int, learning_rate: float, factor: float) -> None:
-        record = self._spans.host_span if state.weights.device.type == "cpu" else self._spans.device_span
-        with record(TraceLane.OPTIMIZER, f"U{stage}"):
-            self._adamw.update(state, step=step, learning_rate=learning_rate, gradient_factor=factor)
+        def update(pieces: Sequence[FlatRange], learning_rate: float) -> None:
+            self._memory.wait_for_gradients(stage)
+            with record(TraceLane.OPTIMIZER, f"U{stage}"):
+                self._adamw.update(state, step=step, learning_rate=learning_rate, gradient_factor=factor, pieces=pieces)
+
+        parts = state.layout.pieces(PIECE_ELEMENTS) if is_streamed else (state.layout.ranges,)
+        return [partial(update, part, self._learning_rate) for part in parts]
 
     def drain(self) -> None:
         """Wait for all updates: before the parameters are read, and at the end."""

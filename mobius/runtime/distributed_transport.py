@@ -24,6 +24,20 @@ EXCHANGE_ELEMENTS = 2**24
 """Elements per message when two ranks exchange a large tensor: bounds the memory that the received parts take."""
 
 
+MESSAGE_CTAS = 4
+"""Multiprocessors that an NCCL message occupies. A receive that is posted ahead occupies them while it waits, which is
+most of the time, and takes them from compute."""
+
+
+def _edge_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
+    """Few multiprocessors, but those at once, before the compute that is enqueued already."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = MESSAGE_CTAS
+    return options
+
+
 class DistributedTransport:
     """Owns the process groups of one rank of several. `close` ends them."""
 
@@ -51,7 +65,8 @@ class DistributedTransport:
             dist.init_process_group("gloo", timeout=TIMEOUT)
         self._scalars = dist.new_group(backend="gloo", timeout=SCALARS_TIMEOUT)
         self._edges = {
-            edge: dist.new_group(list(edge), backend=backend, timeout=TIMEOUT) for edge in ring_edges(num_ranks)
+            edge: dist.new_group(list(edge), backend=backend, timeout=TIMEOUT, pg_options=_edge_options(backend))
+            for edge in ring_edges(num_ranks)
         }
         self._posted: defaultdict[int, deque[tuple[Tensor, dist.Work]]] = defaultdict(deque)
         self._sent: deque[tuple[Tensor, dist.Work]] = deque()

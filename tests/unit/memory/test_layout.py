@@ -1,5 +1,6 @@
 """A stage's parameters lie in one flat buffer: aligned, apart from each other, the decayed ones first."""
 
+import pytest
 import torch
 
 from mobius.memory.layout import FlatRange, StageLayout
@@ -60,3 +61,16 @@ def test_views_have_the_shapes_of_the_parameters_also_in_a_longer_buffer() -> No
     views = StageLayout.of(SHAPES).views(torch.zeros(10_000))
 
     assert {name: tuple(view.shape) for name, view in views.items()} == SHAPES
+
+
+@pytest.mark.parametrize("max_elements", [128, 200, 256, 640, 10_000])
+def test_pieces_are_the_ranges_in_order_in_groups_of_at_most_the_given_size(max_elements: int) -> None:
+    layout = StageLayout.of({"a": (4, 100), "norm": (64,), "b": (3, 33)})
+
+    pieces = layout.pieces(max_elements)
+
+    elements = [(i, part.has_decay) for group in pieces for part in group for i in range(part.start, part.end)]
+    assert elements == [(i, whole.has_decay) for whole in layout.ranges for i in range(whole.start, whole.end)]
+    sizes = [sum(part.end - part.start for part in group) for group in pieces]
+    assert all(size == max_elements for size in sizes[:-1])
+    assert 0 < sizes[-1] <= max_elements

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,37 +15,89 @@ from mobius.memory.weight_slots import WeightSlots
 CPU = torch.device("cpu")
 
 
-def held(gate: threading.Event, update: Callable[[], None]) -> Callable[[], None]:
-    """An update that begins when `gate` opens."""
+def held(
+    gate: threading.Event, update: Callable[[], object], begun: threading.Event | None = None
+) -> list[Callable[[], None]]:
+    """An update of one piece that tells when it has begun and goes on when `gate` opens."""
 
     def run() -> None:
+        if begun is not None:
+            begun.set()
         assert gate.wait(10)
         update()
 
-    return run
+    return [run]
 
 
-def test_submitting_returns_at_once_and_of_those_that_wait_the_lowest_stage_goes_first() -> None:
-    queue, gate, order = UpdateQueue(), threading.Event(), list[int]()
-    begun = threading.Event()
-    queue.submit(5, held(gate, lambda: order.append(5)), can_begin=lambda: bool(begun.set()) or True)
+def noted(order: list[str], *names: str) -> list[Callable[[], None]]:
+    """An update whose pieces write their names."""
+    return [partial(order.append, name) for name in names]
+
+
+@pytest.fixture
+def gate() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def busy(gate: threading.Event) -> UpdateQueue:
+    """A queue whose thread is in stage 9's update until `gate` opens."""
+    queue, begun = UpdateQueue(), threading.Event()
+    queue.submit(9, held(gate, lambda: None, begun))
     assert begun.wait(10)
+    return queue
+
+
+def test_submitting_returns_at_once_and_of_those_that_wait_the_lowest_stage_goes_first(
+    busy: UpdateQueue, gate: threading.Event
+) -> None:
+    order: list[str] = []
     for stage in (2, 0, 1):
-        queue.submit(stage, lambda stage=stage: order.append(stage))  # type: ignore[misc]
+        busy.submit(stage, noted(order, str(stage)))
     assert order == []
     gate.set()
-    queue.drain()
-    assert order == [5, 0, 1, 2]
+    busy.drain()
+    assert order == ["0", "1", "2"]
 
 
-def test_an_update_that_cannot_begin_lets_others_go_first_and_runs_when_it_is_alone() -> None:
-    queue, gate, order = UpdateQueue(), threading.Event(), list[int]()
-    queue.submit(5, held(gate, lambda: order.append(5)))
-    queue.submit(0, lambda: order.append(0), can_begin=lambda: False)
-    queue.submit(3, lambda: order.append(3))
+def test_an_update_that_cannot_begin_lets_others_go_first_and_runs_when_it_is_alone(
+    busy: UpdateQueue, gate: threading.Event
+) -> None:
+    order: list[str] = []
+    busy.submit(0, noted(order, "0"), can_begin=lambda: False)
+    busy.submit(3, noted(order, "3"))
     gate.set()
-    queue.drain()
-    assert order in ([5, 3, 0], [3, 5, 0]), "5 need not have begun when 3 came"
+    busy.drain()
+    assert order == ["3", "0"]
+
+
+def test_a_lower_stage_comes_between_the_pieces_of_a_higher_one(busy: UpdateQueue, gate: threading.Event) -> None:
+    order: list[str] = []
+
+    def first_piece() -> None:
+        order.append("4a")
+        busy.submit(1, noted(order, "1a", "1b"))
+
+    busy.submit(4, [first_piece, *noted(order, "4b", "4c")])
+    gate.set()
+    busy.drain()
+    busy.drain()  # of the update that came while the first drained
+    assert order == ["4a", "1a", "1b", "4b", "4c"]
+
+
+def test_a_failed_piece_ends_its_update_and_no_other(busy: UpdateQueue, gate: threading.Event) -> None:
+    order: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("no such number")
+
+    busy.submit(1, [fail, *noted(order, "1b")])
+    busy.submit(2, noted(order, "2a", "2b"))
+    gate.set()
+    busy.wait(2)
+    with pytest.raises(ValueError, match="no such number"):
+        busy.wait(1)
+    assert order == ["2a", "2b"]
 
 
 def test_what_follows_an_update_has_run_when_the_wait_is_over() -> None:
@@ -70,7 +123,7 @@ def test_a_failure_surfaces_where_the_stage_is_needed_with_its_name() -> None:
     def fail() -> None:
         raise ValueError("no such number")
 
-    queue.submit(4, fail)
+    queue.submit(4, [fail])
     with pytest.raises(ValueError, match="no such number") as caught:
         queue.wait(4)
     assert caught.value.__notes__ == ["while stage 4 was updated"]
@@ -80,7 +133,7 @@ def test_a_load_that_comes_early_copies_the_updated_weights_and_not_the_old_ones
     states = HostArena({0: StageLayout.of({"weight": (4, 32)})}, dtype=torch.bfloat16, register=False).states
     queue, gate = UpdateQueue(), threading.Event()
     slots = WeightSlots(states, num_slots=1, device=CPU, updates=queue)
-    queue.submit(0, held(gate, lambda: states[0].weights.fill_(7)))  # type: ignore[func-returns-value]
+    queue.submit(0, held(gate, lambda: states[0].weights.fill_(7)))
     slots.load(0)
     opener = threading.Timer(0.05, gate.set)
     opener.start()
