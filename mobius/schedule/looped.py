@@ -3,9 +3,11 @@
 Does not own where the weights are meanwhile (residency.py).
 
     rank 0 of 2, stages 0 and 2, two microbatches:   F0.0 F0.1 F2.0 F2.1   B2.0 B2.1 B0.0 B0.1
+    rank 1 of 2, stages 1 and 3:                     F1.0 F1.1   F3.0 B3.0 F3.1 B3.1   B1.0 B1.1
 
 A stage takes all its microbatches before the next local stage starts, so its weights travel once per pass however many
-microbatches there are. Breadth-first pipeline parallelism: Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953.
+microbatches there are. The model's last stage turns each microbatch round at once: it has all that backward needs.
+Breadth-first pipeline parallelism: Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953.
 """
 
 from mobius.schedule.action import Action, ActionKind, backward_kind, forward_kind
@@ -29,8 +31,12 @@ def compute_order(rank: int, num_ranks: int, num_stages: int, num_microbatches: 
     Backward mirrors the stages but not the microbatches: gradients are added in the order 0, 1, ..., as a plain loop
     over the microbatches adds them, so that the sums are equal to the last bit.
     """
-    stages = range(rank, num_stages, num_ranks)
+    last_stage = num_stages - 1
+    stages = [stage for stage in range(rank, num_stages, num_ranks) if stage != last_stage]
     microbatches = range(num_microbatches)
     forward = [Action(forward_kind(s, num_stages), s, m) for s in stages for m in microbatches]
     backward = [Action(backward_kind(s, num_stages), s, m) for s in reversed(stages) for m in microbatches]
-    return forward + backward
+    owns_last = rank == last_stage % num_ranks
+    kinds = (forward_kind(last_stage, num_stages), backward_kind(last_stage, num_stages))
+    turn = [Action(kind, last_stage, m) for m in microbatches for kind in kinds] if owns_last else []
+    return [*forward, *turn, *backward]

@@ -26,7 +26,7 @@ def add_transfers(order: Sequence[Action], num_slots: int) -> list[Action]:
     The result starts with the loads of the first stages and ends with every slot empty. Each stage is offloaded after
     its backward, which takes its gradients home, and the slot is then free for the next load.
     """
-    runs = [list(run) for _, run in groupby(order, key=lambda action: (action.stage, action.kind))]
+    runs = [list(run) for _, run in groupby(order, key=_run_of)]
     result: list[Action] = []
     loaded: list[int] = []
     for position, run in enumerate(runs):
@@ -35,10 +35,15 @@ def add_transfers(order: Sequence[Action], num_slots: int) -> list[Action]:
         result += [Action(ActionKind.LOAD, stage) for stage in wanted if stage not in loaded]
         loaded = wanted
         result += run
-        if run[0].kind.is_backward:
+        if run[-1].kind.is_backward:
             loaded = [stage for stage in loaded if stage != run[0].stage]
             result.append(Action(ActionKind.OFFLOAD, run[0].stage))
     return result
+
+
+def _run_of(action: Action) -> tuple[int, bool]:
+    """What the actions of a run have in common; the last stage, which turns round, has one run for both directions."""
+    return action.stage, action.kind.is_backward and action.kind is not ActionKind.BACKWARD_LAST
 
 
 def _nearest_stages(runs: Sequence[Sequence[Action]], num_slots: int) -> list[int]:

@@ -9,15 +9,15 @@ from mobius.schedule import ActionKind, Schedule, build_schedule
 BY_HAND = {
     None: (
         "D0 F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1",
-        "D3 F1.0 F1.1 F3.0 F3.1 B3.0 B3.1 B1.0 B1.1",
+        "D3 F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1",
     ),
     1: (
         "D0 L0 F0.0 F0.1 O0 L2 F2.0 F2.1 B2.0 B2.1 O2 L0 B0.0 B0.1 O0",
-        "D3 L1 F1.0 F1.1 O1 L3 F3.0 F3.1 B3.0 B3.1 O3 L1 B1.0 B1.1 O1",
+        "D3 L1 F1.0 F1.1 O1 L3 F3.0 B3.0 F3.1 B3.1 O3 L1 B1.0 B1.1 O1",
     ),
     2: (
         "D0 L0 L2 F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 O2 B0.0 B0.1 O0",
-        "D3 L1 L3 F1.0 F1.1 F3.0 F3.1 B3.0 B3.1 O3 B1.0 B1.1 O1",
+        "D3 L1 L3 F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 O3 B1.0 B1.1 O1",
     ),
 }
 
@@ -38,7 +38,7 @@ def test_with_more_stages_than_slots_the_next_stage_is_loaded_before_the_current
 
 
 def test_one_stage_in_all_is_loaded_once() -> None:
-    assert names(build_schedule(1, 1, 2, 1)) == ("D0 L0 F0.0 F0.1 B0.0 B0.1 O0",)
+    assert names(build_schedule(1, 1, 2, 1)) == ("D0 L0 F0.0 B0.0 F0.1 B0.1 O0",)
 
 
 def test_the_kinds_follow_the_position_of_the_stage() -> None:

@@ -102,9 +102,9 @@ def test_a_rank_between_first_and_last_stage_makes_no_batch() -> None:
 
 def test_receiving_in_another_order_than_was_sent_is_refused() -> None:
     schedule = build_schedule(2, 1, 2, None)
-    data, first, second, *backward = schedule.actions[1]
+    data, first, backward, second, *rest = schedule.actions[1]
     with pytest.raises(ScheduleError, match=r"order: rank 1, action 1 \(F1.1\): it needs microbatch 1 .*microbatch 0"):
-        check(replace(schedule, actions=(schedule.actions[0], (data, second, first, *backward))))
+        check(replace(schedule, actions=(schedule.actions[0], (data, second, first, backward, *rest))))
 
 
 def test_one_rank_cannot_run_a_stage_before_the_one_below_it() -> None:

@@ -32,11 +32,12 @@ def test_one_queue_per_rank_deadlocks_once_a_stage_has_as_many_microbatches_as_r
     assert conflict.is_deadlock
 
 
-def test_one_queue_per_pair_deadlocks_for_two_ranks_only() -> None:
-    conflict = find_conflict(build_schedule(2, 2, 2, 2), one_queue_per_pair)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_one_queue_per_pair_deadlocks_too(num_ranks: int) -> None:
+    # The last stage sends a gradient home while the stage before it still sends activations.
+    conflict = find_conflict(build_schedule(num_ranks, 2, 4, 2), one_queue_per_pair)
     assert conflict is not None
     assert conflict.is_deadlock
-    assert find_conflict(build_schedule(3, 2, 4, 2), one_queue_per_pair) is None
 
 
 def test_a_deadlock_names_everyone_who_waits() -> None:
@@ -51,8 +52,8 @@ def test_a_deadlock_names_everyone_who_waits() -> None:
 
 def test_a_message_in_the_wrong_order_is_found_on_one_rank_too() -> None:
     schedule = build_schedule(1, 2, 2, None)
-    data, f00, f01, f10, f11, *backward = schedule.actions[0]
-    conflict = find_conflict(replace(schedule, actions=((data, f00, f01, f11, f10, *backward),)))
+    data, f00, f01, f10, b10, f11, b11, *backward = schedule.actions[0]
+    conflict = find_conflict(replace(schedule, actions=((data, f00, f01, f11, b11, f10, b10, *backward),)))
     assert conflict is not None
     assert not conflict.is_deadlock
     assert (conflict.rank, conflict.index) == (0, 3)
