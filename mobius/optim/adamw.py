@@ -51,8 +51,12 @@ class FlatAdamW:
         learning_rate: float,
         gradient_factor: float,
         pieces: Iterable[FlatRange] | None = None,
+        found_inf: Tensor | None = None,
     ) -> None:
         """Update master, moments and working copy in place from `state.gradients * gradient_factor`.
+
+        Gradients that are stored in fp32 may be scaled in place. Where `found_inf` (fp32 scalar on the state's device)
+        is 1, nothing changes; the C kernel does not know it.
 
         `pieces` are ranges of the layout, by default all; `step` is the number of this update, from 1, for the bias
         correction. Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, as
@@ -66,7 +70,7 @@ class FlatAdamW:
                 continue
             for start in range(part.start, part.end, length):
                 chunk = slice(start, min(start + length, part.end))
-                self._update_chunk(state, chunk, step, learning_rate, gradient_factor, part.has_decay)
+                self._update_chunk(state, chunk, step, learning_rate, gradient_factor, part.has_decay, found_inf)
 
     def _update_by_kernel(
         self,
@@ -91,11 +95,20 @@ class FlatAdamW:
         )
 
     def _update_chunk(
-        self, state: StageState, chunk: slice, step: int, learning_rate: float, gradient_factor: float, has_decay: bool
+        self,
+        state: StageState,
+        chunk: slice,
+        step: int,
+        learning_rate: float,
+        gradient_factor: float,
+        has_decay: bool,
+        found_inf: Tensor | None,
     ) -> None:
-        weights, settings = state.weights[chunk], self._settings
-        gradient = self._scratch_like(weights, "gradient")
-        gradient.copy_(state.gradients[chunk]).mul_(gradient_factor)
+        weights, gradient, settings = state.weights[chunk], state.gradients[chunk], self._settings
+        if gradient.dtype != torch.float32:
+            gradient = self._scratch_like(weights, "gradient").copy_(gradient)
+        if gradient_factor != 1.0:
+            gradient.mul_(gradient_factor)
         if isinstance(state.master, Remainder):
             remainder = state.master.bits[chunk]
             master = join_master(weights, remainder, out=self._scratch_like(weights, "master"))
@@ -116,6 +129,7 @@ class FlatAdamW:
             weight_decay=settings.weight_decay if has_decay else 0.0,
             eps=settings.epsilon,
             maximize=False,
+            found_inf=found_inf,
         )
         if isinstance(state.master, Remainder):
             split_master(master, weights=weights, remainder=remainder)

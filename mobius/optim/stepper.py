@@ -2,8 +2,9 @@
 
     with clipping    every stage waits for the norm over all ranks, then stages are updated in forward order; a loss or
                      gradient that is not finite skips the step on all ranks
-    without          a streamed stage is updated as soon as its gradients have reached the host, under the backward of
-                     the stages before it; one whose own gradients are not finite keeps its weights
+    without          a streamed stage is updated as soon as its gradients have reached the host, a resident one behind
+                     its backward, both under the rest of the step; one whose own gradients are not finite keeps its
+                     weights
 
 fp16 with loss scaling takes the first way: an overflow anywhere must skip the step everywhere.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from mobius.errors import NonFiniteLossError
 from mobius.memory.layout import FlatRange
@@ -84,10 +86,9 @@ class Stepper:
         self._begun.clear()
 
     def gradients_leave(self, stage: int, departure: Departure) -> None:
-        """Update `stage` as soon as its gradients have arrived, if neither a norm nor a tied matrix has to be known."""
-        if self._updates is None or not self._is_stage_by_stage or stage in self._tied_stages:
+        """Update a streamed stage as soon as its gradients have arrived, unless something else must be known first."""
+        if self._updates is None or not self._can_begin(stage):
             return
-        self._begun.add(stage)
 
         def unless_not_finite(update: Callable[[], None]) -> None:
             if math.isfinite(departure.wait()):
@@ -95,6 +96,23 @@ class Stepper:
 
         pieces = [partial(unless_not_finite, piece) for piece in self._pieces(stage, self.num_updates + 1, 1.0)]
         self._updates.submit(stage, pieces, can_begin=departure.has_arrived)
+        self._begun.add(stage)
+
+    def gradients_stay(self, stage: int, square: Tensor) -> None:
+        """Update a resident stage behind its backward, unless something else must be known first.
+
+        Whether its gradients are finite is looked at on the device.
+        """
+        if not self._can_begin(stage):
+            return
+        found_inf = (~torch.isfinite(square)).float()
+        for piece in self._pieces(stage, self.num_updates + 1, 1.0, found_inf):
+            piece()
+        self._begun.add(stage)
+
+    def _can_begin(self, stage: int) -> bool:
+        """Whether neither the norm over all ranks nor a tied matrix's other half has to be waited for."""
+        return self._is_stage_by_stage and stage not in self._tied_stages
 
     def apply(self, sums: StepSums, *, step: int) -> StepOutcome:
         """Update the stages of this rank that are not yet updated; collective over all ranks.
@@ -154,7 +172,9 @@ class Stepper:
                 for piece in pieces:
                     piece()
 
-    def _pieces(self, stage: int, step: int, factor: float) -> list[Callable[[], None]]:
+    def _pieces(
+        self, stage: int, step: int, factor: float, found_inf: Tensor | None = None
+    ) -> list[Callable[[], None]]:
         """The update of `stage` with this step's learning rate, in parts that another stage can come between."""
         state = self._memory.states[stage]
         is_streamed = state.weights.device.type == "cpu"
@@ -163,7 +183,14 @@ class Stepper:
         def update(pieces: Sequence[FlatRange], learning_rate: float) -> None:
             self._memory.wait_for_gradients(stage)
             with record(TraceLane.OPTIMIZER, f"U{stage}"):
-                self._adamw.update(state, step=step, learning_rate=learning_rate, gradient_factor=factor, pieces=pieces)
+                self._adamw.update(
+                    state,
+                    step=step,
+                    learning_rate=learning_rate,
+                    gradient_factor=factor,
+                    pieces=pieces,
+                    found_inf=found_inf,
+                )
 
         parts = state.layout.pieces(PIECE_ELEMENTS) if is_streamed else (state.layout.ranges,)
         return [partial(update, part, self._learning_rate) for part in parts]

@@ -14,6 +14,8 @@ from mobius.planner.budget import GIB
 from mobius.ranks import Ranks, omp_num_threads
 from mobius.runtime.numa import bind_to_gpu_node
 
+SPARED_THREADS = 2
+MIN_THREADS_TO_SPARE = 8
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 
 
@@ -48,6 +50,16 @@ def set_host_threads(ranks: Ranks, device: torch.device) -> None:
         torch.set_num_threads(len(bound))
     elif wanted == 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.num_ranks))
+
+
+def optimizer_threads() -> int:
+    """Threads of the CPU optimizer: this rank's, less those that must not wait for a core while it runs.
+
+    The thread that feeds the GPU and autograd's are held up otherwise: with all 16 cores of a rank in use, some layers
+    took twice their time on four H200, and the update itself is as fast with 14.
+    """
+    threads = torch.get_num_threads()
+    return threads - SPARED_THREADS if threads >= MIN_THREADS_TO_SPARE else threads
 
 
 def check_dtype(dtype: Dtype, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -57,14 +58,20 @@ class _Step:
     batch: StepBatch
     loss_scale: float
     loss: Tensor
-    gradients_leave: Callable[[int, Departure], None]
+    listener: GradientListener | None
     squared_norms: dict[int, Tensor] = field(default_factory=dict)
     tokens: Sequence[Tensor] = ()
     labels: Sequence[Tensor] = ()
 
 
-def _do_nothing(stage: int, departure: Departure) -> None:
-    """Nobody waits for this stage's gradients before the step has ended."""
+class GradientListener(Protocol):
+    """Is told of each stage's gradients when the last microbatch is in them, in the middle of the step."""
+
+    def gradients_leave(self, stage: int, departure: Departure) -> None:
+        """Those of a streamed stage have started on their way to the host."""
+
+    def gradients_stay(self, stage: int, square: Tensor) -> None:
+        """Those of a resident stage are complete behind the work enqueued so far; `square` is their squared norm."""
 
 
 class Executor:
@@ -110,21 +117,14 @@ class Executor:
             ActionKind.OFFLOAD: self._offload,
         }
 
-    def run(
-        self,
-        batch: StepBatch,
-        *,
-        loss_scale: float = 1.0,
-        gradients_leave: Callable[[int, Departure], None] = _do_nothing,
-    ) -> StepSums:
+    def run(self, batch: StepBatch, *, loss_scale: float = 1.0, listener: GradientListener | None = None) -> StepSums:
         """Forward and backward of all microbatches of one step.
 
-        The gradients of `loss * loss_scale` end in `memory.states`; `gradients_leave` is called with each streamed
-        stage whose gradients have started on their way. Raises what the failing action raised, with the grid of the
-        schedule attached.
+        The gradients of `loss * loss_scale` end in `memory.states`. Raises what the failing action raised, with the
+        grid of the schedule attached.
         """
         loss = torch.zeros((), dtype=torch.float32, device=self._device)
-        self._step = _Step(batch, loss_scale, loss, gradients_leave)
+        self._step = _Step(batch, loss_scale, loss, listener)
         num_posted = num_received = 0
         for index, action in enumerate(self._actions):
             try:
@@ -155,8 +155,8 @@ class Executor:
 
     def _offload(self, action: Action) -> None:
         departure = self._memory.offload(action.stage)
-        if departure is not None:
-            self._step.gradients_leave(action.stage, departure)
+        if departure is not None and self._step.listener is not None:
+            self._step.listener.gradients_leave(action.stage, departure)
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, _microbatch(action)
@@ -201,7 +201,10 @@ class Executor:
         else:
             self._transport.send(gradient, self._rank_of(stage - 1))
         if microbatch == self._schedule.num_microbatches - 1:
-            self._step.squared_norms[stage] = self._memory.seal_gradients(stage, excluded=self._unsealed_names)
+            square = self._memory.seal_gradients(stage, excluded=self._unsealed_names)
+            self._step.squared_norms[stage] = square
+            if self._schedule.num_slots is None and self._step.listener is not None:
+                self._step.listener.gradients_stay(stage, square)
 
     def _run_layers(self, stage: int, inputs: Tensor) -> tuple[Tensor, list[Kept]]:
         return self._stages[stage].forward(self._weights(stage), inputs, keep_graphs=stage in self._graph_stages)

@@ -39,7 +39,14 @@ from mobius.planner.fit import StepTokens, fit_plan
 from mobius.planner.plan import Plan, make_plan
 from mobius.planner.shape import ModelShape
 from mobius.ranks import Ranks, cache_folder
-from mobius.runtime.devices import TORCH_DTYPES, MemoryMeter, cap_gpu_memory, check_dtype, choose_device
+from mobius.runtime.devices import (
+    TORCH_DTYPES,
+    MemoryMeter,
+    cap_gpu_memory,
+    check_dtype,
+    choose_device,
+    optimizer_threads,
+)
 from mobius.runtime.distributed_transport import DistributedTransport
 from mobius.runtime.executor import Executor, StepBatch
 from mobius.runtime.rehearsal import RehearsalTransport
@@ -266,7 +273,7 @@ def assemble(
     optim = config.optim
     settings = AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)
     has_kernel = has_kernel and state.arena is not None
-    kernel = load_kernel(cache_folder(), num_threads=torch.get_num_threads()) if has_kernel else None
+    kernel = load_kernel(cache_folder(), num_threads=optimizer_threads()) if has_kernel else None
     stepper = Stepper(
         FlatAdamW(settings, kernel),
         memory=state.memory,

@@ -64,9 +64,7 @@ class Trainer:
         batch = next(self._batches)
         learning_rate = learning_rate_at(self._step, self._config)
         self._stepper.begin_step(learning_rate)
-        sums = self._executor.run(
-            batch, loss_scale=self._stepper.loss_scale.value, gradients_leave=self._stepper.gradients_leave
-        )
+        sums = self._executor.run(batch, loss_scale=self._stepper.loss_scale.value, listener=self._stepper)
         self._step += 1
         outcome = self._stepper.apply(sums, step=self._step)
         if self._step == self._config.num_iterations:

@@ -52,6 +52,8 @@ class Rank:
                 departure = self.memory.offload(stage)
                 assert departure is not None
                 self.stepper.gradients_leave(stage, departure)
+            else:
+                self.stepper.gradients_stay(stage, squares[stage])
         outcome = self.stepper.apply(StepSums(torch.tensor(loss), squares), step=step)
         self.stepper.drain()
         return outcome
