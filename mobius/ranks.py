@@ -85,6 +85,19 @@ def visible_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def allows_peer_copies() -> bool:
+    """Whether GPUs may write into each other's memory: not where `NCCL_P2P_DISABLE=1` forbids it."""
+    return os.environ.get("NCCL_P2P_DISABLE", "0") != "1"
+
+
+def separate_device_queues() -> None:
+    """Give each stream a hardware queue of its own, as far as there are some; call it before CUDA starts.
+
+    Streams that share one hold each other up, and one that waits for a neighbour must not hold up what it needs.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # the most there are; the default is 8
+
+
 def omp_num_threads() -> int | None:
     """`OMP_NUM_THREADS` if it is set to a positive number, else None."""
     text = os.environ.get("OMP_NUM_THREADS", "")

@@ -93,43 +93,26 @@ void mobius_adamw_fp32(int64_t count, float *restrict master, float *restrict ex
         }
 }
 
-void mobius_adamw_split_bf16(int64_t count, uint16_t *restrict weight, int16_t *restrict remainder,
-                             float *restrict exp_avg, float *restrict exp_avg_sq, const uint16_t *restrict gradient,
-                             const Constants *constants, int threads) {
-    const Constants c = *constants;
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t block = 0; block < count; block += BLOCK)
-        for (int64_t start = block; start < smaller(block + BLOCK, count); start += RUN) {
-            const int64_t end = smaller(start + RUN, count);
-            request(weight, start, sizeof *weight);
-            request(remainder, start, sizeof *remainder);
-            request(exp_avg, start, sizeof *exp_avg);
-            request(exp_avg_sq, start, sizeof *exp_avg_sq);
-            request(gradient, start, sizeof *gradient);
-#pragma omp simd
-            for (int64_t i = start; i < end; ++i)
-                split(update(from_bf16(gradient[i]), join(weight[i], remainder[i]), &exp_avg[i], &exp_avg_sq[i], &c),
-                      &weight[i], &remainder[i]);
-        }
-}
+/* The same with a split master, by the type of the gradient and how it becomes a float. */
+#define SPLIT_KERNEL(NAME, GRADIENT, WIDEN)                                                                              \
+    void NAME(int64_t count, uint16_t *restrict weight, int16_t *restrict remainder, float *restrict exp_avg,            \
+              float *restrict exp_avg_sq, const GRADIENT *restrict gradient, const Constants *constants, int threads) {  \
+        const Constants c = *constants;                                                                                  \
+        _Pragma("omp parallel for schedule(dynamic) num_threads(threads)")                                               \
+        for (int64_t block = 0; block < count; block += BLOCK)                                                           \
+            for (int64_t start = block; start < smaller(block + BLOCK, count); start += RUN) {                           \
+                const int64_t end = smaller(start + RUN, count);                                                         \
+                request(weight, start, sizeof *weight);                                                                  \
+                request(remainder, start, sizeof *remainder);                                                            \
+                request(exp_avg, start, sizeof *exp_avg);                                                                \
+                request(exp_avg_sq, start, sizeof *exp_avg_sq);                                                          \
+                request(gradient, start, sizeof *gradient);                                                              \
+                _Pragma("omp simd")                                                                                      \
+                for (int64_t i = start; i < end; ++i)                                                                    \
+                    split(update(WIDEN(gradient[i]), join(weight[i], remainder[i]), &exp_avg[i], &exp_avg_sq[i], &c),    \
+                          &weight[i], &remainder[i]);                                                                    \
+            }                                                                                                            \
+    }
 
-/* As above, with fp32 gradients. */
-void mobius_adamw_split_fp32(int64_t count, uint16_t *restrict weight, int16_t *restrict remainder,
-                             float *restrict exp_avg, float *restrict exp_avg_sq, const float *restrict gradient,
-                             const Constants *constants, int threads) {
-    const Constants c = *constants;
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t block = 0; block < count; block += BLOCK)
-        for (int64_t start = block; start < smaller(block + BLOCK, count); start += RUN) {
-            const int64_t end = smaller(start + RUN, count);
-            request(weight, start, sizeof *weight);
-            request(remainder, start, sizeof *remainder);
-            request(exp_avg, start, sizeof *exp_avg);
-            request(exp_avg_sq, start, sizeof *exp_avg_sq);
-            request(gradient, start, sizeof *gradient);
-#pragma omp simd
-            for (int64_t i = start; i < end; ++i)
-                split(update(gradient[i], join(weight[i], remainder[i]), &exp_avg[i], &exp_avg_sq[i], &c), &weight[i],
-                      &remainder[i]);
-        }
-}
+SPLIT_KERNEL(mobius_adamw_split_bf16, uint16_t, from_bf16)
+SPLIT_KERNEL(mobius_adamw_split_fp32, float, /* as it is */)

@@ -1,5 +1,7 @@
 """The transport between processes: one NCCL (or gloo) communicator per directed edge, gloo for host scalars.
 
+Mailboxes carry the messages instead, where they are handed in and work.
+
 One communicator per edge, because point-to-point operations of one communicator run in the order of issue: with one
 queue per rank, or per pair of ranks, a looped schedule can wait in a circle.
 """
@@ -7,7 +9,9 @@ queue per rank, or per pair of ranks, a looped schedule can wait in a circle.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +19,8 @@ from torch import Tensor
 
 from mobius.errors import TransportError
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
+from mobius.runtime.mailbox_setup import Meeting
+from mobius.runtime.mailboxes import Mailboxes
 from mobius.runtime.transport import ring_edges
 
 TIMEOUT = timedelta(minutes=10)
@@ -38,8 +44,18 @@ def _edge_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
     return options
 
 
+class _Message(Protocol):
+    """A message under way: a process group's work, or a copy."""
+
+    def wait(self) -> object:
+        """Make the current stream (on a CPU: the host) wait for it."""
+
+    def is_completed(self) -> bool:
+        """Whether it is through; nobody waits."""
+
+
 class DistributedTransport:
-    """Owns the process groups of one rank of several. `close` ends them."""
+    """Owns the process groups of one rank of several, and the mailboxes if there are some. `close` ends them."""
 
     def __init__(
         self,
@@ -50,10 +66,12 @@ class DistributedTransport:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         spans: Spans = NO_SPANS,
+        mailboxes: Callable[[Meeting], Mailboxes | None] | None = None,
     ) -> None:
         """Create and warm all communicators; collective over all ranks.
 
-        `shape` and `dtype` are those of every activation and activation gradient.
+        `shape` and `dtype` are those of every activation and activation gradient. `mailboxes` opens what carries them
+        instead of the communicators, or tells on all ranks alike that nothing does.
         """
         self._spans = spans
         self.rank, self.num_ranks = rank, num_ranks
@@ -68,9 +86,10 @@ class DistributedTransport:
             edge: dist.new_group(list(edge), backend=backend, timeout=TIMEOUT, pg_options=_edge_options(backend))
             for edge in ring_edges(num_ranks)
         }
-        self._posted: defaultdict[int, deque[tuple[Tensor, dist.Work]]] = defaultdict(deque)
-        self._sent: deque[tuple[Tensor, dist.Work]] = deque()
+        self._posted: defaultdict[int, deque[tuple[Tensor, _Message]]] = defaultdict(deque)
+        self._sent: deque[tuple[Tensor, _Message]] = deque()
         self._warm()
+        self._mailboxes = mailboxes(self) if mailboxes is not None else None
 
     def _warm(self) -> None:
         """Use every edge once, in one order.
@@ -90,10 +109,14 @@ class DistributedTransport:
     def post_receive(self, source: int) -> None:
         """Start receiving into a new buffer; it may begin once compute that is enqueued already is done."""
         buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        try:
-            work = dist.irecv(buffer, source, group=self._edges[source, self.rank])
-        except RuntimeError as error:
-            raise self._lost(source, error) from error
+        work: _Message | None
+        if self._mailboxes is not None:
+            work = self._mailboxes.post_receive(buffer, source)
+        else:
+            try:
+                work = dist.irecv(buffer, source, group=self._edges[source, self.rank])
+            except RuntimeError as error:
+                raise self._lost(source, error) from error
         assert work is not None
         self._spans.message(TraceLane.RECEIVE, source, work)
         self._posted[source].append((buffer, work))
@@ -106,10 +129,14 @@ class DistributedTransport:
     def send(self, tensor: Tensor, target: int) -> None:
         """Start sending; the tensor is kept until the message has left."""
         tensor = tensor.contiguous()
-        try:
-            work = dist.isend(tensor, target, group=self._edges[self.rank, target])
-        except RuntimeError as error:
-            raise self._lost(target, error) from error
+        work: _Message | None
+        if self._mailboxes is not None:
+            work = self._mailboxes.send(tensor, target)
+        else:
+            try:
+                work = dist.isend(tensor, target, group=self._edges[self.rank, target])
+            except RuntimeError as error:
+                raise self._lost(target, error) from error
         assert work is not None
         self._spans.message(TraceLane.SEND, target, work)
         while self._sent and self._sent[0][1].is_completed():
@@ -128,6 +155,15 @@ class DistributedTransport:
         except RuntimeError as error:
             raise self._lost(None, error) from error
         return summed
+
+    def gather(self, value: object) -> list[Any]:
+        """Every rank's value (it is pickled) in the order of ranks; blocks."""
+        values: list[Any] = [None] * self.num_ranks
+        try:
+            dist.all_gather_object(values, value, group=self._scalars)
+        except RuntimeError as error:
+            raise self._lost(None, error) from error
+        return values
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """CPU tensors travel over gloo, GPU tensors over the edges between the two ranks."""
@@ -148,10 +184,12 @@ class DistributedTransport:
         self.sum_over_ranks(torch.zeros(1, dtype=torch.float64))
 
     def close(self) -> None:
-        """End all communicators; call it on the way out of a run that went well."""
+        """End mailboxes and communicators; call it on the way out of a run that went well."""
+        if self._mailboxes is not None:
+            self._mailboxes.close()
         dist.destroy_process_group()
 
-    def _wait(self, work: dist.Work, peer: int | None) -> None:
+    def _wait(self, work: _Message, peer: int | None) -> None:
         try:
             work.wait()
         except RuntimeError as error:

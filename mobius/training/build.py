@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +40,8 @@ from mobius.planner.budget import (
 from mobius.planner.fit import StepTokens, fit_plan
 from mobius.planner.plan import Plan, make_plan
 from mobius.planner.shape import ModelShape
-from mobius.ranks import Ranks, cache_folder
+from mobius.ranks import Ranks, allows_peer_copies, cache_folder, separate_device_queues
+from mobius.runtime.cuda_copies import CudaCopyEngine
 from mobius.runtime.devices import (
     TORCH_DTYPES,
     MemoryMeter,
@@ -49,6 +52,8 @@ from mobius.runtime.devices import (
 )
 from mobius.runtime.distributed_transport import DistributedTransport
 from mobius.runtime.executor import Executor, StepBatch
+from mobius.runtime.mailbox_setup import Meeting, open_mailboxes
+from mobius.runtime.mailboxes import Mailboxes
 from mobius.runtime.rehearsal import RehearsalTransport
 from mobius.runtime.stage import StageModule
 from mobius.runtime.transport import SingleRankTransport, Transport
@@ -89,6 +94,8 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
     Raises PlanError, GpuMemoryError or HostMemoryError, each with its arithmetic.
     """
     pipeline = config.pipeline
+    if pipeline.copy_messages:
+        separate_device_queues()
     device = choose_device(pipeline.device, ranks)
     check_dtype(config.model.dtype, device)
     gpu_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
@@ -137,6 +144,7 @@ def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:
     ranks = blueprint.ranks
     if ranks.num_ranks == 1:
         return SingleRankTransport()
+    has_copies = blueprint.config.pipeline.copy_messages and blueprint.device.type == "cuda"
     return DistributedTransport(
         rank=ranks.rank,
         num_ranks=ranks.num_ranks,
@@ -144,6 +152,18 @@ def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:
         shape=blueprint.message_shape,
         dtype=blueprint.dtype,
         spans=spans,
+        mailboxes=partial(_mailboxes, blueprint) if has_copies else None,
+    )
+
+
+def _mailboxes(blueprint: Blueprint, meeting: Meeting) -> Mailboxes | None:
+    """Mailboxes for messages by copy engines, or None where they do not work; collective."""
+    device = blueprint.device
+    return open_mailboxes(
+        meeting,
+        lambda: CudaCopyEngine(device, allows_peers=allows_peer_copies()),
+        device=device,
+        message_bytes=math.prod(blueprint.message_shape) * blueprint.dtype.itemsize,
     )
 
 

@@ -1,0 +1,123 @@
+"""Times the parts of a step on one device: forward and backward of a layer, recomputed and not, and head with loss.
+
+    python scripts/benchmark_layer.py 7b --batch_size 16 --seq_length 512 [--compile off] [--sdpa cudnn]
+
+For each part: milliseconds (median) and the TFLOP/s of its matrix products, 2 operations per parameter and token forward
+and 4 backward, without those of attention.
+"""
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from mobius.ranks import prepare_environment
+
+prepare_environment()  # before torch is imported
+
+import torch  # noqa: E402
+from make_model import SIZES, write_config  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+from mobius.config import ModelConfig  # noqa: E402
+from mobius.memory.layout import StageLayout  # noqa: E402
+from mobius.models.blocks import LayerInputs, ModelParts  # noqa: E402
+from mobius.models.families import load_model_config  # noqa: E402
+from mobius.planner.partition import StageSpan  # noqa: E402
+from mobius.runtime.stage import StageModule  # noqa: E402
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("--batch_size", type=int, default=16, help="sequences of a microbatch")
+    parser.add_argument("--seq_length", type=int, default=512)
+    parser.add_argument("--loss_chunk_tokens", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--compile", choices=("on", "off"), default="on" if torch.cuda.is_available() else "off")
+    parser.add_argument("--sdpa", choices=BACKENDS, help="attention kernel (default: torch's choice)")
+    return parser.parse_args()
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median seconds of `work` after three runs, the device idle before and after each."""
+    seconds = []
+    for _ in range(repeats + 3):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[3:])
+
+
+def main() -> None:
+    """Print one line per part."""
+    arguments = parse()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), arguments.size, 1)
+        parts = ModelParts(load_model_config(Path(folder), ModelConfig()), device, compiled=arguments.compile == "on")
+    stage = StageModule(
+        parts,
+        StageSpan(0, 0, 1, is_first=True, is_last=True),
+        LayerInputs(parts, device=device, dtype=dtype),
+        loss_chunk_tokens=arguments.loss_chunk_tokens,
+    )
+    layout = StageLayout.of(stage.shapes)
+    weights = layout.views(torch.randn(layout.num_elements, device=device, dtype=dtype) * 0.02)
+    gradients = layout.views(torch.zeros(layout.num_elements, device=device))
+    shape = (arguments.batch_size, arguments.seq_length)
+    tokens = torch.randint(0, parts.config.vocab_size, shape, device=device)
+    hidden = torch.randn(*shape, parts.config.hidden_size, device=device, dtype=dtype)
+    inner = StageModule(
+        parts,
+        StageSpan(0, 0, 1, is_first=False, is_last=False),
+        LayerInputs(parts, device=device, dtype=dtype),
+        loss_chunk_tokens=arguments.loss_chunk_tokens,
+    )
+
+    def forward_backward(*, keep_graphs: bool) -> None:
+        _, kept = inner.forward(weights, hidden, keep_graphs=keep_graphs)
+        inner.backward(weights, gradients, kept, hidden)
+
+    def recomputed_backward() -> None:
+        inner.backward(weights, gradients, [hidden], hidden)
+
+    def loss() -> None:
+        stage.loss(weights, gradients, hidden, tokens, num_targets=tokens.numel(), loss_scale=1.0)
+
+    layer, head = parts.layers[0].num_parameters, parts.head.num_parameters
+    cases: list[tuple[str, Callable[[], object], int]] = [
+        ("layer, forward without a graph", lambda: inner.forward(weights, hidden), 2 * layer),
+        ("layer, backward with recompute", recomputed_backward, 6 * layer),
+        ("layer, forward and backward, graph kept", lambda: forward_backward(keep_graphs=True), 6 * layer),
+        ("norm, head, loss and their backward", loss, 6 * head),
+    ]
+    backend = sdpa_kernel(BACKENDS[arguments.sdpa]) if arguments.sdpa else contextlib.nullcontext()
+    with backend:
+        for name, work, operations in cases:
+            seconds = seconds_of(work, device, arguments.repeats)
+            rate = operations * tokens.numel() / seconds / 1e12
+            print(f"{name:40} {seconds * 1e3:8.2f} ms {rate:7.1f} TFLOP/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

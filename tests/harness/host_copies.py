@@ -1,0 +1,124 @@
+"""A copy engine of the host: queues are threads, device memory is host memory; for setups without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+from mobius.runtime.mailboxes import CopyQueue
+
+WORD = ctypes.c_uint32
+
+
+class HostEvent:
+    """A point in a queue; with no streams to wait, `wait` holds the host up."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+
+    def reach(self) -> None:
+        self._reached.set()
+
+    def wait(self) -> None:
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        assert self._reached.wait(60), "a message never came"
+
+    def query(self) -> bool:
+        return self._reached.is_set()
+
+
+class HostQueue:
+    """Runs what it is given on a thread of its own, in order."""
+
+    def __init__(self, *, corrupts: bool) -> None:
+        self._corrupts = corrupts
+        self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+
+    def follow_compute(self) -> None:
+        """Compute on a CPU is done when it returns."""
+
+    def wait_value(self, address: int, value: int) -> None:
+        def wait() -> None:
+            while (WORD.from_address(address).value - value) % 2**32 >= 2**31:
+                time.sleep(0.0001)
+
+        self._work.put(wait)
+
+    def write_value(self, address: int, value: int) -> None:
+        def write() -> None:
+            WORD.from_address(address).value = value
+
+        self._work.put(write)
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        self._work.put(lambda: ctypes.memmove(target, source, num_bytes - self._corrupts))
+
+    def record(self) -> HostEvent:
+        event = HostEvent()
+        self._work.put(event.reach)
+        return event
+
+
+class HostCopyEngine:
+    """One "device" of this process; `peers` are those it reaches. Notes what is held, so that a leak is seen."""
+
+    def __init__(self, device_index: int, *, peers: frozenset[int] = frozenset(), corrupts: bool = False) -> None:
+        self.device_index, self._peers, self._corrupts = device_index, peers, corrupts
+        self._allocated: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self._registered: dict[int, int] = {}
+        self._opened: list[int] = []
+
+    @property
+    def num_held(self) -> int:
+        return len(self._allocated) + len(self._registered) + len(self._opened)
+
+    @property
+    def allocated_bytes(self) -> list[int]:
+        """Of each piece of device memory."""
+        return [len(memory) for memory in self._allocated.values()]
+
+    def reaches(self, device_index: int) -> bool:
+        return device_index in self._peers
+
+    def new_queue(self) -> CopyQueue:
+        return HostQueue(corrupts=self._corrupts)
+
+    def allocate(self, num_bytes: int) -> int:
+        memory = ctypes.create_string_buffer(num_bytes)
+        address = ctypes.addressof(memory)
+        self._allocated[address] = memory
+        return address
+
+    def free(self, address: int) -> None:
+        del self._allocated[address]
+
+    def export(self, address: int) -> bytes:
+        assert address in self._allocated
+        return struct.pack("q", address)
+
+    def open_exported(self, handle: bytes) -> int:
+        (address,) = struct.unpack("q", handle)
+        self._opened.append(address)
+        return int(address)
+
+    def close_exported(self, address: int) -> None:
+        self._opened.remove(address)
+
+    def register(self, address: int, num_bytes: int) -> int:
+        assert address % 4096 == 0
+        self._registered[address] = num_bytes
+        return address
+
+    def unregister(self, address: int) -> None:
+        del self._registered[address]
