@@ -65,6 +65,7 @@ class Compile(StrEnum):
 class Recompute(StrEnum):
     """Which layers run their forward again in backward."""
 
+    AUTO = "auto"
     FULL = "full"
     NONE = "none"
 
@@ -143,10 +144,10 @@ class PipelineConfig:
     use_offload: bool = True
     """Keep weights in CPU memory while they are not in use; no_offload keeps all stages on the GPU."""
 
-    recompute: Recompute = Recompute.FULL
-    """Whether backward runs each layer's forward again, from its input. full: yes, so that one layer's activations
-    exist at a time; only the last stage of each rank keeps them where GPU memory allows, because its backward follows
-    at once. none: keep all activations, a quarter less compute; needs no_offload, where weights stay in place."""
+    recompute: Recompute = Recompute.AUTO
+    """Whether backward runs each layer's forward again, from its input, so that one layer's activations exist at a
+    time. auto: the last stages of each rank keep theirs, as many as GPU memory allows. full: all stages recompute.
+    none: no stage does, a quarter less compute; needs no_offload, where weights stay in place."""
 
     compile: Compile = Compile.AUTO
     """Run layers and loss under torch.compile: one graph serves all layers of a kind, after a minute of compiling in

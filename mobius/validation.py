@@ -101,11 +101,11 @@ def _limit_has_a_gpu(config: Config) -> str | None:
 
 
 def _kept_activations_have_weights(config: Config) -> str | None:
-    if config.pipeline.recompute is Recompute.FULL or not config.pipeline.use_offload:
+    if config.pipeline.recompute is not Recompute.NONE or not config.pipeline.use_offload:
         return None
     return (
         "`--recompute none` needs a layer's weights until its backward, but with `--use_offload` they leave the GPU; "
-        "use --no_offload, or --recompute full"
+        "use --no_offload, or --recompute auto"
     )
 
 

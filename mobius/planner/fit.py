@@ -1,17 +1,19 @@
-"""Fits a plan into GPU memory: refuses what cannot, and spends what is left on what makes a step shorter."""
+"""Fits a plan into GPU memory: refuses what cannot, and spends what is left on what makes a step shorter.
+
+Backward need not recompute a stage's forward if its activations are kept, and that needs its weights in place from
+forward to backward: of a rank's stages, the last `num_slots` stay.
+
+    rank 0 of 2, stages 0 to 8, three slots:   F0 F2 F4 F6 F8   B8 B6 B4 B2 B0
+    weights stay                                     ==============
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mobius.planner.budget import (
-    GIB,
-    ByteSizes,
-    GpuNeed,
-    check_gpu_memory,
-    gpu_need,
-    layer_activation_bytes,
-)
+from mobius.config import Recompute
+from mobius.planner.budget import GIB, ByteSizes, GpuNeed, check_gpu_memory, gpu_need, layer_activation_bytes
 from mobius.planner.plan import Plan
 from mobius.planner.shape import ModelShape
 
@@ -19,7 +21,7 @@ FILLED_SHARE = 0.9
 """Of the GPU memory a rank may use, what options may fill; the rest is for the allocator's fragments."""
 WORKSPACE_BYTES = GIB
 """What kernels and messages take beside the stages."""
-MAX_SLOTS = 3
+PREFETCH_SLOTS = 3
 """A third slot loads a stage while the gradients of another leave: it pays where a stage computes no longer than that
 takes."""
 
@@ -54,13 +56,18 @@ def fit_plan(
     rank: int,
     tokens: StepTokens,
     gpu_bytes: int | None,
-    keeps_activations: bool,
+    recompute: Recompute,
 ) -> FittedPlan:
     """Check that `plan` fits into `gpu_bytes` (None: unknown, on a CPU) and use what is left of them.
 
-    First a further slot, if there is prefetch at all; then the activations of the last stage of `rank`, whose backward
-    follows its forward at once. With `keeps_activations` all stages keep theirs. Raises GpuMemoryError.
+    With `Recompute.AUTO` as many of the last stages of `rank` keep their activations as fit, with the slots that they
+    need; then a further slot for prefetching. Raises GpuMemoryError if the plan does not fit, or with `Recompute.NONE`
+    all activations do not.
     """
+    own = plan.stages_of(rank)
+    keeps_all = recompute is Recompute.NONE
+    if gpu_bytes is None:
+        return FittedPlan(plan, frozenset(own) if keeps_all else frozenset())
 
     def need_of(candidate: Plan) -> GpuNeed:
         return gpu_need(
@@ -72,22 +79,39 @@ def fit_plan(
             batch_tokens=tokens.step,
             microbatch_tokens=tokens.microbatch,
             loss_chunk_tokens=tokens.loss_chunk,
-            keeps_activations=keeps_activations,
+            keeps_activations=keeps_all,
         )
 
-    own = plan.stages_of(rank)
-    if gpu_bytes is None:
-        return FittedPlan(plan, frozenset(own) if keeps_activations else frozenset())
     check_gpu_memory(need_of(plan), available_bytes=gpu_bytes, is_offloading=plan.num_slots is not None)
-    if keeps_activations:
+    if keeps_all:
         return FittedPlan(plan, frozenset(own))
     usable = int(gpu_bytes * FILLED_SHARE) - WORKSPACE_BYTES
-    if plan.num_slots is not None and 1 < plan.num_slots < min(MAX_SLOTS, plan.stages_per_rank):
-        wider = replace(plan, num_slots=MAX_SLOTS)
-        plan = wider if need_of(wider).total <= usable else plan
-    last = plan.spans[own[-1]]
-    # Of the model's last stage one microbatch is under way at a time, and one layer's activations are there anyhow.
-    num_graphs = len(last.layers) - 1 if last.is_last else len(last.layers) * tokens.num_microbatches
-    kept = num_graphs * layer_activation_bytes(shape, sizes, tokens.microbatch)
-    fits = need_of(plan).total + kept <= usable
-    return FittedPlan(plan, frozenset((last.stage,)) if fits else frozenset())
+    most = len(own) if recompute is Recompute.AUTO else 0
+    for num_graphs in range(most, -1, -1):
+        stages = own[len(own) - num_graphs :]
+        kept = sum(_graph_bytes(plan, stage, shape, sizes, tokens) for stage in stages)
+        for candidate in _with_slots_for(plan, num_graphs):
+            if need_of(candidate).total + kept <= usable:
+                return FittedPlan(candidate, frozenset(stages))
+    return FittedPlan(plan, frozenset())
+
+
+def _graph_bytes(plan: Plan, stage: int, shape: ModelShape, sizes: ByteSizes, tokens: StepTokens) -> int:
+    """What the activations of `stage` take beside what recomputing would take.
+
+    Of the model's last stage one microbatch is under way at a time, and one layer's activations are there anyhow.
+    """
+    span = plan.spans[stage]
+    num_layers = len(span.layers) - 1 if span.is_last else len(span.layers) * tokens.num_microbatches
+    return num_layers * layer_activation_bytes(shape, sizes, tokens.microbatch)
+
+
+def _with_slots_for(plan: Plan, num_graphs: int) -> Iterator[Plan]:
+    """`plan` with slots in which the last `num_graphs` stages of a rank stay; first with one more for prefetching."""
+    if plan.num_slots is None:
+        yield plan
+    elif plan.num_slots == 1:  # no prefetch: nothing but the last stage stays
+        yield from [plan] if num_graphs <= 1 else []
+    else:
+        for wanted in (PREFETCH_SLOTS, plan.num_slots):
+            yield replace(plan, num_slots=min(max(wanted, num_graphs), plan.stages_per_rank))

@@ -38,10 +38,10 @@ class SharedMemory:
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
-        """New zeroed memory, which exists now: it is faulted in on this process's NUMA node. Raises OSError."""
+        """New zeroed memory; a page takes memory, near who touches or page-locks it first, from then on."""
         descriptor = os.memfd_create("mobius", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)  # where memory is short: an error here, not a signal later
+            os.ftruncate(descriptor, num_bytes)
         except BaseException:
             os.close(descriptor)
             raise

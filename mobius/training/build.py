@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from mobius.config import Compile, Config, Dtype, Recompute
+from mobius.config import Compile, Config, Dtype
 from mobius.data.batches import Batch, Batches
 from mobius.memory.available import available_host_bytes
 from mobius.memory.host_arena import HostArena
@@ -122,7 +122,7 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
             loss_chunk=pipeline.loss_chunk_tokens,
         ),
         gpu_bytes=gpu_bytes,
-        keeps_activations=pipeline.recompute is Recompute.NONE,
+        recompute=pipeline.recompute,
     )
     plan = fitted.plan
     if pipeline.use_offload or device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Over NCCL between two GPUs: whole runs end with the parameters that a single process has."""
+"""Over NCCL or mailboxes between two GPUs: whole runs end with the parameters that a single process has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("mode", ["--use_offload", "--use_offload --overlap_optimizer", "--no_offload"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "--use_offload",
+        "--use_offload --overlap_optimizer",
+        "--no_offload",
+        "--use_offload --copy_messages",
+        "--no_offload --copy_messages",
+    ],
+)
 def test_two_gpus_train_like_one(tmp_path: Path, mode: str, is_tied: bool) -> None:
     make_checkpoint(tmp_path / "model", is_tied=is_tied)
     make_dataset(tmp_path / "data.jsonl")

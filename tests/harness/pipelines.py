@@ -71,7 +71,7 @@ class Pipeline:
     num_microbatches: int
     num_slots: int | None
     keeps_graphs: bool = False
-    """In all stages if they are resident, else in the last one of each rank."""
+    """In all stages if they are resident, else in those of each rank that stay in a slot from forward to backward."""
     loss_chunk_tokens: int = 4096
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
@@ -124,7 +124,7 @@ class Pipeline:
     def _graph_stages(self, own: list[int]) -> frozenset[int]:
         if not self.keeps_graphs:
             return frozenset()
-        return frozenset(own if self.num_slots is None else own[-1:])
+        return frozenset(own if self.num_slots is None else own[-self.num_slots :])
 
     def _memory(self, layouts: dict[int, StageLayout]) -> StageMemory:
         if self.num_slots is None:

@@ -5,7 +5,14 @@ import os
 import pytest
 
 from mobius.errors import ConfigError
-from mobius.ranks import Ranks, omp_num_threads, prepare_environment, visible_devices
+from mobius.ranks import (
+    Ranks,
+    allows_peer_copies,
+    omp_num_threads,
+    prepare_environment,
+    separate_device_queues,
+    visible_devices,
+)
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -70,3 +77,20 @@ def test_an_empty_device_list_is_not_an_absent_one(monkeypatch: pytest.MonkeyPat
     assert visible_devices() == ""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert visible_devices() is None
+
+
+@pytest.mark.parametrize(("text", "expected"), [(None, True), ("0", True), ("1", False)])
+def test_gpus_reach_each_other_unless_the_user_forbids_it(
+    monkeypatch: pytest.MonkeyPatch, text: str | None, expected: bool
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if text is None else {"NCCL_P2P_DISABLE": text})
+    assert allows_peer_copies() is expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [(None, "32"), ("8", "8")])
+def test_streams_get_all_hardware_queues_unless_the_user_has_set_a_number(
+    monkeypatch: pytest.MonkeyPatch, text: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if text is None else {"CUDA_DEVICE_MAX_CONNECTIONS": text})
+    separate_device_queues()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == expected

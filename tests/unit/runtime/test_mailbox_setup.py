@@ -155,9 +155,7 @@ def test_memory_that_cannot_be_shared_makes_all_ranks_go_without(
     with caplog.at_level(logging.INFO, "mobius"):
         assert with_mailboxes(engines, talk) == [False, False]
 
-    assert set(caplog.messages) == {
-        "messages travel over NCCL: rank 0: [Errno 13] Permission denied: '/proc/1/fd/3'"
-    }
+    assert set(caplog.messages) == {"messages travel over NCCL: rank 0: [Errno 13] Permission denied: '/proc/1/fd/3'"}
     assert [engine.num_held for engine in engines] == [0, 0]
 
 

@@ -12,7 +12,7 @@ _MICROBATCHES = (1, 2, 3, 4, 5, 8)
 @pytest.fixture(scope="session")
 def all_schedules() -> list[Schedule]:
     """Every combination of ranks, stages per rank, microbatches and slots that the project promises."""
-    sizes = itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4), _MICROBATCHES, (None, 1, 2))
+    sizes = itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4), _MICROBATCHES, (None, 1, 2, 3))
     return [build_schedule(*size) for size in sizes]
 
 

@@ -1,0 +1,76 @@
+"""Messages by copy engines: whole and in order beside compute, and nothing else waits for them.
+
+The measured speed is printed; `pytest -m gpu -s tests/gpu/test_mailboxes.py` shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.runs import ROOT, environment, free_port
+
+pytestmark = pytest.mark.gpu
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def run_worker(folder: Path, arguments: list[str], variables: dict[str, str]) -> dict[str, Any]:
+    """Run a worker of the harness; the numbers in its JSON line, with what it logged under "log"."""
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        env={**environment(folder / "cache"), **variables},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    told: dict[str, Any] = json.loads(result.stdout)
+    return told | {"log": result.stderr}
+
+
+def talk(folder: Path, place: str, mib: int) -> dict[str, Any]:
+    """200 messages each way between two processes, beside products of matrices and then alone."""
+    launcher = f"-m torch.distributed.run --nproc_per_node 2 --master_port {free_port()}".split()
+    worker = str(ROOT / "tests" / "harness" / "mailbox_worker.py")
+    variables = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")}
+    if place == "host":
+        variables["NCCL_P2P_DISABLE"] = "1"
+    return run_worker(folder, [*launcher, worker, "cuda", str(mib), "200"], variables)
+
+
+@two_gpus
+@pytest.mark.parametrize("mib", [64, 256])
+@pytest.mark.parametrize("place", ["peer", "host"])
+def test_messages_beside_compute_arrive_whole_and_in_order(tmp_path: Path, place: str, mib: int) -> None:
+    told = talk(tmp_path, place, mib)
+    speed, seconds = told["gb_per_second_each_way"], told["seconds_beside_compute"]
+    print(f"\n{place}, {mib} MiB: {speed:.1f} GB/s each way at once; 200 messages beside compute: {seconds:.2f} s")
+
+    assert told["over_mailboxes"], told["log"]
+    assert f"{2 if place == 'peer' else 0} of 2 edges from GPU to GPU" in told["log"]
+    assert told["num_wrong"] == 0
+
+
+@two_gpus
+def test_a_message_of_an_odd_size_arrives_whole(tmp_path: Path) -> None:
+    for place in ("peer", "host"):
+        assert talk(tmp_path, place, 3)["num_wrong"] == 0
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_messages_that_wait_hold_up_no_other_stream(tmp_path: Path, place: str) -> None:
+    worker = str(ROOT / "tests" / "harness" / "waiting_receive.py")
+    told = run_worker(tmp_path, [worker, place, "64"], {})
+    print(f"\n{place}: {told}")
+
+    assert told["num_waiting"] == 4  # two receives, and two sends for which there was no mailbox
+    assert told["held_up"] == []
+    assert told["num_wrong"] == 0

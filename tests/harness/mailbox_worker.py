@@ -1,0 +1,130 @@
+"""Sends messages both ways between two ranks over mailboxes, beside compute, and checks every one of them.
+
+torchrun --nproc_per_node 2 tests/harness/mailbox_worker.py DEVICE MIB NUM_MESSAGES     (DEVICE: cpu or cuda)
+
+The first rank prints one JSON line: seconds, GB/s per direction, and whether mailboxes were used at all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from mobius.ranks import Ranks, allows_peer_copies, prepare_environment, separate_device_queues
+
+prepare_environment()  # before torch is imported
+separate_device_queues()
+
+import torch  # noqa: E402
+from harness.host_copies import HostCopyEngine  # noqa: E402
+
+from mobius.runtime.cuda_copies import CudaCopyEngine  # noqa: E402
+from mobius.runtime.distributed_transport import DistributedTransport  # noqa: E402
+from mobius.runtime.mailbox_setup import CopyEngine, Meeting, open_mailboxes  # noqa: E402
+from mobius.runtime.mailboxes import Mailboxes  # noqa: E402
+
+AHEAD = 2
+GEMM = 4096
+
+
+def main() -> None:
+    """Meet, send, receive, compare, and tell how fast it was."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    kind, mib, num_messages = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    ranks = Ranks.from_environment()
+    device = torch.device("cuda", ranks.local_rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    num_words = int(mib * 2**20) // 4
+    opened: list[Mailboxes | None] = []
+
+    def make_engine() -> CopyEngine:
+        if kind == "cuda":
+            return CudaCopyEngine(device, allows_peers=allows_peer_copies())
+        return HostCopyEngine(ranks.rank)
+
+    def open_them(meeting: Meeting) -> Mailboxes | None:
+        opened.append(open_mailboxes(meeting, make_engine, device=device, message_bytes=4 * num_words))
+        return opened[0]
+
+    transport = DistributedTransport(
+        rank=ranks.rank, num_ranks=2, device=device, shape=(num_words,), dtype=torch.int32, mailboxes=open_them
+    )
+    seconds, num_wrong = _talk(transport, device, num_words, num_messages)
+    _talk_alone(transport, device, num_words, 20)  # the second time nothing is new: its time is the one that counts
+    alone = _talk_alone(transport, device, num_words, num_messages)
+    wrong = transport.sum_over_ranks(torch.tensor([num_wrong], dtype=torch.float64))
+    if ranks.is_first:
+        gigabytes = num_messages * num_words * 4 / 1e9
+        told = {
+            "over_mailboxes": opened[0] is not None,
+            "num_wrong": int(wrong.item()),
+            "seconds_beside_compute": seconds,
+            "gb_per_second_each_way": gigabytes / alone,
+        }
+        print(json.dumps(told), flush=True)
+    transport.barrier()
+    transport.close()
+
+
+def _talk(
+    transport: DistributedTransport, device: torch.device, num_words: int, num_messages: int
+) -> tuple[float, int]:
+    """Steps of 20 messages each way beside products of matrices; seconds, and how many words came wrong."""
+    peer = 1 - transport.rank
+    pattern = torch.arange(num_words, dtype=torch.int32, device=device)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    size = GEMM if device.type == "cuda" else 64
+    left = torch.randn(size, size, device=device)
+    _synchronize(device)
+    transport.barrier()
+    start = time.perf_counter()
+    for first in range(0, num_messages, 20):
+        numbers = range(first, min(first + 20, num_messages))
+        num_posted = 0
+        for index, number in enumerate(numbers):
+            while num_posted < min(len(numbers), index + AHEAD):
+                transport.post_receive(peer)
+                num_posted += 1
+            # Made just before it is sent, in memory that earlier messages have used.
+            transport.send(pattern * (2 * number + 1) + transport.rank, peer)
+            left = (left @ left).clamp_(-1, 1)
+            received = transport.receive(peer)
+            wrong += (received != pattern * (2 * number + 1) + peer).sum()
+            del received
+        transport.finish_step()
+    _synchronize(device)
+    return time.perf_counter() - start, int(wrong.item())
+
+
+def _talk_alone(transport: DistributedTransport, device: torch.device, num_words: int, num_messages: int) -> float:
+    """Seconds of the messages without anything beside them."""
+    peer = 1 - transport.rank
+    tensor = torch.zeros(num_words, dtype=torch.int32, device=device)
+    _synchronize(device)
+    transport.barrier()
+    start = time.perf_counter()
+    num_posted = 0
+    for number in range(num_messages):
+        while num_posted < min(num_messages, number + AHEAD):
+            transport.post_receive(peer)
+            num_posted += 1
+        transport.send(tensor, peer)
+        transport.receive(peer)
+    transport.finish_step()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()
