@@ -22,7 +22,8 @@ BENCHMARK=${BENCHMARK:-}                                   # more options of ben
 MOBIUS=${MOBIUS:-}                                         # more options of Mobius for all parts
 SIZE=${SIZE:-7b}                                           # of all parts but 13b; smaller for a trial
 
-MAIN_MOBIUS=${MAIN_MOBIUS:---num_stages 32 --num_chunks 4} # also of clip, nop2p and ablation
+MAIN_MOBIUS=${MAIN_MOBIUS:---num_stages 32 --num_chunks 4 --gpu_memory_limit 12} # also of clip, nop2p and ablation
+MAIN_VARIANT=${MAIN_VARIANT:---gpu_memory_limit 130}
 MAIN_PEERS=${MAIN_PEERS:-fsdp2-offload roundpipe deepspeed-zero2}
 CLIP_PEERS=${CLIP_PEERS:-fsdp2-offload deepspeed-zero2}
 LONG_MOBIUS=${LONG_MOBIUS:---num_stages 32 --num_chunks 16}
@@ -33,7 +34,7 @@ SIZE_13B=${SIZE_13B:-13b}
 MOBIUS_13B=${MOBIUS_13B:---num_stages 40 --num_chunks 4}
 PEERS_13B=${PEERS_13B:-fsdp2-offload deepspeed-zero2}
 NOP2P_PEERS=${NOP2P_PEERS:-fsdp2-offload deepspeed-zero2}
-RESIDENT_MOBIUS=${RESIDENT_MOBIUS:---num_stages 32 --num_chunks 4 --no_offload --recompute none}
+RESIDENT_MOBIUS=${RESIDENT_MOBIUS:---num_stages 32 --num_chunks 8 --no_offload --recompute none --loss_chunk_tokens 8192}
 RESIDENT_PEERS=${RESIDENT_PEERS:-fsdp2-compile}
 
 # peers NAME...: the words that ask benchmark.py for them
@@ -50,7 +51,10 @@ benchmark() {
 }
 
 # shellcheck disable=SC2046 # so are the words of peers
-part_main() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 $(peers "$MAIN_PEERS"); }
+part_main() {
+    benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 \
+        --variant "all memory=$MAIN_VARIANT" $(peers "$MAIN_PEERS")
+}
 part_clip() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 1 $(peers "$CLIP_PEERS"); }
 part_long() {
     benchmark "$SIZE" "$LONG_MOBIUS" --batch_size 64 --seq_length 2048 --max_grad_norm 0 \
