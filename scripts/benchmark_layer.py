@@ -2,8 +2,8 @@
 
     python scripts/benchmark_layer.py 7b --batch_size 16 --seq_length 512 [--compile off] [--sdpa cudnn]
 
-For each part: milliseconds (median) and the TFLOP/s of its matrix products, 2 operations per parameter and token forward
-and 4 backward, without those of attention.
+For each part: milliseconds (median) and the TFLOP/s of its matrix products, 2 operations per parameter and token
+forward and 4 backward, without those of attention.
 """
 
 import argparse

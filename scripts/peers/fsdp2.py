@@ -7,6 +7,7 @@ as the FSDP2 tutorial recommends; with --offload parameters, gradients and optim
 """
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,7 @@ def main() -> None:
     measured = time_steps(train_step, arguments, device, model.config.vocab_size)
     write_result(arguments, measured, [device])
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads abort an ordinary exit now and then
 
 
 if __name__ == "__main__":

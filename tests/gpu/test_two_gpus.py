@@ -51,4 +51,6 @@ def _train(folder: Path, num_ranks: int, mode: str) -> dict[str, torch.Tensor]:
         check=False,
     )
     assert result.returncode == 0, result.stdout
+    wants_copies = num_ranks > 1 and "--copy_messages" in mode
+    assert ("messages travel by copy engines" in result.stdout) == wants_copies, result.stdout
     return dict(torch.load(folder / f"{num_ranks}.pt", weights_only=True))

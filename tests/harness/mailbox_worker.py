@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from mobius.ranks import Ranks, allows_peer_copies, prepare_environment, separate_device_queues
+from mobius.ranks import Ranks, allows_peer_copies, prepare_environment, separate_device_queues  # noqa: E402
 
 prepare_environment()  # before torch is imported
 separate_device_queues()

@@ -52,10 +52,18 @@ def main() -> None:
     events += [full_outbox.send(message.data_ptr()) for message in messages[2:]]
     done = _work(streams, hosts, devices)
     end = time.monotonic() + SECONDS
-    while time.monotonic() < end and not all(event.query() for event in done):
+    # The first two sends find a mailbox.
+    while time.monotonic() < end and not all(event.query() for event in [*done, *events[2:4]]):
         time.sleep(0.01)
     held = [number for number, event in enumerate(done) if not event.query()]
     num_waiting = sum(not event.query() for event in events)
+    if held:
+        for shared in _kept:  # lets every message pass, whatever it carries
+            shared.write_word(0, 2**30)
+            shared.write_word(128, 2**30)
+        torch.cuda.synchronize()
+        print(json.dumps({"held_up": held, "num_waiting": num_waiting, "num_wrong": None}), flush=True)
+        return
 
     events += [outbox.send(message.data_ptr()) for message in messages[:2]]
     events += [full_inbox.post(buffer.data_ptr()) for buffer in buffers[2:]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -38,11 +38,11 @@ class ThreadMeeting:
 
 def reach(num_ranks: int, kind: str) -> list[frozenset[int]]:
     """The devices that each rank's device reaches, where rank r has device r + 10."""
-    reached = {
+    reached: list[Iterable[int]] = {
         "peers": [range(num_ranks)] * num_ranks,
         "host": [()] * num_ranks,
         # Half of the edges, and none of them in both directions.
-        "mixed": [[(rank + 1) % num_ranks] for rank in range(num_ranks)],
+        "mixed": [((rank + 1) % num_ranks,) for rank in range(num_ranks)],
     }[kind]
     return [frozenset(rank + 10 for rank in ranks) for ranks in reached]
 
@@ -198,7 +198,7 @@ def test_mailboxes_on_a_gpu_take_two_messages_per_incoming_edge() -> None:
     with_mailboxes(engines, weigh)
 
     pages = -(-SIZE // 4096) * 4096
-    assert taken == dict.fromkeys(range(3), [2 * pages, 2 * pages])
+    assert taken == {rank: [2 * pages, 2 * pages] for rank in range(3)}
 
 
 def test_opening_leaves_no_descriptor_open() -> None:
