@@ -80,6 +80,7 @@ def step_line(metrics: StepMetrics, total_steps: int) -> str:
         f"lr {metrics.learning_rate:.2e}",
         f"{metrics.step_seconds:7.2f} s",
         f"{metrics.tokens_per_second:8,.0f} tokens/s",
+        "waits" + ",".join(f" {cause} {seconds:5.2f}" for cause, seconds in metrics.wait_seconds.items()) + " s",
     ]
     if metrics.peak_gpu_memory_gib is not None:
         columns.append(f"GPU {metrics.peak_gpu_memory_gib:6.2f} GiB")

@@ -28,7 +28,7 @@ STEP = StepMetrics(
 def test_the_line_tells_all_columns_with_units() -> None:
     assert step_line(STEP, 150) == (
         "step   7/150 | loss  2.3457 | grad norm    1.500 | lr 1.00e-05 |   10.02 s |    3,269 tokens/s | "
-        "GPU  12.34 GiB | host 101.50 GiB"
+        "waits weights  0.25, optimizer  0.50, neighbours  0.12 s | GPU  12.34 GiB | host 101.50 GiB"
     )
 
 
