@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mobius.config import Recompute
-from mobius.planner.budget import GIB, ByteSizes, GpuNeed, check_gpu_memory, gpu_need, layer_activation_bytes
+from mobius.planner.budget import GIB, ByteSizes, GpuNeed, check_gpu_memory, gpu_need
 from mobius.planner.plan import Plan
 from mobius.planner.shape import ModelShape
 
@@ -57,12 +57,14 @@ def fit_plan(
     tokens: StepTokens,
     gpu_bytes: int | None,
     recompute: Recompute,
+    graph_bytes: int | None = None,
 ) -> FittedPlan:
     """Check that `plan` fits into `gpu_bytes` (None: unknown, on a CPU) and use what is left of them.
 
     With `Recompute.AUTO` as many of the last stages of `rank` keep their activations as fit, with the slots that they
-    need; then a further slot for prefetching. Raises GpuMemoryError if the plan does not fit, or with `Recompute.NONE`
-    all activations do not.
+    need; then a further slot for prefetching. `graph_bytes` is what a layer's graph holds for a microbatch, measured;
+    without it nothing is kept but what is asked for. Raises GpuMemoryError if the plan does not fit, or with
+    `Recompute.NONE` all activations do not.
     """
     own = plan.stages_of(rank)
     keeps_all = recompute is Recompute.NONE
@@ -80,30 +82,30 @@ def fit_plan(
             microbatch_tokens=tokens.microbatch,
             loss_chunk_tokens=tokens.loss_chunk,
             keeps_activations=keeps_all,
+            graph_bytes=graph_bytes,
         )
 
     check_gpu_memory(need_of(plan), available_bytes=gpu_bytes, is_offloading=plan.num_slots is not None)
     if keeps_all:
         return FittedPlan(plan, frozenset(own))
     usable = int(gpu_bytes * FILLED_SHARE) - WORKSPACE_BYTES
-    most = len(own) if recompute is Recompute.AUTO else 0
+    most = len(own) if recompute is Recompute.AUTO and graph_bytes is not None else 0
     for num_graphs in range(most, -1, -1):
         stages = own[len(own) - num_graphs :]
-        kept = sum(_graph_bytes(plan, stage, shape, sizes, tokens) for stage in stages)
+        kept = sum(_num_graphs(plan, stage, tokens) for stage in stages) * (graph_bytes or 0)
         for candidate in _with_slots_for(plan, num_graphs):
             if need_of(candidate).total + kept <= usable:
                 return FittedPlan(candidate, frozenset(stages))
     return FittedPlan(plan, frozenset())
 
 
-def _graph_bytes(plan: Plan, stage: int, shape: ModelShape, sizes: ByteSizes, tokens: StepTokens) -> int:
-    """What the activations of `stage` take beside what recomputing would take.
+def _num_graphs(plan: Plan, stage: int, tokens: StepTokens) -> int:
+    """Graphs of a layer and a microbatch that exist when `stage` keeps its activations, beside the one that is anyhow.
 
-    Of the model's last stage one microbatch is under way at a time, and one layer's activations are there anyhow.
+    Of the model's last stage one microbatch is under way at a time.
     """
     span = plan.spans[stage]
-    num_layers = len(span.layers) - 1 if span.is_last else len(span.layers) * tokens.num_microbatches
-    return num_layers * layer_activation_bytes(shape, sizes, tokens.microbatch)
+    return len(span.layers) - 1 if span.is_last else len(span.layers) * tokens.num_microbatches
 
 
 def _with_slots_for(plan: Plan, num_graphs: int) -> Iterator[Plan]:

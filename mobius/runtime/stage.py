@@ -165,3 +165,25 @@ def _backward(block: Block, graph: LayerGraph, gradients: Views, gradient: Tenso
     input_gradient = results[-1]
     assert input_gradient is not None
     return input_gradient
+
+
+def measure_graph_bytes(
+    parts: ModelParts, *, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> int:
+    """GPU memory that one layer's graph holds for one microbatch of `shape` [B, L, H], of the layer that holds most.
+
+    Each kind of layer runs forward on zeros; all memory is given back.
+    """
+    arguments = LayerInputs(parts, device=device, dtype=dtype)(shape[1])
+    kinds = {id(layer.module): (layer, arguments[index]) for index, layer in enumerate(parts.layers)}
+    most = 0
+    for layer, own_arguments in kinds.values():
+        weights = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in layer.full_shapes().items()}
+        inputs = torch.zeros(shape, dtype=dtype, device=device)
+        _run_with_graph(layer, weights, inputs, own_arguments)  # compiles, and makes what libraries keep for good
+        before = torch.cuda.memory_allocated(device)
+        graph = _run_with_graph(layer, weights, inputs, own_arguments)
+        most = max(most, torch.cuda.memory_allocated(device) - before)
+        del graph, weights, inputs
+    torch.cuda.empty_cache()
+    return most

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-from mobius.config import Compile, Config, Dtype
+from mobius.config import Compile, Config, Dtype, Recompute
 from mobius.data.batches import Batch, Batches
 from mobius.memory.available import available_host_bytes
 from mobius.memory.host_arena import HostArena
@@ -55,7 +55,7 @@ from mobius.runtime.executor import Executor, StepBatch
 from mobius.runtime.mailbox_setup import Meeting, open_mailboxes
 from mobius.runtime.mailboxes import Mailboxes
 from mobius.runtime.rehearsal import RehearsalTransport
-from mobius.runtime.stage import StageModule
+from mobius.runtime.stage import StageModule, measure_graph_bytes
 from mobius.runtime.transport import SingleRankTransport, Transport
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
@@ -111,7 +111,8 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
     )
     dtype = TORCH_DTYPES[config.model.dtype]
     sizes = ByteSizes.of(config.model.dtype, has_fp32_gradients=pipeline.fp32_gradients)
-    fitted = fit_plan(
+    fit = partial(
+        fit_plan,
         plan,
         shape,
         sizes,
@@ -124,7 +125,7 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
         gpu_bytes=gpu_bytes,
         recompute=pipeline.recompute,
     )
-    plan = fitted.plan
+    fitted = fit()  # by guess: what cannot fit is refused before anything is compiled
     if pipeline.use_offload or device.type == "cpu":
         limit = pipeline.host_memory_limit
         check_host_memory(
@@ -135,6 +136,10 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
             num_ranks=ranks.num_ranks,
             available_bytes=available_host_bytes() if limit is None else int(limit * GIB),
         )
+    if device.type == "cuda" and pipeline.recompute is not Recompute.FULL:
+        message = (pipeline.microbatch_size, config.data.seq_length, shape.hidden_size)
+        fitted = fit(graph_bytes=measure_graph_bytes(parts, shape=message, dtype=dtype, device=device))
+    plan = fitted.plan
     schedule = build_schedule(ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots)
     return Blueprint(config, ranks, device, dtype, parts, shape, plan, schedule, fitted.graph_stages)
 

@@ -10,7 +10,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.weight_slots import WeightSlots
+from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.runtime.executor import StepBatch
+from mobius.runtime.stage import measure_graph_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -88,6 +90,32 @@ def test_streamed_stages_take_the_memory_of_their_slots() -> None:
     torch.cuda.synchronize(CUDA)
     assert torch.cuda.memory_allocated(CUDA) - before == 2 * elements * 2 + elements * 4
     arena.close()
+
+
+def test_a_layers_graph_is_measured_as_the_memory_that_its_saved_tensors_take() -> None:
+    model = _heavy_model(2)
+    parts = ModelParts(model.config, CUDA)
+    shape = (4, 256, model.config.hidden_size)
+    measured = measure_graph_bytes(parts, shape=shape, dtype=torch.bfloat16, device=CUDA)
+
+    saved: dict[int, int] = {}
+    layer, values = parts.layers[0], dict(model.named_parameters())
+    weights = {name: values[layer.prefix + name].detach().bfloat16().requires_grad_() for name in layer.shapes}
+    own = {weight.untyped_storage().data_ptr() for weight in weights.values()}
+    kept: list[torch.Tensor] = []  # or their addresses would be taken again
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    hidden = torch.zeros(shape, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
+    arguments = LayerInputs(parts, device=CUDA, dtype=torch.bfloat16)(shape[1])[0]
+    own.add(hidden.untyped_storage().data_ptr())
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        layer(weights, hidden, **arguments)
+    expected = sum(num_bytes for address, num_bytes in saved.items() if address not in own)
+    assert expected <= measured <= 1.2 * expected
 
 
 def _on_gpu(batch: StepBatch) -> StepBatch:

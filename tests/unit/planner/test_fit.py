@@ -11,6 +11,8 @@ from mobius.planner.shape import ModelShape
 
 BF16 = ByteSizes.of(Dtype.BF16)
 TOKENS = StepTokens(step=64 * 512, microbatch=16 * 512, loss_chunk=2048)
+GRAPH = int(1.34 * GIB)
+"""Of a layer and a microbatch."""
 
 
 def fit(
@@ -21,10 +23,20 @@ def fit(
     num_stages: int = 32,
     slots: int | None = 2,
     recompute: Recompute = Recompute.AUTO,
+    graph_bytes: int | None = GRAPH,
 ) -> FittedPlan:
     plan = make_plan(shape, num_ranks=4, num_stages=num_stages, num_microbatches=4, num_slots=slots)
     gpu_bytes = None if gib is None else int(gib * GIB)
-    return fit_plan(plan, shape, BF16, rank=rank, tokens=TOKENS, gpu_bytes=gpu_bytes, recompute=recompute)
+    return fit_plan(
+        plan,
+        shape,
+        BF16,
+        rank=rank,
+        tokens=TOKENS,
+        gpu_bytes=gpu_bytes,
+        recompute=recompute,
+        graph_bytes=graph_bytes,
+    )
 
 
 # By hand, rank 0 of Llama-2-7B in 32 stages: 8 layers x 32768 tokens x 4096 x 2 bytes stashed = 2 GiB; a slot of a
@@ -74,6 +86,16 @@ def test_all_stages_keep_their_activations_if_asked_and_too_little_memory_is_ref
     assert fitted.graph_stages == set(range(1, 32, 4))
     with pytest.raises(GpuMemoryError, match="stashed activations"):
         fit(llama_7b, 60, slots=None, recompute=Recompute.NONE)
+
+
+def test_what_is_not_measured_is_not_kept(llama_7b: ModelShape) -> None:
+    assert fit(llama_7b, 140, graph_bytes=None).graph_stages == frozenset()
+
+
+def test_graphs_that_hold_more_than_was_guessed_are_refused_before_anything_is_loaded(llama_7b: ModelShape) -> None:
+    assert fit(llama_7b, 90, slots=None, recompute=Recompute.NONE).graph_stages == set(range(0, 32, 4))
+    with pytest.raises(GpuMemoryError, match="stashed activations"):
+        fit(llama_7b, 90, slots=None, recompute=Recompute.NONE, graph_bytes=2 * GRAPH)
 
 
 def test_where_memory_is_unknown_nothing_is_added(llama_7b: ModelShape) -> None:
