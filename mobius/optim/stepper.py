@@ -135,8 +135,8 @@ class Stepper:
         if is_finite:
             self._skipped_in_a_row = 0
         else:
-            self._report_skipped(step, loss, squares)
-        return StepOutcome(loss, grad_norm, is_skipped=not is_finite)
+            self._report(step, loss, squares)
+        return StepOutcome(loss, grad_norm, is_skipped=len(skipped) > 0)
 
     def _skipped_stages(self, loss: float, squares: Sequence[float]) -> frozenset[int]:
         """The stages that keep their weights: all or none with clipping, else those that are not finite themselves."""
@@ -201,7 +201,7 @@ class Stepper:
             with self._clock.blocking(WaitCause.OPTIMIZER):
                 self._updates.drain()
 
-    def _report_skipped(self, step: int, loss: float, squares: Sequence[float]) -> None:
+    def _report(self, step: int, loss: float, squares: Sequence[float]) -> None:
         for stage in self._memory.states:
             self._memory.wait_for_gradients(stage)
         self.num_skipped += 1
@@ -209,8 +209,9 @@ class Stepper:
         stages = [stage for stage, square in enumerate(squares) if not math.isfinite(square)]
         where = f"gradients of stage(s) {', '.join(map(str, stages))}" if stages else "the loss only"
         if self._transport.rank == 0:
-            what = "keeps the weights of these stages" if self._is_stage_by_stage and stages else "is skipped"
-            logger.warning("step %d %s: not finite: %s (loss %s)", step, what, where, loss)
+            each = "keeps the weights of these stages" if stages else "is taken all the same"
+            outcome = each if self._is_stage_by_stage else "is skipped"
+            logger.warning("step %d %s: not finite: %s (loss %s)", step, outcome, where, loss)
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise NonFiniteLossError(
                 f"{self._skipped_in_a_row} steps in a row, the last of them step {step}, had non-finite values: "

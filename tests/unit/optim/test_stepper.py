@@ -155,6 +155,18 @@ def test_without_clipping_only_the_stage_that_is_not_finite_keeps_its_weights(
     assert "step 7 keeps the weights of these stages: not finite: gradients of stage(s) 1 " in record.getMessage()
 
 
+def test_without_clipping_a_loss_that_is_not_finite_is_told_and_finite_gradients_are_used(
+    make_rank: MakeRank, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = make_rank(start(), max_grad_norm=0.0)
+    with caplog.at_level(logging.WARNING, logger="mobius"):
+        outcome = rank.step(gradients(1), step=7, loss=INF)
+    assert not outcome.is_skipped
+    assert rank.stepper.num_updates == 1
+    (record,) = caplog.records
+    assert "step 7 is taken all the same: not finite: the loss only" in record.getMessage()
+
+
 @pytest.mark.parametrize("way", ["resident", "streamed", "overlapped"])
 def test_without_clipping_a_step_in_which_nothing_is_finite_does_not_count_for_the_bias_correction(
     make_rank: MakeRank, way: str
