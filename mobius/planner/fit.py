@@ -58,13 +58,14 @@ def fit_plan(
     gpu_bytes: int | None,
     recompute: Recompute,
     graph_bytes: int | None = None,
+    reserved_bytes: int = 0,
 ) -> FittedPlan:
     """Check that `plan` fits into `gpu_bytes` (None: unknown, on a CPU) and use what is left of them.
 
     With `Recompute.AUTO` as many of the last stages of `rank` keep their activations as fit, with the slots that they
     need; then a further slot for prefetching. `graph_bytes` is what a layer's graph holds for a microbatch, measured;
-    without it nothing is kept but what is asked for. Raises GpuMemoryError if the plan does not fit, or with
-    `Recompute.NONE` all activations do not.
+    without it nothing is kept but what is asked for. `reserved_bytes` are left for what is not in the plan.
+    Raises GpuMemoryError if the plan does not fit, or with `Recompute.NONE` all activations do not.
     """
     own = plan.stages_of(rank)
     keeps_all = recompute is Recompute.NONE
@@ -88,7 +89,7 @@ def fit_plan(
     check_gpu_memory(need_of(plan), available_bytes=gpu_bytes, is_offloading=plan.num_slots is not None)
     if keeps_all:
         return FittedPlan(plan, frozenset(own))
-    usable = int(gpu_bytes * FILLED_SHARE) - WORKSPACE_BYTES
+    usable = int(gpu_bytes * FILLED_SHARE) - WORKSPACE_BYTES - reserved_bytes
     most = len(own) if recompute is Recompute.AUTO and graph_bytes is not None else 0
     for num_graphs in range(most, -1, -1):
         stages = own[len(own) - num_graphs :]

@@ -52,7 +52,7 @@ from mobius.runtime.devices import (
 )
 from mobius.runtime.distributed_transport import DistributedTransport
 from mobius.runtime.executor import Executor, StepBatch
-from mobius.runtime.mailbox_setup import Meeting, open_mailboxes
+from mobius.runtime.mailbox_setup import NUM_MAILBOXES, Meeting, open_mailboxes
 from mobius.runtime.mailboxes import Mailboxes
 from mobius.runtime.rehearsal import RehearsalTransport
 from mobius.runtime.stage import StageModule, measure_graph_bytes
@@ -62,6 +62,9 @@ from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
 from mobius.training.timeline import TraceFacts
 from mobius.training.trainer import StepWatch, Trainer
+
+MAX_INCOMING_EDGES = 2
+"""From the ranks before and behind."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
     )
     dtype = TORCH_DTYPES[config.model.dtype]
     sizes = ByteSizes.of(config.model.dtype, has_fp32_gradients=pipeline.fp32_gradients)
+    message = (pipeline.microbatch_size, config.data.seq_length, shape.hidden_size)
     fit = partial(
         fit_plan,
         plan,
@@ -124,6 +128,7 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
         ),
         gpu_bytes=gpu_bytes,
         recompute=pipeline.recompute,
+        reserved_bytes=MAX_INCOMING_EDGES * NUM_MAILBOXES * math.prod(message) * dtype.itemsize,
     )
     fitted = fit()  # by guess: what cannot fit is refused before anything is compiled
     if pipeline.use_offload or device.type == "cpu":
@@ -137,7 +142,6 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
             available_bytes=available_host_bytes() if limit is None else int(limit * GIB),
         )
     if device.type == "cuda" and pipeline.recompute is not Recompute.FULL:
-        message = (pipeline.microbatch_size, config.data.seq_length, shape.hidden_size)
         fitted = fit(graph_bytes=measure_graph_bytes(parts, shape=message, dtype=dtype, device=device))
     plan = fitted.plan
     schedule = build_schedule(ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots)

@@ -24,6 +24,7 @@ def fit(
     slots: int | None = 2,
     recompute: Recompute = Recompute.AUTO,
     graph_bytes: int | None = GRAPH,
+    reserved: int = 0,
 ) -> FittedPlan:
     plan = make_plan(shape, num_ranks=4, num_stages=num_stages, num_microbatches=4, num_slots=slots)
     gpu_bytes = None if gib is None else int(gib * GIB)
@@ -36,6 +37,7 @@ def fit(
         gpu_bytes=gpu_bytes,
         recompute=recompute,
         graph_bytes=graph_bytes,
+        reserved_bytes=reserved,
     )
 
 
@@ -86,6 +88,11 @@ def test_all_stages_keep_their_activations_if_asked_and_too_little_memory_is_ref
     assert fitted.graph_stages == set(range(1, 32, 4))
     with pytest.raises(GpuMemoryError, match="stashed activations"):
         fit(llama_7b, 60, slots=None, recompute=Recompute.NONE)
+
+
+def test_what_is_reserved_is_left_alone(llama_7b: ModelShape) -> None:
+    assert len(fit(llama_7b, 26.3).graph_stages) == 3
+    assert len(fit(llama_7b, 26.3, reserved=GIB).graph_stages) == 2
 
 
 def test_what_is_not_measured_is_not_kept(llama_7b: ModelShape) -> None:
