@@ -150,8 +150,8 @@ def gpu_need(
 def layer_activation_bytes(shape: ModelShape, sizes: ByteSizes, tokens: int) -> int:
     """What one layer's graph holds for `tokens`, by guess: 8 tensors of hidden and 5 of feed-forward width.
 
-    Near enough for Llama (0.7 of it compiled, 1.1 eager); families with norms of their own on queries and keys keep up
-    to 1.8 times as much.
+    Llama's graphs hold 0.7 (compiled) to 1.1 (eager) of it, eager ones of families with norms on queries and keys up to
+    1.8 times as much.
     """
     return tokens * (8 * shape.hidden_size + 5 * shape.intermediate_size) * sizes.weight
 

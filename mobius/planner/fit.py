@@ -3,7 +3,7 @@
 Backward need not recompute a stage's forward if its activations are kept, and that needs its weights in place from
 forward to backward: of a rank's stages, the last `num_slots` stay.
 
-    rank 0 of 2, stages 0 to 8, three slots:   F0 F2 F4 F6 F8   B8 B6 B4 B2 B0
+    rank 0 of 2, ten stages, three slots:      F0 F2 F4 F6 F8   B8 B6 B4 B2 B0
     weights stay                                     ==============
 """
 

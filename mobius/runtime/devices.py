@@ -55,8 +55,8 @@ def set_host_threads(ranks: Ranks, device: torch.device) -> None:
 def optimizer_threads() -> int:
     """Threads of the CPU optimizer: this rank's, less those that must not wait for a core while it runs.
 
-    The thread that feeds the GPU and autograd's are held up otherwise: with all 16 cores of a rank in use, some layers
-    took twice their time on four H200, and the update itself is as fast with 14.
+    Those are the thread that feeds the GPU and autograd's. With all 16 cores of a rank in use some layers took twice
+    their time on four H200, probably for that reason; the update itself is as fast with 14.
     """
     threads = torch.get_num_threads()
     return threads - SPARED_THREADS if threads >= MIN_THREADS_TO_SPARE else threads

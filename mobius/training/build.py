@@ -71,7 +71,8 @@ MAX_INCOMING_EDGES = 2
 class Blueprint:
     """What is known before any large memory is taken or any rank is spoken to.
 
-    It is the same on all ranks but for `ranks`, `device` and `graph_stages`.
+    It is the same on all ranks but for `ranks`, `device`, `graph_stages` and the number of slots, which go by what is
+    free on the rank's GPU; slots change nothing that another rank sees.
     """
 
     config: Config
@@ -88,7 +89,11 @@ class Blueprint:
     @property
     def message_shape(self) -> tuple[int, int, int]:
         """Shape [B, L, H] of every activation and activation gradient between stages."""
-        return (self.config.pipeline.microbatch_size, self.config.data.seq_length, self.shape.hidden_size)
+        return _message_shape(self.config, self.shape)
+
+
+def _message_shape(config: Config, shape: ModelShape) -> tuple[int, int, int]:
+    return (config.pipeline.microbatch_size, config.data.seq_length, shape.hidden_size)
 
 
 def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig) -> Blueprint:
@@ -114,7 +119,7 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
     )
     dtype = TORCH_DTYPES[config.model.dtype]
     sizes = ByteSizes.of(config.model.dtype, has_fp32_gradients=pipeline.fp32_gradients)
-    message = (pipeline.microbatch_size, config.data.seq_length, shape.hidden_size)
+    message = _message_shape(config, shape)
     fit = partial(
         fit_plan,
         plan,
