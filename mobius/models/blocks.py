@@ -9,17 +9,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from mobius.errors import CheckpointError
 from mobius.models.compiled import CompiledFunction
+from mobius.models.linear import TappedLinear, linears_called_once, tap_linears
 from mobius.models.loss import LogitsLoss
 from mobius.planner.shape import ModelShape
+
+_PROBE_TOKENS = 13
+"""A sequence length that is no model's width or number of experts."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class Block:
     """On the meta device; its buffers (which are never trained) are real."""
     shapes: Mapping[str, tuple[int, ...]]
     """Parameter name within the module -> shape."""
+    tapped: tuple[str, ...] = ()
+    """Linears within the module whose weight gradient is made outside of autograd (`linear.py`)."""
     compiled: CompiledFunction[..., Tensor] | None = None
     """The module's code compiled, shared like `module`; None to run it eagerly."""
 
@@ -44,7 +52,7 @@ class Block:
         return {self.prefix + name: shape for name, shape in self.shapes.items()}
 
     def __call__(self, weights: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Run the module on `weights` (name within the module -> tensor)."""
+        """Run the module on `weights` (name within the module -> tensor; taps of its linears among them or not)."""
         if self.compiled is not None:
             return self.compiled(dict(weights), args, kwargs)
         return cast(Tensor, functional_call(self.module, dict(weights), args, kwargs))
@@ -71,6 +79,7 @@ class ModelParts:
             model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=torch.float32))
         # Dropout would draw other numbers in the recomputed forward; fine-tuning models ship with 0.
         self.model = model.eval()
+        tap_linears(model)
         base_prefix = model.base_model_prefix
         base = getattr(model, base_prefix)
         names = self._part_names(base)
@@ -78,10 +87,12 @@ class ModelParts:
         self.embedding = _block(f"{base_prefix}.{names['embedding']}.", getattr(base, names["embedding"]))
         norm = _block(f"{base_prefix}.{names['norm']}.", getattr(base, names["norm"]))
         self.norm = norm.compile("norms") if compiled else norm
-        self.head = _block("lm_head.", cast(nn.Module, model.get_output_embeddings()))
+        head = _block("lm_head.", cast(nn.Module, model.get_output_embeddings()))
+        self.head = replace(head, tapped=("",)) if isinstance(head.module, TappedLinear) else head
         self.layers = _layer_blocks(f"{base_prefix}.{names['layers']}.", getattr(base, names["layers"]), compiled)
         self.is_tied = bool(config.tie_word_embeddings)
         self.logits_loss = LogitsLoss(softcap=getattr(config, "final_logit_softcapping", None), compiled=compiled)
+        self.layers = self._with_taps(device)
 
     @property
     def tied_names(self) -> tuple[str, str] | None:
@@ -115,6 +126,18 @@ class ModelParts:
                 f"(base_model_pp_plan: {list(plan)}), so it cannot be cut into stages."
             )
         return dict(zip(("embedding", "layers", "norm"), modules, strict=True))
+
+    def _with_taps(self, device: torch.device) -> tuple[Block, ...]:
+        """The layers, each with the names of its linears that one forward calls once, on all of its tokens."""
+        arguments = LayerInputs(self, device=device, dtype=torch.float32)(_PROBE_TOKENS)
+        hidden = torch.empty(1, _PROBE_TOKENS, self.config.hidden_size, device="meta")
+        tapped: dict[int, tuple[str, ...]] = {}
+        for layer, own in zip(self.layers, arguments, strict=True):
+            if id(layer.module) not in tapped:
+                on_meta = tree_map_only(Tensor, lambda value: value.to("meta"), own)
+                run = partial(layer.module, hidden, **on_meta)
+                tapped[id(layer.module)] = linears_called_once(layer.module, run, num_tokens=_PROBE_TOKENS)
+        return tuple(replace(layer, tapped=tapped[id(layer.module)]) for layer in self.layers)
 
     def _make_buffers_real(self, device: torch.device) -> None:
         """Give every buffer storage on `device` and let the model fill it: meta buffers have no values."""

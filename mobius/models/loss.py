@@ -13,8 +13,11 @@ from mobius.models.compiled import CompiledFunction
 IGNORED = -100
 """The label of a position where nothing is to be learned."""
 
-HeadFunction = Callable[[dict[str, Tensor], Tensor], Tensor]
-"""(weights, hidden [tokens, H]) -> logits [tokens, V] in the working dtype."""
+Head = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
+"""hidden [tokens, H] -> logits [tokens, V] in the working dtype, and their backward.
+
+The backward takes the logits' gradient, adds the parameters' where they add up, and returns that of the hidden states.
+"""
 
 
 def shift_labels(labels: Tensor) -> Tensor:
@@ -72,9 +75,7 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, softcap:
 
 
 def chunked_cross_entropy(
-    head: HeadFunction,
-    weights: dict[str, Tensor],
-    gradients: dict[str, Tensor],
+    head: Head,
     hidden: Tensor,
     labels: Tensor,
     *,
@@ -86,7 +87,6 @@ def chunked_cross_entropy(
     """Cross entropy of shifted `labels` [B, L], summed and divided by `num_targets`, and its gradient.
 
     Args:
-        weights: the head's parameters; `gradients`: fp32 tensors of the same names that their gradients are added to.
         hidden: [B, L, H] after the final norm.
         num_targets: target tokens of the whole step (all microbatches), not of this microbatch.
         loss_scale: factor on the gradients only (fp16 scaling).
@@ -98,18 +98,10 @@ def chunked_cross_entropy(
     targets = labels.view(-1)
     hidden_gradient = torch.empty_like(tokens)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    names = list(weights)
     for start in range(0, tokens.shape[0], chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        part = tokens[chunk].requires_grad_()
-        leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-        with torch.enable_grad():
-            logits = head(leaves, part)
-        loss, logits_gradient = logits_loss(
-            logits.detach(), targets[chunk], num_targets=num_targets, loss_scale=loss_scale
-        )
-        part_gradient, *weight_gradients = torch.autograd.grad(logits, [part, *leaves.values()], logits_gradient)
-        hidden_gradient[chunk] = part_gradient
-        torch._foreach_add_([gradients[name] for name in names], weight_gradients)
+        logits, backward = head(tokens[chunk])
+        loss, logits_gradient = logits_loss(logits, targets[chunk], num_targets=num_targets, loss_scale=loss_scale)
+        hidden_gradient[chunk] = backward(logits_gradient)
         total += loss
     return total, hidden_gradient.view_as(hidden)

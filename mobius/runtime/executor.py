@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
 from mobius.memory.stage_memory import Departure, StageMemory
-from mobius.runtime.stage import Kept, StageModule, Views
+from mobius.models.graph import Views
+from mobius.runtime.stage import Kept, StageModule
 from mobius.runtime.stash import Stash
 from mobius.runtime.transport import Transport
 from mobius.runtime.waits import WaitCause, WaitClock

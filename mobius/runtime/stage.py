@@ -6,31 +6,19 @@ that keeps its graphs holds the activations of every layer instead, and needs th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mobius.models.blocks import Block, LayerInputs, ModelParts
+from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.graph import BlockGraph, Views, backward, own_views, run_with_graph
 from mobius.models.loss import chunked_cross_entropy, shift_labels
 from mobius.planner.partition import StageSpan
 
-Views = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class LayerGraph:
-    """A block's forward with its graph, until `backward` consumes it."""
-
-    inputs: Tensor
-    leaves: Mapping[str, Tensor]
-    """Name within the block -> the parameter as a leaf of the graph."""
-    output: Tensor
-
-
-Kept = Tensor | LayerGraph
+Kept = Tensor | BlockGraph
 """What backward needs of a layer's forward: its input [B, L, H] to recompute from, or its graph."""
 
 
@@ -65,19 +53,21 @@ class StageModule:
         """
         with torch.no_grad():
             hidden = (
-                self._parts.embedding(_own(weights, self._parts.embedding), inputs) if self.span.is_first else inputs
+                self._parts.embedding(own_views(weights, self._parts.embedding), inputs)
+                if self.span.is_first
+                else inputs
             )
             layer_arguments = self._layer_arguments(hidden)
         kept: list[Kept] = []
         for layer, arguments in zip(self._layers, layer_arguments, strict=True):
             if keep_graphs:
-                graph = _run_with_graph(layer, weights, hidden, arguments)
+                graph = run_with_graph(layer, weights, hidden, arguments)
                 kept.append(graph)
                 hidden = graph.output.detach()
             else:
                 kept.append(hidden)
                 with torch.no_grad():
-                    hidden = layer(_own(weights, layer), hidden, **arguments)
+                    hidden = layer(own_views(weights, layer), hidden, **arguments)
         return hidden, kept
 
     def backward(self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor) -> Tensor:
@@ -90,16 +80,16 @@ class StageModule:
         layer_arguments = self._layer_arguments(gradient)
         for layer, arguments in zip(reversed(self._layers), reversed(layer_arguments), strict=True):
             last = kept.pop()
-            graph = last if isinstance(last, LayerGraph) else _run_with_graph(layer, weights, last, arguments)
+            graph = last if isinstance(last, BlockGraph) else run_with_graph(layer, weights, last, arguments)
             del last
-            gradient = _backward(layer, graph, gradients, gradient)
+            gradient = backward(layer, graph, gradients, gradient)
             del graph
         return gradient
 
     def embedding_backward(self, weights: Views, gradients: Views, tokens: Tensor, gradient: Tensor) -> None:
         """Add the embedding's gradient for `tokens` [B, L]; `gradient` [B, L, H] is that of the first layer's input."""
         embedding = self._parts.embedding
-        _backward(embedding, _run_with_graph(embedding, weights, tokens, {}), gradients, gradient)
+        backward(embedding, run_with_graph(embedding, weights, tokens, {}), gradients, gradient)
 
     def loss(
         self, weights: Views, gradients: Views, hidden: Tensor, labels: Tensor, *, num_targets: int, loss_scale: float
@@ -113,11 +103,14 @@ class StageModule:
         Returns the loss (fp32 scalar, unscaled) and the gradient of `hidden`.
         """
         parts = self._parts
-        normed = _run_with_graph(parts.norm, weights, hidden, {})
+        normed = run_with_graph(parts.norm, weights, hidden, {})
+
+        def head(part: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            graph = run_with_graph(parts.head, weights, part, {})
+            return graph.output.detach(), partial(backward, parts.head, graph, gradients)
+
         loss, gradient = chunked_cross_entropy(
-            parts.head,
-            _own(weights, parts.head),
-            _own(gradients, parts.head),
+            head,
             normed.output,
             shift_labels(labels),
             num_targets=num_targets,
@@ -125,46 +118,11 @@ class StageModule:
             chunk_tokens=self._loss_chunk_tokens,
             logits_loss=parts.logits_loss,
         )
-        return loss, _backward(parts.norm, normed, gradients, gradient)
+        return loss, backward(parts.norm, normed, gradients, gradient)
 
     def _layer_arguments(self, hidden: Tensor) -> list[dict[str, Any]]:
         arguments = self._layer_inputs(hidden.shape[1])
         return [arguments[index] for index in self.span.layers]
-
-
-def _own(views: Views, block: Block) -> dict[str, Tensor]:
-    """The views of `block`'s parameters under their names within the block."""
-    return {name: views[block.prefix + name] for name in block.shapes}
-
-
-def _run_with_graph(block: Block, weights: Views, inputs: Tensor, arguments: dict[str, Any]) -> LayerGraph:
-    """Run `block` with a graph that ends in its parameters and, if they are numbers and not token ids, its inputs."""
-    leaves = {name: view.detach().requires_grad_() for name, view in _own(weights, block).items()}
-    inputs = inputs.detach()
-    if inputs.is_floating_point():
-        inputs.requires_grad_()
-    with torch.enable_grad():
-        return LayerGraph(inputs, leaves, block(leaves, inputs, **arguments))
-
-
-def _backward(block: Block, graph: LayerGraph, gradients: Views, gradient: Tensor) -> Tensor:
-    """Add the gradients of `block`'s parameters to `gradients` and return that of its inputs.
-
-    Token ids have none: then `gradient` is returned.
-    """
-    sources = list(graph.leaves.values())
-    if graph.inputs.requires_grad:
-        sources.append(graph.inputs)
-    results = torch.autograd.grad(graph.output, sources, gradient, allow_unused=True)
-    sums = _own(gradients, block)
-    # A parameter without a gradient in this microbatch is left out, not shifted into its neighbour's place.
-    used = [(sums[name], result) for name, result in zip(graph.leaves, results, strict=False) if result is not None]
-    torch._foreach_add_([total for total, _ in used], [result for _, result in used])
-    if not graph.inputs.requires_grad:
-        return gradient
-    input_gradient = results[-1]
-    assert input_gradient is not None
-    return input_gradient
 
 
 def measure_graph_bytes(
@@ -180,9 +138,9 @@ def measure_graph_bytes(
     for layer, own_arguments in kinds.values():
         weights = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in layer.full_shapes().items()}
         inputs = torch.zeros(shape, dtype=dtype, device=device)
-        _run_with_graph(layer, weights, inputs, own_arguments)  # compiles, and makes what libraries keep for good
+        run_with_graph(layer, weights, inputs, own_arguments)  # compiles, and makes what libraries keep for good
         before = torch.cuda.memory_allocated(device)
-        graph = _run_with_graph(layer, weights, inputs, own_arguments)
+        graph = run_with_graph(layer, weights, inputs, own_arguments)
         most = max(most, torch.cuda.memory_allocated(device) - before)
         del graph, weights, inputs
     torch.cuda.empty_cache()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -21,9 +23,15 @@ class Head:
 
     sizes: list[int] = field(default_factory=list)
 
-    def __call__(self, weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
+    def __call__(self, case: Case, hidden: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         self.sizes.append(hidden.shape[0])
-        return F.linear(hidden, weights["weight"], weights["bias"])
+
+        def backward(gradient: Tensor) -> Tensor:
+            case.gradients["weight"] += gradient.T @ hidden
+            case.gradients["bias"] += gradient.sum(0)
+            return gradient @ case.weights["weight"]
+
+        return F.linear(hidden, case.weights["weight"], case.weights["bias"]), backward
 
 
 @dataclass(frozen=True)
@@ -58,9 +66,7 @@ class Case:
         compiled: bool = False,
     ) -> tuple[Tensor, Tensor]:
         return chunked_cross_entropy(
-            head,
-            self.weights,
-            self.gradients,
+            partial(head, self),
             self.hidden,
             self.labels,
             num_targets=NUM_TARGETS,

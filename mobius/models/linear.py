@@ -1,0 +1,132 @@
+"""Linear layers whose weight gradient leaves backward as the two factors of its product.
+
+Autograd would make a gradient of the weight's size for every microbatch, in the working dtype, and another pass would
+add it to the sums. From the factors one matrix product adds to the fp32 sums itself: no pass, no rounding between.
+
+    backward of y = x W^T       dx = dy W  goes on;   dW = dy^T x  is left to the caller, who gets dy and x
+
+They come out of autograd as the gradients of two inputs that nothing reads, the taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+INPUT_TAP, OUTPUT_TAP = "input_tap", "output_tap"
+
+
+class TappedLinear(nn.Linear):
+    """`nn.Linear`, which it is unless `functional_call` hands it taps; then its weight gets no gradient."""
+
+    input_tap: Tensor | None
+    """[tokens, in_features]; its gradient is the input."""
+    output_tap: Tensor | None
+    """[tokens, out_features]; its gradient is that of the output."""
+
+    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+        """As `nn.Linear`."""
+        super().__init__(in_features, out_features, **options)
+        self.register_buffer(INPUT_TAP, None, persistent=False)
+        self.register_buffer(OUTPUT_TAP, None, persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if self.input_tap is None:
+            return super().forward(input)
+        output: Tensor = _TappedProduct.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.input_tap, self.output_tap
+        )
+        return output
+
+
+class _TappedProduct(torch.autograd.Function):
+    """x W^T + b, with the factors of W's gradient for gradients of the taps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, input_tap: Tensor, output_tap: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.has_bias = bias is not None
+        return F.linear(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        bias_gradient = rows.sum(0) if ctx.has_bias else None
+        # Detached: the input itself would bring its own graph along.
+        return gradient @ weight, None, bias_gradient, inputs.detach().reshape(-1, inputs.shape[-1]), rows
+
+
+def tap_linears(module: nn.Module) -> None:
+    """Put a TappedLinear in the place of every plain `nn.Linear` below `module`, on the meta device as it is."""
+    for name, child in list(module.named_modules()):
+        if type(child) is nn.Linear:
+            options = {"bias": child.bias is not None, "device": "meta", "dtype": child.weight.dtype}
+            tapped = TappedLinear(child.in_features, child.out_features, **options)
+            module.set_submodule(name, tapped.train(child.training))
+
+
+def linears_called_once(module: nn.Module, run: Callable[[], object], *, num_tokens: int) -> tuple[str, ...]:
+    """Names of the tapped linears below `module` that `run` calls once, each on `num_tokens` rows.
+
+    Only of these are a microbatch's factors what goes through them: what is called twice would add up its factors,
+    what sees only some tokens (experts) has other shapes.
+    """
+    rows: dict[str, list[int]] = {}
+    linears = {name: child for name, child in module.named_modules() if isinstance(child, TappedLinear)}
+
+    def count(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, inputs: rows.setdefault(name, []).append(inputs[0].shape[:-1].numel())
+
+    hooks = [child.register_forward_pre_hook(count(name)) for name, child in linears.items()]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return tuple(name for name in linears if rows.get(name) == [num_tokens])
+
+
+def weight_name(linear: str) -> str:
+    """Name of the weight of the linear called `linear`; the name is empty for the module itself."""
+    return _join(linear, "weight")
+
+
+def tap_names(linear: str) -> tuple[str, str]:
+    """Names of its input's tap and of its output's."""
+    return _join(linear, INPUT_TAP), _join(linear, OUTPUT_TAP)
+
+
+def make_taps(weight: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Taps for the input and the output of a linear with this weight [out, in].
+
+    They take no memory: all their elements are one.
+    """
+    element = torch.empty(1, dtype=weight.dtype, device=weight.device)
+    input_tap, output_tap = (element.expand(num_tokens, width) for width in reversed(weight.shape))
+    return input_tap.requires_grad_(), output_tap.requires_grad_()
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def add_product(total: Tensor, output_gradient: Tensor, inputs: Tensor) -> None:
+    """Add dy^T x to `total` (fp32 [out, in]) for dy [tokens, out] and x [tokens, in] of the working dtype.
+
+    A GPU sums in fp32 throughout, in one kernel; on a CPU the product is rounded to the working dtype first.
+    """
+    factors = output_gradient.t(), inputs
+    if total.device.type != "cuda":
+        total.add_(torch.mm(*factors))
+    elif inputs.dtype == torch.float32:
+        torch.addmm(total, *factors, out=total)
+    else:
+        torch.addmm(total, *factors, out_dtype=torch.float32, out=total)

@@ -1,0 +1,114 @@
+"""Linears that hand out the factors of their weight gradient, against autograd's own gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.pipelines import FAMILIES
+from torch import Tensor, nn
+
+from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.graph import backward, run_with_graph
+from mobius.models.linear import TappedLinear, add_product, linears_called_once, make_taps, tap_linears
+
+CPU = torch.device("cpu")
+
+
+class TwoLinears(nn.Module):
+    """One linear for all tokens; one that is called `times` times, on the first `num_rows`."""
+
+    def __init__(self, *, times: int, num_rows: int) -> None:
+        super().__init__()
+        self.all, self.some = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.times, self.num_rows = times, num_rows
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.all(inputs)
+        for _ in range(self.times):
+            outputs = outputs + self.some(inputs[:, : self.num_rows]).sum()
+        return outputs
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_product_of_the_taps_gradients_is_the_weights_gradient(bias: bool, compiled: bool) -> None:
+    torch.manual_seed(3)
+    linear = TappedLinear(6, 5, bias=bias, dtype=torch.float64)
+    inputs, gradient = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True), torch.randn(2, 3, 5).double()
+    others = [inputs, *([linear.bias] if bias else [])]
+    plain = torch.autograd.grad(linear(inputs), [linear.weight, *others], gradient)
+    taps = make_taps(linear.weight.detach(), num_tokens=6)
+
+    def call(inputs: Tensor, taps: tuple[Tensor, Tensor]) -> Tensor:
+        values = dict(zip(("input_tap", "output_tap"), taps, strict=True))
+        output: Tensor = torch.func.functional_call(linear, values, inputs)
+        return output
+
+    output = (torch.compile(call) if compiled else call)(inputs, taps)
+    factor, output_factor, *rest = torch.autograd.grad(output, [*taps, *others], gradient)
+
+    assert not factor.requires_grad
+    assert torch.equal(output, linear(inputs))
+    torch.testing.assert_close(output_factor.T @ factor, plain[0])
+    for value, expected in zip(rest, plain[1:], strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_a_product_is_added_to_what_is_there() -> None:
+    total, gradient, inputs = torch.ones(2, 3), torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0, 30.0]])
+
+    add_product(total, gradient, inputs)
+
+    assert total.tolist() == [[11.0, 21.0, 31.0], [21.0, 41.0, 61.0]]
+
+
+def test_taps_take_no_memory_of_their_own() -> None:
+    taps = make_taps(torch.zeros(7, 5, dtype=torch.bfloat16), num_tokens=1000)
+
+    assert [tap.shape for tap in taps] == [(1000, 5), (1000, 7)]
+    assert {tap.untyped_storage().nbytes() for tap in taps} == {2}
+
+
+@pytest.mark.parametrize(
+    ("times", "num_rows", "expected"),
+    [(1, 3, {"all", "some"}), (2, 3, {"all"}), (1, 2, {"all"}), (0, 3, {"all"})],
+    ids=["once on all", "twice", "on some tokens", "never"],
+)
+def test_only_what_is_called_once_on_all_tokens_is_tapped(times: int, num_rows: int, expected: set[str]) -> None:
+    module = TwoLinears(times=times, num_rows=num_rows).to("meta")
+    tap_linears(module)
+
+    names = linears_called_once(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3)
+
+    assert set(names) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_matrices_of_a_dense_layer_are_tapped_and_of_the_head(family: str) -> None:
+    parts = ModelParts(FAMILIES[family](), CPU)
+
+    for block in (*parts.layers, parts.head):
+        matrices = {name for name, shape in block.shapes.items() if len(shape) == 2}
+        assert {f"{name}.weight".removeprefix(".") for name in block.tapped} == matrices
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tapped_layers_gradients_are_bit_equal_to_autograds(family: str) -> None:
+    parts = ModelParts(FAMILIES[family](), CPU)
+    block = parts.layers[0]
+    torch.manual_seed(1)
+    weights = {name: torch.randn(shape) * 0.1 for name, shape in block.full_shapes().items()}
+    hidden, gradient = torch.randn(2, 8, parts.config.hidden_size), torch.randn(2, 8, parts.config.hidden_size)
+    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(8)[0]
+    leaves = {name: weights[block.prefix + name].clone().requires_grad_() for name in block.shapes}
+    inputs = hidden.clone().requires_grad_()
+    block(leaves, inputs, **arguments).backward(gradient)
+
+    sums = {name: torch.zeros_like(value) for name, value in weights.items()}
+    input_gradient = backward(block, run_with_graph(block, weights, hidden, arguments), sums, gradient)
+
+    assert inputs.grad is not None
+    assert torch.equal(input_gradient, inputs.grad)
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        assert torch.equal(sums[block.prefix + name], leaf.grad), name
