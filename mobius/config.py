@@ -162,9 +162,9 @@ class PipelineConfig:
     """Send gradients to CPU memory in fp32 instead of the format of the weights: 2 bytes more per parameter there, a
     second fp32 buffer on the GPU. Has no effect with no_offload, where they are fp32."""
 
-    copy_messages: bool = False
-    """Send activations by the GPUs' copy engines, which take no multiprocessors from compute; over NCCL otherwise
-    (no_copy_messages). Off until it has been measured. Has no effect with one rank or on a CPU."""
+    copy_messages: bool = True
+    """Send activations by the GPUs' copy engines, which take no multiprocessors from compute; over NCCL with
+    no_copy_messages, and where a trial at the start fails. Has no effect with one rank or on a CPU."""
 
     device: Device = Device.AUTO
     """auto: CUDA on a machine with GPUs, of which every rank needs its own, otherwise the CPU."""

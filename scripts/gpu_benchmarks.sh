@@ -22,7 +22,7 @@ BENCHMARK=${BENCHMARK:-}                                   # more options of ben
 MOBIUS=${MOBIUS:-}                                         # more options of Mobius for all parts
 SIZE=${SIZE:-7b}                                           # of all parts but 13b; smaller for a trial
 
-MAIN_MOBIUS=${MAIN_MOBIUS:---num_stages 32 --num_chunks 4 --gpu_memory_limit 12} # also of clip, nop2p and ablation
+MAIN_MOBIUS=${MAIN_MOBIUS:---num_stages 32 --num_chunks 8 --gpu_memory_limit 12} # also of clip, nop2p and ablation
 MAIN_VARIANT=${MAIN_VARIANT:---gpu_memory_limit 130}
 MAIN_PEERS=${MAIN_PEERS:-fsdp2-offload roundpipe deepspeed-zero2}
 CLIP_PEERS=${CLIP_PEERS:-fsdp2-offload deepspeed-zero2}
@@ -33,7 +33,8 @@ LONG_ACCUMULATIONS=${LONG_ACCUMULATIONS:-4}
 SIZE_13B=${SIZE_13B:-13b}
 MOBIUS_13B=${MOBIUS_13B:---num_stages 40 --num_chunks 4}
 PEERS_13B=${PEERS_13B:-fsdp2-offload deepspeed-zero2}
-NOP2P_PEERS=${NOP2P_PEERS:-fsdp2-offload deepspeed-zero2}
+NOP2P_PEERS=${NOP2P_PEERS:-fsdp2-offload}
+NOP2P_VARIANT=${NOP2P_VARIANT:---no_copy_messages}
 RESIDENT_MOBIUS=${RESIDENT_MOBIUS:---num_stages 32 --num_chunks 8 --no_offload --recompute none --loss_chunk_tokens 8192}
 RESIDENT_PEERS=${RESIDENT_PEERS:-fsdp2-compile}
 
@@ -63,7 +64,7 @@ part_long() {
 part_13b() { benchmark "$SIZE_13B" "$MOBIUS_13B" --batch_size 64 --seq_length 128 --max_grad_norm 0 $(peers "$PEERS_13B"); }
 part_nop2p() {
     benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 --env NCCL_P2P_DISABLE=1 \
-        $(peers "$NOP2P_PEERS")
+        --variant "over NCCL=$NOP2P_VARIANT" $(peers "$NOP2P_PEERS")
 }
 part_resident() {
     benchmark "$SIZE" "$RESIDENT_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 $(peers "$RESIDENT_PEERS")

@@ -81,6 +81,11 @@ def _talk(
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     size = GEMM if device.type == "cuda" else 64
     left = torch.randn(size, size, device=device)
+    # All kernels and all memory once, before anything waits for a message: loading a kernel may wait for an idle GPU.
+    held = [pattern * (2 * number + 1) + peer for number in range(2 * AHEAD + 2)]
+    left = (left @ left).clamp_(-1, 1)
+    wrong += (held[0] != held[0]).sum()
+    del held
     _synchronize(device)
     transport.barrier()
     start = time.perf_counter()
