@@ -214,26 +214,30 @@ def choose_order(topology: Topology, *, num_microbatches: int, names: Sequence[s
 def _why(topology: Topology, best: Score, listed: Score) -> str:
     if best.overlap == listed.overlap:
         return "more neighbouring ranks are on fast links"
-    after, before = (_sharing_neighbours(topology, score.order) for score in (best, listed))
+    after, before = (_neighbour_shares(topology, score.order) for score in (best, listed))
     if not after:
-        first, second = before[0] if before else (0, 1)
-        return f"ranks {first} and {second}, and all other neighbours, load over different root complexes"
+        if topology.is_measured:
+            return "no neighbouring ranks slow each other's loads down"
+        is_near = max(before) >= _SHARES[Ancestor.PHB]
+        return f"neighbouring ranks load {'over different root complexes' if is_near else 'from different NUMA nodes'}"
     what = "slow each other's loads down" if topology.is_measured else "load over one root complex or node"
     if len(after) < len(before):
         return f"{len(after)} instead of {len(before)} pairs of neighbouring ranks {what}"
     return "ranks whose loads share a link load farther from each other in time"
 
 
-def _sharing_neighbours(topology: Topology, order: Sequence[int]) -> list[tuple[int, int]]:
-    """The neighbours in the ring whose GPUs share something on the way to host memory."""
+def _neighbour_shares(topology: Topology, order: Sequence[int]) -> list[int]:
+    """Of the neighbours in the ring, the shares of those whose GPUs share something on the way to host memory."""
     ring = dict.fromkeys((rank, (rank + 1) % len(order)) for rank in range(len(order)))
-    return [(a, b) for a, b in ring if share(topology.link(order[a], order[b]))]
+    shares = (share(topology.link(order[a], order[b])) for a, b in ring)
+    return [percent for percent in shares if percent]
 
 
 def _why_no_change(topology: Topology, names: Sequence[str]) -> str | None:
-    """A line where the topology is flat although it may not be: without NVLink, all pairs the same by hearsay."""
+    """A line where all pairs are told to be alike, which may be hearsay: virtual machines show such trees."""
     is_flat = len({(share(link), _link_cost(link)) for link in topology.links}) == 1
-    if not is_flat or topology.is_measured or topology.links[0].num_nvlinks:
+    is_plain = topology.links[0].ancestor not in (Ancestor.PIX, Ancestor.PXB) and not topology.links[0].num_nvlinks
+    if topology.is_measured or not is_flat or not is_plain:
         return None
     listed = ",".join(names)
-    return f"devices in their own order {listed}: all look alike, as in virtual machines (--probe_topology measures)"
+    return f"devices in their own order {listed}: no two are told to share more than others (--probe_topology measures)"
