@@ -170,7 +170,12 @@ def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:
     if ranks.num_ranks == 1:
         return SingleRankTransport()
     if blueprint.meeting is not None:
-        send_by_host_if_broken(blueprint.meeting, blueprint.device, blueprint.device_order)
+        send_by_host_if_broken(
+            blueprint.meeting,
+            lambda: CudaCopyEngine(blueprint.device, allows_peers=True),
+            device=blueprint.device,
+            order=blueprint.device_order,
+        )
     has_copies = blueprint.config.pipeline.copy_messages and blueprint.device.type == "cuda"
     return DistributedTransport(
         rank=ranks.rank,

@@ -7,18 +7,17 @@ environment and the cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from mobius.config import Config
 from mobius.planner.topology import Topology
 from mobius.ranks import allows_peer_copies, cache_folder, forbid_peer_copies, visible_devices
-from mobius.runtime.cuda_copies import CudaCopyEngine
 from mobius.runtime.device_order import agree_on_order, device_names
 from mobius.runtime.load_probe import add_measurement, measure_in_process
-from mobius.runtime.mailbox_setup import Meeting
-from mobius.runtime.peer_check import PeerVerdict, check_peer_copies
+from mobius.runtime.mailbox_setup import CopyEngine, Meeting
+from mobius.runtime.peer_check import SIZES, PeerVerdict, check_peer_copies
 from mobius.runtime.topology import read_topology
 
 logger = logging.getLogger(__name__)
@@ -40,14 +39,21 @@ def order_devices(config: Config, meeting: Meeting) -> tuple[int, ...]:
     return agree_on_order(meeting, survey, listed=visible_devices(), num_microbatches=pipeline.num_microbatches)
 
 
-def send_by_host_if_broken(meeting: Meeting, device: torch.device, order: Sequence[int] | None) -> None:
+def send_by_host_if_broken(
+    meeting: Meeting,
+    make_engine: Callable[[], CopyEngine],
+    *,
+    device: torch.device,
+    order: Sequence[int] | None = None,
+    sizes: Sequence[int] = SIZES,
+) -> None:
     """Try the copies between neighbours' GPUs, and switch them off on all ranks if any arrives wrong; collective.
 
     Before NCCL starts: it reads the switch once. Nothing is tried where the user has switched them off.
     """
     if not allows_peer_copies():
         return
-    verdict = check_peer_copies(meeting, lambda: CudaCopyEngine(device, allows_peers=True), device=device)
+    verdict = check_peer_copies(meeting, make_engine, device=device, sizes=sizes)
     if verdict.broken:
         forbid_peer_copies()
     line = _line(verdict, order or range(meeting.num_ranks))

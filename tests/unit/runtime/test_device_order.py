@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from itertools import combinations
 
 import pytest
@@ -24,6 +25,7 @@ BOX = Topology(
 
 def agree(survey: Callable[[int], Topology], listed: str | None, num_ranks: int = 4) -> list[tuple[int, ...]]:
     store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
 
     def run(transport: LocalTransport) -> tuple[int, ...]:
         meeting = StoreMeeting(store, rank=transport.rank, num_ranks=num_ranks)

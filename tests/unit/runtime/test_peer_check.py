@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -68,6 +69,7 @@ def flip_in_large_messages(address: int, num_bytes: int) -> None:
 def check(engines: list[HostCopyEngine], *, patience: float = 20.0) -> list[PeerVerdict]:
     """What each rank found, one thread for each."""
     store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
 
     def run(transport: LocalTransport) -> PeerVerdict:
         rank = transport.rank
