@@ -16,7 +16,7 @@ from typing import Final
 from mobius.planner.topology import Ancestor, Link, Topology
 
 MAX_EXACT_GPUS = 8
-"""8! orders take about a second at worst; more GPUs are placed greedily."""
+"""Looking at the orders of 8 took up to 0.2 s (random topologies, one CPU core); more GPUs are placed greedily."""
 
 _SHARES: Final = {Ancestor.PIX: 100, Ancestor.PXB: 100, Ancestor.PHB: 50, Ancestor.NODE: 10, Ancestor.SYS: 0}
 """Percent that two loads at once are taken to be slower than alone. 100 is the arithmetic of one uplink for both; 50

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 SIZES = (4 * 2**10, 2**20, 64 * 2**20)
 """Bytes of the messages: one page, one chunk, and more than buffers on the way can hide."""
 PATIENCE_SECONDS = 20.0
+_FILLING = 0xA5
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,19 @@ class _Check:
         self._own, self._opened = ExitStack(), ExitStack()
         self._incoming: dict[int, int] = {}
         self._outgoing: dict[int, int] = {}
+        self._broken: set[int] = set()
 
     def run(self) -> PeerVerdict:
+        """Step by step, all ranks at once; what fails on one of them calls everything off on all."""
+        steps: list[Callable[[list[Any]], object]] = [self._start, self._reach, self._offer, self._accept]
+        for number, size in enumerate(self._sizes):
+            steps += [partial(step, number, size) for step in (self._overwrite, self._send, self._compare)]
+        steps.append(lambda _: (sorted(self._incoming), sorted(self._broken)))
         answers: list[Any] = []
-        for part in (self._start, self._reach, self._offer, self._accept):
+        for step in steps:
             given, problem = None, None
             try:
-                given = part(answers)
+                given = step(answers)
             except (OSError, RuntimeError) as error:
                 lines = str(error).strip().splitlines()
                 problem = f"rank {self._meeting.rank}: {lines[0] if lines else type(error).__name__}"
@@ -92,18 +100,10 @@ class _Check:
                 self._close()
                 return PeerVerdict(problem=problems[0])
             answers = [given for _, given in found]
-        broken: set[int] = set()
-        for number, size in enumerate(self._sizes):
-            try:
-                broken |= self._exchange(number, size)
-            except RuntimeError as error:  # the device may be of no use any more
-                lines = str(error).strip().splitlines()
-                raise self._stop(f"failed ({lines[0] if lines else type(error).__name__})") from error
-        found = self._meeting.gather((sorted(self._incoming), sorted(broken)))
         self._close()
         return PeerVerdict(
-            checked=tuple((source, rank) for rank, (sources, _) in enumerate(found) for source in sources),
-            broken=tuple((source, rank) for rank, (_, sources) in enumerate(found) for source in sources),
+            checked=tuple((source, rank) for rank, (sources, _) in enumerate(answers) for source in sources),
+            broken=tuple((source, rank) for rank, (_, sources) in enumerate(answers) for source in sources),
         )
 
     def _start(self, answers: Sequence[None]) -> int:
@@ -133,25 +133,27 @@ class _Check:
                 self._outgoing[target] = self._engine.open_exported(handle)
                 self._opened.callback(self._engine.close_exported, self._outgoing[target])
 
-    def _exchange(self, number: int, size: int) -> set[int]:
-        """One message over every edge, all at once; the sources of those that came wrong."""
-        wrong = torch.full((size,), 0xA5, dtype=torch.uint8, device=self._device)
+    def _overwrite(self, number: int, size: int, answers: Sequence[None]) -> None:
+        """Fill the memory that others write into, so that nothing old can pass for a message."""
+        filling = torch.full((size,), _FILLING, dtype=torch.uint8, device=self._device)
         for address in self._incoming.values():
-            self._copy(address, wrong.data_ptr(), size)
+            self._copy(address, filling.data_ptr(), size)
         self._rest()
-        self._meeting.gather(None)  # nobody's memory is written to before it has been overwritten
+
+    def _send(self, number: int, size: int, answers: Sequence[None]) -> None:
+        """One message over every edge, all at once."""
         pattern = self._make_pattern(self._meeting.rank, number, size)
         for address in self._outgoing.values():
             self._copy(address, pattern.data_ptr(), size)
         self._rest()
-        self._meeting.gather(None)  # all messages have left
-        broken = set()
+
+    def _compare(self, number: int, size: int, answers: Sequence[None]) -> None:
         for source, address in self._incoming.items():
-            self._copy(wrong.data_ptr(), address, size)
+            received = torch.full((size,), _FILLING, dtype=torch.uint8, device=self._device)
+            self._copy(received.data_ptr(), address, size)
             self._rest()
-            if not torch.equal(wrong, self._make_pattern(source, number, size)):  # sync: a few times, before training
-                broken.add(source)
-        return broken
+            if not torch.equal(received, self._make_pattern(source, number, size)):  # sync: a few, before training
+                self._broken.add(source)
 
     def _copy(self, target: int, source: int, num_bytes: int) -> None:
         self._queue.follow_compute()
@@ -163,14 +165,11 @@ class _Check:
         end = time.monotonic() + self._patience
         while not event.query():
             if time.monotonic() > end:
-                raise self._stop(f"did not end within {self._patience:g} s")
+                raise TransportError(
+                    f"rank {self._meeting.rank} stops: a copy from GPU to GPU did not end within {self._patience:g} s. "
+                    "Set NCCL_P2P_DISABLE=1 in the environment, so that messages go through host memory."
+                )
             time.sleep(0.0002)
-
-    def _stop(self, what: str) -> TransportError:
-        return TransportError(
-            f"rank {self._meeting.rank} stops: a copy from GPU to GPU {what}. Set NCCL_P2P_DISABLE=1 in the "
-            "environment, so that messages go through host memory."
-        )
 
     def _make_pattern(self, rank: int, number: int, size: int) -> Tensor:
         """uint8 [size]; every word is another one, and no two ranks' or messages' are the same."""

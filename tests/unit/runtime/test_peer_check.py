@@ -144,6 +144,23 @@ def test_memory_that_cannot_be_shared_is_no_broken_copy_but_a_reason() -> None:
     assert [engine.num_held for engine in engines] == [0, 0]
 
 
+def test_a_copy_that_the_driver_refuses_calls_the_check_off_on_all_ranks() -> None:
+    class RefusedQueue(PeerQueue):
+        def copy(self, target: int, source: int, num_bytes: int) -> None:
+            if target in self._engine.targets and num_bytes > min(SIZES):
+                raise RuntimeError("cuMemcpyAsync: invalid argument (1)")
+            super().copy(target, source, num_bytes)
+
+    class RefusedEngine(PeerEngine):
+        def new_queue(self) -> CopyQueue:
+            return RefusedQueue(self)
+
+    engines: list[HostCopyEngine] = [PeerEngine(10, frozenset({11})), RefusedEngine(11, frozenset({10}))]
+
+    assert check(engines) == [PeerVerdict(problem="rank 1: cuMemcpyAsync: invalid argument (1)")] * 2
+    assert [engine.num_held for engine in engines] == [0, 0]
+
+
 def test_a_copy_that_never_ends_stops_the_run_with_what_to_set() -> None:
     class DeadQueue(HostQueue):
         def record(self) -> object:  # type: ignore[override]

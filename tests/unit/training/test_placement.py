@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed import HashStore
 
 from mobius.config import Config
 from mobius.options import config_from
+from mobius.planner.topology import Topology
 from mobius.ranks import allows_peer_copies
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.mailboxes import CopyQueue
@@ -110,6 +112,51 @@ def test_copies_that_the_user_has_switched_off_are_not_tried(log: pytest.LogCapt
     send([Engine(index, spoils=True) for index in range(4)], (0, 1, 2, 3))
 
     assert log.messages == []
+
+
+BOX = Topology.from_json((Path(__file__).parents[1] / "planner/topologies/two_per_root_complex.json").read_text())
+
+
+def order(config: Config) -> list[tuple[int, ...]]:
+    """What each of four ranks is told."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    return run_rank_threads(
+        4, lambda transport: order_devices(config, StoreMeeting(store, rank=transport.rank, num_ranks=4))
+    )
+
+
+def test_ranks_get_devices_of_different_root_complexes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "read_topology", lambda _: BOX)
+
+    assert order(Config()) == [(0, 2, 1, 3)] * 4
+
+
+def test_a_list_that_does_not_ascend_is_the_user_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "read_topology", lambda _: BOX)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "7,6,5,4"
+
+    assert order(Config()) == [(0, 1, 2, 3)] * 4
+
+
+def test_a_probe_that_is_asked_for_goes_before_the_tree_and_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path)
+    measured: list[int] = []
+
+    def measure(num_gpus: int) -> dict[tuple[int, int], float]:
+        measured.append(num_gpus)
+        return {(a, b): 2.0 if (a, b) in ((0, 2), (1, 3)) else 1.0 for a in range(4) for b in range(a + 1, 4)}
+
+    monkeypatch.setattr(placement, "read_topology", lambda _: BOX)
+    monkeypatch.setattr(placement, "measure_in_process", measure)
+    config = config_from({"probe_topology": True})
+
+    # By the measurement 0 and 2 share a link, and 1 and 3; the listed order parts them already.
+    assert order(config) == order(config) == [(0, 1, 2, 3)] * 4
+    assert measured == [4]
+    assert len(list((tmp_path / "mobius").iterdir())) == 1
 
 
 @pytest.mark.parametrize(("config", "num_ranks"), [(config_from({"cross_mapping": False}), 4), (Config(), 2)])
