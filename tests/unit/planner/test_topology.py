@@ -40,6 +40,9 @@ WAYS = {
         bridges=("pci0000:16", "0000:16:01.0", "0000:17:00.0", "0000:18:14.0", "0000:1c:00.0", "0000:1d:00.0"),
         numa_node=0,
     ),
+    "below a bridge": Gpu(
+        0, bridges=("pci0000:16", "0000:16:01.0", "0000:17:00.0", "0000:18:18.0", "0000:1f:00.0"), numa_node=0
+    ),
     "other port": Gpu(0, bridges=("pci0000:16", "0000:16:03.0"), numa_node=0),
     "other host bridge": Gpu(0, bridges=("pci0000:30", "0000:30:01.0"), numa_node=0),
     "other node": Gpu(0, bridges=("pci0000:97", "0000:97:01.0"), numa_node=1),
@@ -53,6 +56,7 @@ WAYS = {
     [
         ("switch, port 8", "switch, port 16", Ancestor.PIX),
         ("switch, port 8", "below another switch", Ancestor.PXB),
+        ("switch, port 8", "below a bridge", Ancestor.PXB),
         ("switch, port 8", "other port", Ancestor.PHB),
         ("other port", "other host bridge", Ancestor.NODE),
         ("other port", "other node", Ancestor.SYS),

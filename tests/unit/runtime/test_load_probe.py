@@ -57,6 +57,11 @@ def test_a_gpu_that_its_own_slot_slows_down_more_than_the_uplink_shares_nothing(
     assert measure_slowdowns(2, Machine("aa", own_speeds=[12.0, 12.0]).time) == {(0, 1): 1.0}
 
 
+def test_the_gpu_of_a_pair_that_suffers_more_counts() -> None:
+    """A card in a slow slot takes little of the uplink from itself, but much from its neighbour."""
+    assert measure_slowdowns(2, Machine("aa", own_speeds=[25.0, 12.5]).time) == {(0, 1): 2.0}
+
+
 def test_one_slow_run_of_several_does_not_count() -> None:
     machine = Machine("ab")
     hiccups = iter([9.0, *[1.0] * 100])

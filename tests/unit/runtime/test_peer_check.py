@@ -124,6 +124,26 @@ def test_a_copy_that_does_nothing_is_found_though_memory_is_used_again() -> None
     assert [verdict.broken for verdict in check(engines)] == [((0, 1),)] * 2
 
 
+def test_a_copy_that_brings_an_earlier_message_is_found() -> None:
+    class LateQueue(PeerQueue):
+        earlier = b""
+
+        def copy(self, target: int, source: int, num_bytes: int) -> None:
+            message = ctypes.string_at(source, num_bytes)
+            super().copy(target, source, num_bytes)
+            if target in self._engine.targets:
+                earlier, self.earlier = self.earlier, message
+                self._work.put(lambda: ctypes.memmove(target, earlier, len(earlier)))
+
+    class LateEngine(PeerEngine):
+        def new_queue(self) -> CopyQueue:
+            return LateQueue(self)
+
+    engines: list[HostCopyEngine] = [LateEngine(10, frozenset({11})), PeerEngine(11, frozenset({10}))]
+
+    assert [verdict.broken for verdict in check(engines)] == [((0, 1),)] * 2
+
+
 def test_devices_that_do_not_reach_each_other_are_not_checked() -> None:
     engines: list[HostCopyEngine] = [PeerEngine(10, frozenset({11})), PeerEngine(11, frozenset())]
 

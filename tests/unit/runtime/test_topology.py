@@ -79,7 +79,7 @@ def test_what_gpus_have_in_common_follows_from_the_tree(root: Path, monkeypatch:
 
 
 def test_p2p_counts_where_it_goes_both_ways(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    see_gpus(monkeypatch, *PLACES, p2p=frozenset({(0, 1), (1, 0), (0, 2)}))
+    see_gpus(monkeypatch, *PLACES, p2p=frozenset({(0, 1), (1, 0), (0, 2), (3, 1)}))
 
     topology = read_topology(4, root=root, import_driver=lambda: None)
 
