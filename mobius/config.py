@@ -166,6 +166,15 @@ class PipelineConfig:
     """Send activations by the GPUs' copy engines, which take no multiprocessors from compute; over NCCL with
     no_copy_messages, and where a trial at the start fails. Has no effect with one rank or on a CPU."""
 
+    cross_mapping: bool = True
+    """Give neighbouring ranks, which load at nearly the same time, GPUs that load over different PCIe root complexes,
+    as far as the machine tells; a line says which. A list of GPUs that is not ascending, such as 0,2,1,3, is kept as it
+    is. no_cross_mapping: ranks get GPUs in the order in which they are listed."""
+
+    probe_topology: bool = False
+    """Measure which GPUs slow each other's loads down, a few seconds before the run, for machines that tell it wrongly
+    (virtual ones). The result is kept for later runs on these GPUs. Has no effect with fewer than three ranks."""
+
     device: Device = Device.AUTO
     """auto: CUDA on a machine with GPUs, of which every rank needs its own, otherwise the CPU."""
 
@@ -285,8 +294,8 @@ class LaunchConfig:
     """Launch (read by train.sh; under torchrun use its own options and the environment)"""
 
     cuda_visible_devices: str | None = None
-    """GPUs in the order of the ranks, such as 0,2,1,3: neighbours in the list should not share a PCIe root. Ignored
-    without GPUs. Default: all GPUs in their own order."""
+    """GPUs in the order of the ranks, such as 0,2,1,3: neighbours in the list should not share a PCIe root. In an
+    ascending list cross_mapping chooses the order. Ignored without GPUs. Default: all GPUs."""
 
     master_port: Port = 29502
     """TCP port where the ranks of the run meet; two runs on a machine need two ports."""

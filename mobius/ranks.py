@@ -90,6 +90,11 @@ def allows_peer_copies() -> bool:
     return os.environ.get("NCCL_P2P_DISABLE", "0") != "1"
 
 
+def forbid_peer_copies() -> None:
+    """Let messages between GPUs go through host memory, NCCL's too; call it on every rank before NCCL starts."""
+    os.environ["NCCL_P2P_DISABLE"] = "1"
+
+
 def separate_device_queues() -> None:
     """Give each stream a hardware queue of its own, as far as there are some; call it before CUDA starts.
 

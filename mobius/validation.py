@@ -100,6 +100,16 @@ def _limit_has_a_gpu(config: Config) -> str | None:
     return f"`--gpu_memory_limit` {limit:g} has no effect with `--device cpu`; remove one of them"
 
 
+def _probe_has_a_use(config: Config) -> str | None:
+    if not config.pipeline.probe_topology:
+        return None
+    if config.pipeline.device is Device.CPU:
+        return "`--probe_topology` has no effect with `--device cpu`; remove one of them"
+    if not config.pipeline.cross_mapping:
+        return "`--probe_topology` has no effect with `--no_cross_mapping`; remove one of them"
+    return None
+
+
 def _kept_activations_have_weights(config: Config) -> str | None:
     if config.pipeline.recompute is not Recompute.NONE or not config.pipeline.use_offload:
         return None
@@ -155,6 +165,7 @@ _RULES: Final[tuple[_Rule, ...]] = (
     (("embedding_dim", "num_heads"), _heads_share_the_width),
     (("warmup_steps", "num_iterations"), _warmup_fits_run),
     (("gpu_memory_limit", "device"), _limit_has_a_gpu),
+    (("probe_topology", "device", "cross_mapping"), _probe_has_a_use),
     (("recompute", "use_offload"), _kept_activations_have_weights),
     (("save_params", "save_results", "save_dir"), _outputs_differ),
     (("profile_steps", "num_iterations"), _profiled_steps_are_run),

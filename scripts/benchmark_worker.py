@@ -44,7 +44,7 @@ def main() -> None:
     config = parse_args(options, num_ranks=ranks.num_ranks)
     folder = Path(config.model.model_path)
     blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model))
-    set_host_threads(ranks, blueprint.device)
+    set_host_threads(ranks, blueprint.device, blueprint.device_order)
     recordings = Recordings(config, rank=ranks.rank, device=blueprint.device, folder=Path(config.output.save_dir))
     if config.output.trace:
         Path(config.output.save_dir).mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,32 +20,42 @@ MIN_THREADS_TO_SPARE = 8
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 
 
-def choose_device(wanted: Device, ranks: Ranks) -> torch.device:
-    """The device of this rank.
+def has_gpus(wanted: Device, ranks: Ranks) -> bool:
+    """Whether ranks compute on GPUs.
 
     Raises GpuMemoryError if GPUs are wanted, or there are some, but not one for every rank.
     """
     count = torch.cuda.device_count() if wanted is not Device.CPU and torch.cuda.is_available() else 0
     if wanted is Device.CPU or (wanted is Device.AUTO and count == 0):
-        return torch.device("cpu")
+        return False
     if count < ranks.num_ranks:
         raise GpuMemoryError(
             f"{ranks.num_ranks} ranks need one GPU each, but torch sees {count}. Start fewer ranks (--nproc_per_node), "
             "check CUDA_VISIBLE_DEVICES and the driver (nvidia-smi), or use --device cpu."
         )
-    device = torch.device("cuda", ranks.local_rank)
+    return True
+
+
+def choose_device(wanted: Device, ranks: Ranks, order: Sequence[int] | None = None) -> torch.device:
+    """The device of this rank, which is then torch's current one; `order[rank]` is the index of a rank's GPU.
+
+    Without `order` rank r has GPU r. Raises GpuMemoryError like `has_gpus`.
+    """
+    if not has_gpus(wanted, ranks):
+        return torch.device("cpu")
+    device = torch.device("cuda", ranks.local_rank if order is None else order[ranks.rank])
     torch.cuda.set_device(device)
     return device
 
 
-def set_host_threads(ranks: Ranks, device: torch.device) -> None:
+def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int] | None = None) -> None:
     """Give this rank its CPUs, near its GPU where the machine tells which those are, and a thread on each of them.
 
     Call it on the main thread before the stages' host memory is made. torchrun sets OMP_NUM_THREADS=1 where the user
     has set nothing, which would make AdamW as slow as one core; a larger number is the user's own and stays, unless the
-    rank is bound to fewer CPUs.
+    rank is bound to fewer CPUs. `order` is as in `choose_device`.
     """
-    bound = bind_to_gpu_node(ranks) if device.type == "cuda" else None
+    bound = bind_to_gpu_node(ranks, order=order) if device.type == "cuda" else None
     wanted = omp_num_threads() or 1
     if bound is not None and (wanted == 1 or wanted > len(bound)):
         torch.set_num_threads(len(bound))

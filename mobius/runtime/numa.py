@@ -20,15 +20,19 @@ from mobius.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 
-def bind_to_gpu_node(ranks: Ranks, root: Path = Path("/")) -> frozenset[int] | None:
+def bind_to_gpu_node(
+    ranks: Ranks, root: Path = Path("/"), *, order: Sequence[int] | None = None
+) -> frozenset[int] | None:
     """Keep this process to its share of the CPUs of its GPU's node; returns the CPUs that it is bound to.
+
+    `order[rank]` is the index of the rank's GPU; None: rank r has GPU r.
 
     Call it on the main thread before the stages' memory is made; threads that exist already are bound too. A rank that
     its launcher has bound otherwise keeps what it has. None, with a line that tells why, if the machine does not tell
     the node of every rank's GPU or the shares would be too small. `root` is for tests.
     """
     try:
-        places = read_places(gpu_addresses(ranks.num_ranks), root)
+        places = read_places(gpu_addresses(range(ranks.num_ranks) if order is None else order), root)
         own, common = os.sched_getaffinity(0), _launcher_cpus()
         share = cut_shares(places, read_siblings(common, root), allowed=common)[ranks.rank]
         if not share <= own:
@@ -43,13 +47,13 @@ def bind_to_gpu_node(ranks: Ranks, root: Path = Path("/")) -> frozenset[int] | N
     return share
 
 
-def gpu_addresses(num_gpus: int) -> list[str]:
-    """PCI addresses of the first `num_gpus` GPUs as torch counts them, that is after CUDA_VISIBLE_DEVICES.
+def gpu_addresses(indices: Iterable[int]) -> list[str]:
+    """PCI addresses of GPUs by their numbers as torch counts them, that is after CUDA_VISIBLE_DEVICES.
 
     Raises ValueError if this build of torch does not tell them.
     """
     addresses = []
-    for index in range(num_gpus):
+    for index in indices:
         properties = torch.cuda.get_device_properties(index)
         # torch's stubs do not have them.
         numbers = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]

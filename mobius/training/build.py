@@ -48,6 +48,7 @@ from mobius.runtime.devices import (
     cap_gpu_memory,
     check_dtype,
     choose_device,
+    has_gpus,
     optimizer_threads,
 )
 from mobius.runtime.distributed_transport import DistributedTransport
@@ -56,10 +57,12 @@ from mobius.runtime.mailbox_setup import NUM_MAILBOXES, Meeting, open_mailboxes
 from mobius.runtime.mailboxes import Mailboxes
 from mobius.runtime.rehearsal import RehearsalTransport
 from mobius.runtime.stage import StageModule, measure_graph_bytes
+from mobius.runtime.store_meeting import meet_at_store
 from mobius.runtime.transport import SingleRankTransport, Transport
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
+from mobius.training.placement import order_devices, send_by_host_if_broken
 from mobius.training.timeline import TraceFacts
 from mobius.training.trainer import StepWatch, Trainer
 
@@ -78,6 +81,10 @@ class Blueprint:
     config: Config
     ranks: Ranks
     device: torch.device
+    device_order: tuple[int, ...] | None
+    """The index of every rank's GPU; None: no GPUs, or only one rank."""
+    meeting: Meeting | None
+    """Where ranks with GPUs can meet before they have communicators."""
     dtype: torch.dtype
     parts: ModelParts
     shape: ModelShape
@@ -97,14 +104,16 @@ def _message_shape(config: Config, shape: ModelShape) -> tuple[int, int, int]:
 
 
 def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig) -> Blueprint:
-    """Plan the run and check that it fits into GPU and host memory.
+    """Plan the run and check that it fits into GPU and host memory; collective if ranks have GPUs.
 
     Raises PlanError, GpuMemoryError or HostMemoryError, each with its arithmetic.
     """
     pipeline = config.pipeline
     if pipeline.copy_messages:
         separate_device_queues()
-    device = choose_device(pipeline.device, ranks)
+    meeting = meet_at_store(ranks) if ranks.num_ranks > 1 and has_gpus(pipeline.device, ranks) else None
+    device_order = order_devices(config, meeting) if meeting is not None else None
+    device = choose_device(pipeline.device, ranks, device_order)
     check_dtype(config.model.dtype, device)
     gpu_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
     wants_graphs = pipeline.compile is Compile.ON or (pipeline.compile is Compile.AUTO and device.type == "cuda")
@@ -150,7 +159,9 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
         fitted = fit(graph_bytes=measure_graph_bytes(parts, shape=message, dtype=dtype, device=device))
     plan = fitted.plan
     schedule = build_schedule(ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots)
-    return Blueprint(config, ranks, device, dtype, parts, shape, plan, schedule, fitted.graph_stages)
+    return Blueprint(
+        config, ranks, device, device_order, meeting, dtype, parts, shape, plan, schedule, fitted.graph_stages
+    )
 
 
 def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:
@@ -158,6 +169,13 @@ def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:
     ranks = blueprint.ranks
     if ranks.num_ranks == 1:
         return SingleRankTransport()
+    if blueprint.meeting is not None:
+        send_by_host_if_broken(
+            blueprint.meeting,
+            lambda: CudaCopyEngine(blueprint.device, allows_peers=True),
+            device=blueprint.device,
+            order=blueprint.device_order,
+        )
     has_copies = blueprint.config.pipeline.copy_messages and blueprint.device.type == "cuda"
     return DistributedTransport(
         rank=ranks.rank,

@@ -59,7 +59,7 @@ def _run(config: Config, ranks: Ranks) -> None:
         prepared = _prepare_data(config, ranks, tokenizer)
         if config.output.show_actions:
             _log_actions(blueprint)
-        set_host_threads(ranks, blueprint.device)  # not before: tokenization uses every CPU
+        set_host_threads(ranks, blueprint.device, blueprint.device_order)  # not before: tokenization uses every CPU
         recordings = Recordings(config, rank=ranks.rank, device=blueprint.device, folder=output.partial)
         transport = connect(blueprint, recordings.spans)
         state = load_state(blueprint, model_folder, spans=recordings.spans)

@@ -8,6 +8,7 @@ from mobius.errors import ConfigError
 from mobius.ranks import (
     Ranks,
     allows_peer_copies,
+    forbid_peer_copies,
     omp_num_threads,
     prepare_environment,
     separate_device_queues,
@@ -85,6 +86,14 @@ def test_gpus_reach_each_other_unless_the_user_forbids_it(
 ) -> None:
     monkeypatch.setattr(os, "environ", {} if text is None else {"NCCL_P2P_DISABLE": text})
     assert allows_peer_copies() is expected
+
+
+def test_peer_copies_that_are_forbidden_are_so_for_nccl_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"NCCL_P2P_DISABLE": "0"})
+    assert allows_peer_copies()
+    forbid_peer_copies()
+    assert not allows_peer_copies()
+    assert os.environ["NCCL_P2P_DISABLE"] == "1"
 
 
 @pytest.mark.parametrize(("text", "expected"), [(None, "32"), ("8", "8")])

@@ -84,7 +84,7 @@ def test_a_rank_that_is_bound_computes_on_every_cpu_it_is_bound_to_and_on_no_mor
 ) -> None:
     numbers: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
-    monkeypatch.setattr(devices, "bind_to_gpu_node", lambda _: frozenset({4, 5, 6}))
+    monkeypatch.setattr(devices, "bind_to_gpu_node", lambda _, *, order: frozenset({4, 5, 6}))
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
 
     set_host_threads(Ranks(0, 2, 0), torch.device("cuda", 0))
@@ -100,6 +100,30 @@ def test_on_the_cpu_no_gpu_is_asked_where_it_is(monkeypatch: pytest.MonkeyPatch)
     set_host_threads(Ranks(0, 1, 0), CPU)
 
     assert asked == []
+
+
+def test_ranks_get_their_devices_in_the_order_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+
+    chosen = [choose_device(Device.AUTO, Ranks(rank, 4, rank), (0, 2, 1, 3)) for rank in range(4)]
+    listed = [choose_device(Device.AUTO, Ranks(rank, 4, rank)) for rank in range(4)]
+
+    assert [device.index for device in chosen] == [0, 2, 1, 3]
+    assert [device.index for device in listed] == [0, 1, 2, 3]
+    assert current == chosen + listed
+
+
+def test_a_rank_is_bound_near_the_device_that_the_order_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[object] = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(devices, "bind_to_gpu_node", lambda _, *, order: orders.append(order))
+
+    set_host_threads(Ranks(1, 4, 1), torch.device("cuda", 2), (0, 2, 1, 3))
+
+    assert orders == [(0, 2, 1, 3)]
 
 
 @pytest.mark.parametrize("dtype", list(Dtype))

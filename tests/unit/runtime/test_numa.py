@@ -100,6 +100,20 @@ def test_gpus_go_in_the_order_in_which_torch_sees_them(
     assert machine.bound == [{*range(8, 16), *range(24, 32)}, {*range(8), *range(16, 24)}]
 
 
+def test_ranks_are_bound_near_the_gpus_that_the_chosen_order_gives_them(
+    machine: Machine, root: Path, log: pytest.LogCaptureFixture
+) -> None:
+    order = (0, 2, 1, 3)  # ranks 0 and 2 on node 0, ranks 1 and 3 on node 1
+
+    shares = [bind_to_gpu_node(Ranks(rank, 4, rank), root, order=order) for rank in range(4)]
+
+    on_node = [{*range(4), *range(16, 20)}, {*range(4, 8), *range(20, 24)}]
+    on_other = [{*range(8, 12), *range(24, 28)}, {*range(12, 16), *range(28, 32)}]
+    assert shares == machine.bound == [on_node[0], on_other[0], on_node[1], on_other[1]]
+    assert log.messages[1] == "rank 1: GPU 0000:bd:00.0, NUMA node 1, 8 CPUs"
+    assert log.messages[2] == "rank 2: GPU 0000:2a:00.0, NUMA node 0, 8 CPUs"
+
+
 def test_a_container_s_cpus_are_the_ones_that_are_shared(machine: Machine, root: Path) -> None:
     machine.own = machine.launcher = set(range(12))  # no second threads, and half of node 1
 

@@ -1,0 +1,70 @@
+"""Shows how this machine's GPUs are attached, and which rank would get which of them.
+
+Does not train. `--output FILE.json` records the machine, for a report or a test; `--input` shows a recorded one and
+needs no GPU.
+
+    python scripts/show_topology.py --probe --output box.json
+"""
+
+import argparse
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec("mobius") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mobius.planner.mapping import choose_order
+from mobius.planner.topology import Topology
+from mobius.ranks import cache_folder, visible_devices
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Show the GPUs, what they share, and the order they would get.")
+    parser.add_argument("--num_ranks", type=int, help="GPUs to look at (default: all visible ones)")
+    parser.add_argument("--num_chunks", type=int, default=4, help="microbatches per step (default: %(default)s)")
+    parser.add_argument("--probe", action="store_true", help="measure which GPUs slow each other's loads down")
+    parser.add_argument("--input", type=Path, help="show a recorded machine instead of this one", metavar="FILE")
+    parser.add_argument("--output", type=Path, help="record the machine as JSON", metavar="FILE")
+    return parser.parse_args(argv)
+
+
+def look(arguments: argparse.Namespace) -> Topology:
+    if arguments.input is not None:
+        return Topology.from_json(arguments.input.read_text())
+    import torch
+
+    from mobius.runtime.load_probe import add_measurement, measure_in_process
+    from mobius.runtime.topology import read_topology
+
+    found = torch.cuda.device_count()
+    num_gpus = found if arguments.num_ranks is None else arguments.num_ranks
+    if not 1 <= num_gpus <= found:
+        raise ValueError(f"torch sees {found} GPUs; {num_gpus} cannot be shown")
+    topology = read_topology(num_gpus)
+    return add_measurement(topology, cache_folder(), measure_in_process) if arguments.probe else topology
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        topology = look(arguments)
+        print(topology.describe())
+        print("NV#: NVLinks; *: no P2P; x#: how much slower a load is beside one of the other GPU, measured\n")
+        if arguments.output is not None:
+            arguments.output.write_text(topology.to_json())
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    names = [str(gpu.index) for gpu in topology.gpus]
+    if arguments.input is None and visible_devices():
+        print(f"GPU numbers are places in CUDA_VISIBLE_DEVICES={visible_devices()}")
+    choice = choose_order(topology, num_microbatches=arguments.num_chunks, names=names, is_given=False)
+    print(choice.line or f"devices in their own order {','.join(names)}: none is better")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

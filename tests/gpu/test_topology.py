@@ -1,0 +1,143 @@
+"""On real GPUs: the topology is read and measured, and copies between GPUs are checked; two GPUs or more."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset
+
+from mobius.planner.mapping import best_order
+from mobius.planner.topology import Topology
+from mobius.runtime.load_probe import PinnedLoads, add_measurement, measure_in_process, measure_slowdowns
+from mobius.runtime.nvml import import_nvml
+from mobius.runtime.topology import read_topology
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")]
+PROBE_SECONDS = 60.0
+"""Of which most is starting a process and a context on each GPU."""
+
+
+def test_the_topology_of_this_machine_is_read_and_can_be_recorded() -> None:
+    topology = read_topology(NUM_GPUS)
+    logging.getLogger(__name__).info("\n%s", topology.describe())
+
+    assert len({gpu.uuid for gpu in topology.gpus}) == NUM_GPUS
+    assert all(gpu.name and gpu.uuid for gpu in topology.gpus)
+    assert len({gpu.address for gpu in topology.gpus}) == NUM_GPUS or topology.unknown is not None
+    assert Topology.from_json(topology.to_json()) == topology
+    assert sorted(best_order(topology, num_microbatches=NUM_GPUS)) == list(range(NUM_GPUS))
+
+
+@pytest.mark.skipif(import_nvml() is None, reason="needs nvidia-ml-py")
+def test_gpus_that_nvml_joins_by_nvlink_can_reach_each_other() -> None:
+    for link in read_topology(NUM_GPUS).links:
+        assert link.has_p2p or link.num_nvlinks == 0
+
+
+def test_reading_makes_no_context_on_any_gpu(tmp_path: Path) -> None:
+    """A context takes some hundred MiB of each GPU; one per rank and GPU would be too many."""
+    program = (
+        "import sys, torch\n"
+        "from mobius.runtime.topology import read_topology\n"
+        "read_topology(torch.cuda.device_count())\n"
+        "print(*[torch._C._cuda_hasPrimaryContext(i) for i in range(torch.cuda.device_count())])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert result.stdout.split() == ["False"] * NUM_GPUS
+
+
+def test_measured_slowdowns_are_sane() -> None:
+    slowdowns = measure_slowdowns(NUM_GPUS, PinnedLoads(NUM_GPUS).time)
+
+    assert set(slowdowns) == set(combinations(range(NUM_GPUS), 2))
+    # Two loads at once take at least the time of one (less what is noise), and at most that of both after each other.
+    assert all(0.9 < slowdown < 2.5 for slowdown in slowdowns.values()), slowdowns
+
+
+def test_measuring_in_a_process_takes_seconds_once_and_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    topology = read_topology(NUM_GPUS)
+
+    start = time.monotonic()
+    first = add_measurement(topology, tmp_path, measure_in_process)
+    seconds = time.monotonic() - start
+    start = time.monotonic()
+    second = add_measurement(topology, tmp_path, measure_in_process)
+
+    assert first.is_measured, caplog.messages
+    assert first == second
+    assert seconds < PROBE_SECONDS
+    assert time.monotonic() - start < 1.0
+
+
+@pytest.mark.parametrize("spoiled", ["nothing", "last byte", "large messages"])
+def test_copies_that_arrive_wrong_are_found_and_those_that_do_not_are_trusted(tmp_path: Path, spoiled: str) -> None:
+    launcher = f"-m torch.distributed.run --nproc_per_node 2 --master_port {free_port()}".split()
+    worker = str(ROOT / "tests/harness/peer_worker.py")
+
+    result = subprocess.run(
+        [sys.executable, *launcher, worker, spoiled],
+        env=_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr
+    if "cannot reach" in result.stdout:
+        pytest.skip("these GPUs have no P2P: there is nothing to check")
+    broken = "(0, 1) " if spoiled != "nothing" else ""
+    assert sorted(result.stdout.splitlines()) == [f"rank {rank}: broken {broken}problem None" for rank in (0, 1)]
+
+
+@pytest.mark.skipif(NUM_GPUS < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("mode", ["", "--no_cross_mapping", "--probe_topology"])
+def test_four_gpus_train_in_the_order_that_was_chosen(tmp_path: Path, mode: str) -> None:
+    make_checkpoint(tmp_path / "model", is_tied=False)
+    make_dataset(tmp_path / "data.jsonl")
+    launcher = f"-m torch.distributed.run --nproc_per_node 4 --master_port {free_port()}".split()
+    options = """--model_path model --dataset data.jsonl --fp32 --device cuda --num_stages 4 --num_chunks 4
+        --batch_size 4 --seq_length 16 --num_iterations 2 --save_dir out --save_params out.pt --save_results out.txt"""
+
+    result = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "main.py"), *options.split(), *mode.split()],
+        cwd=tmp_path,
+        env=_environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stdout
+    assert "arrive with other contents" not in result.stdout
+    assert "could not be measured" not in result.stdout
+    assert ("shared links measured" in result.stdout) == (mode == "--probe_topology"), result.stdout
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """With all GPUs that these tests see."""
+    own = environment(folder / "cache")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return own if visible is None else {**own, "CUDA_VISIBLE_DEVICES": visible}
