@@ -59,6 +59,8 @@ class Measurement:
     loss: float
     """Of the last step."""
     all_step_seconds: Sequence[float]
+    huge_page_share: float | None = None
+    """Of rank 0's memory; it is recorded, and no column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,7 @@ def mobius_measurement(output: Mapping[str, Any], workload: Workload, machine_by
         machine_gib=machine_bytes / GIB,
         load_seconds=output["load_seconds"],
         loss=last["loss"],
+        huge_page_share=output.get("huge_page_share"),
     )
 
 

@@ -29,6 +29,7 @@ from mobius.data.batches import Batches  # noqa: E402
 from mobius.data.store import TokenizedDataset  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
+from mobius.memory.available import huge_page_share  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.runtime.devices import set_host_threads  # noqa: E402
 from mobius.training.build import assemble, connect, draw_blueprint, load_state, rehearse, trace_facts  # noqa: E402
@@ -74,7 +75,8 @@ def main() -> None:
     load_seconds = seconds_since_launch()
     steps = [dataclasses.asdict(metrics) for metrics in trainer.train()]
     if ranks.is_first:
-        output.write_text(json.dumps({"steps": steps, "load_seconds": load_seconds}))
+        told = {"steps": steps, "load_seconds": load_seconds, "huge_page_share": huge_page_share()}
+        output.write_text(json.dumps(told))
     recordings.write(trace_facts(blueprint), transport)
     transport.barrier()
     state.close()

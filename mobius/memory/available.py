@@ -46,3 +46,10 @@ def _status_bytes(field: str) -> int:
         if line.startswith(field):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {field} line")
+
+
+def huge_page_share() -> float:
+    """Share of this process's own memory (without files) that lies on huge pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return kib["AnonHugePages"] / max(kib["Anonymous"], 1)

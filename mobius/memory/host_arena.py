@@ -5,6 +5,7 @@ Those that the GPU copies from and to are registered with CUDA. Who copies when 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Mapping
 
@@ -14,6 +15,9 @@ from torch import Tensor
 from mobius.errors import HostMemoryError
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import Remainder, StageState
+
+_MADV_COLLAPSE = 25
+"""Puts what lies on small pages (when memory was fragmented or grew late) onto huge ones; Linux's number for it."""
 
 
 class HostArena:
@@ -59,9 +63,8 @@ class HostArena:
         return StageState(layout, weights, gradients, master, _map(count, torch.float32), _map(count, torch.float32))
 
     def _lock(self, tensor: Tensor) -> Tensor:
-        if not self._register:
+        if not self._register or tensor.numel() == 0:
             return tensor
-        tensor.zero_()  # faults the pages in first: registering untouched memory is slower
         error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
         if int(error) != 0:
             raise HostMemoryError(
@@ -71,6 +74,11 @@ class HostArena:
         self._registered.append(tensor)
         return tensor
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all stages."""
+        return sum(tensor.nbytes for state in self.states.values() for tensor in state.tensors)
+
     def close(self) -> None:
         """Unregister all memory; copies to and from it must have ended. Safe to call twice."""
         while self._registered:
@@ -78,12 +86,22 @@ class HostArena:
 
 
 def _map(num_elements: int, dtype: torch.dtype) -> Tensor:
-    """A zero tensor [num_elements] in an anonymous mapping of exactly its size, on huge pages if possible."""
+    """A zero tensor [num_elements] in an anonymous mapping of exactly its size, on huge pages if possible.
+
+    All of it is touched here, by as many threads as torch has: the first update would take seconds for it otherwise,
+    and untouched memory registers more slowly.
+    """
     num_bytes = num_elements * dtype.itemsize
+    if num_bytes == 0:
+        return torch.empty(0, dtype=dtype)
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise HostMemoryError(f"the system refuses {num_bytes / 2**30:.2f} GiB of host memory: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype)  # the tensor keeps the mapping alive
+    tensor = torch.frombuffer(memory, dtype=dtype).zero_()  # the tensor keeps the mapping alive
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # before Linux 6.1, and where there is no huge page to be had
+            memory.madvise(_MADV_COLLAPSE)
+    return tensor

@@ -15,11 +15,22 @@ from mobius.config import Config
 from mobius.data.batches import Batches
 from mobius.data.datasets import PreparedData, describe_sample, prepare_dataset
 from mobius.errors import CheckpointError, GpuMemoryError
+from mobius.memory.available import huge_page_share
 from mobius.models.families import load_generation_config, load_model_config, locate_model
+from mobius.planner.budget import GIB
 from mobius.ranks import Ranks, cache_folder
 from mobius.runtime.devices import MemoryMeter, set_host_threads
 from mobius.runtime.transport import Transport
-from mobius.training.build import Blueprint, assemble, connect, draw_blueprint, load_state, rehearse, trace_facts
+from mobius.training.build import (
+    Blueprint,
+    RankState,
+    assemble,
+    connect,
+    draw_blueprint,
+    load_state,
+    rehearse,
+    trace_facts,
+)
 from mobius.training.export import export_bytes, export_model
 from mobius.training.metrics import MetricsLog, StepMetrics, step_line
 from mobius.training.output_folder import OutputFolder
@@ -28,6 +39,8 @@ from mobius.training.report import RankMemory, RunTimings, write_report
 from mobius.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+_ENOUGH_HUGE_PAGES = 0.5
 
 
 def run_training(config: Config, ranks: Ranks) -> None:
@@ -63,6 +76,7 @@ def _run(config: Config, ranks: Ranks) -> None:
         recordings = Recordings(config, rank=ranks.rank, device=blueprint.device, folder=output.partial)
         transport = connect(blueprint, recordings.spans)
         state = load_state(blueprint, model_folder, spans=recordings.spans)
+        _warn_of_small_pages(state)
         if blueprint.device.type == "cuda" and ranks.num_ranks > 1:
             rehearse(blueprint, state)
         transport.barrier()
@@ -166,6 +180,19 @@ def _log_actions(blueprint: Blueprint) -> None:
         logger.info("actions of rank %d:", rank)
         for action in actions:
             logger.info("  %s", action.to_text(blueprint.plan.num_stages))
+
+
+def _warn_of_small_pages(state: RankState) -> None:
+    """Tell what slows the updates of a rank whose stages lie on small pages, if they are large."""
+    if state.arena is None or state.arena.num_bytes < GIB:
+        return
+    share = huge_page_share()
+    if share < _ENOUGH_HUGE_PAGES:
+        logger.warning(
+            "only %.0f %% of this process's memory lies on huge pages, which slows the optimizer. To change that: "
+            "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`, or restart where memory is less fragmented.",
+            100 * share,
+        )
 
 
 def _log_start(blueprint: Blueprint) -> None:

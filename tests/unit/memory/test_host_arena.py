@@ -1,5 +1,7 @@
 """Host memory of streamed stages: 14 bytes per element in bf16, 16 in fp16 and fp32, and nothing rounded up."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import Remainder, StageState
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -135,3 +138,20 @@ def test_what_the_system_refuses_is_told_in_gib() -> None:
 
     with pytest.raises(HostMemoryError, match=r"refuses 1073741824\.00 GiB of host memory"):
         HostArena({0: layout}, dtype=torch.float32, register=False)
+
+
+def test_all_memory_of_an_arena_is_touched_at_once_and_lies_on_huge_pages_where_the_system_gives_them() -> None:
+    layouts = {0: StageLayout.of({"weight": (4096, 4096)})}
+    resident, kib = _memory_kib("Rss"), 4096 * 4096 * 14 // 1024
+
+    arena = HostArena(layouts, dtype=BF16, register=False)
+
+    assert arena.num_bytes == 1024 * kib
+    assert _memory_kib("Rss") - resident >= 0.99 * kib
+    if "never" not in HUGE_PAGES.read_text().split("[")[1].split("]")[0]:
+        assert _memory_kib("AnonHugePages") >= 0.9 * kib
+
+
+def _memory_kib(field: str) -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
