@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class FlatAdamW:
     def __init__(self, settings: AdamWSettings, kernel: AdamWKernel | None = None) -> None:
         self._settings = settings
         self._kernel = kernel
-        self._scratch: dict[tuple[str, torch.device], Tensor] = {}
+        self._scratch: dict[tuple[str, torch.device, int], Tensor] = {}
 
     @torch.no_grad()
     def update(
@@ -137,8 +138,11 @@ class FlatAdamW:
             weights.copy_(master)
 
     def _scratch_like(self, tensor: Tensor, use: str) -> Tensor:
-        """fp32 memory for as many elements as `tensor` has, on its device; the same for the same `use`."""
-        key = (use, tensor.device)
+        """fp32 memory for as many elements as `tensor` has, on its device; the same for the same `use` and thread.
+
+        On a CPU the main thread updates resident stages while the optimizer's thread updates streamed ones.
+        """
+        key = (use, tensor.device, threading.get_ident())
         if key not in self._scratch:
             length = _chunk_elements(tensor.device)
             self._scratch[key] = torch.empty(length, dtype=torch.float32, device=tensor.device)
