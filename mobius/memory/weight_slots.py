@@ -11,9 +11,10 @@ A slot goes round between three streams, the first its own; each arrow is an eve
 `ready` and `free` are the slot's two events; `done` is only a hand-over inside `offload`. Without gradients `free` is
 recorded on the compute stream at once. Weights are never copied back: the GPU does not change them.
 
-Gradients of all microbatches accumulate in fp32 in one buffer per rank (`gradient_sum.py`). Sealing casts them into the slot, over the weights, which backward no longer needs: a gradient leaves in the
-weights' dtype by one flat copy and costs no memory of its own. Gradients that are to arrive in fp32 leave from the
-accumulator; then there are two of them, and the slot is free as soon as backward is done.
+Gradients of all microbatches accumulate in fp32 in one buffer per rank (`gradient_sum.py`). Sealing casts them into the
+slot, over the weights, which backward no longer needs: a gradient leaves in the weights' dtype by one flat copy and
+costs no memory of its own. Gradients that are to arrive in fp32 leave from the accumulator; then there are two of them,
+and the slot is free as soon as backward is done.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from torch import Tensor
 from mobius.memory.stage_memory import StageMemory
 from mobius.runtime.transport import Transport
 
-
 CHUNK_ELEMENTS = 2**24
 """Elements summed at a time."""
 

@@ -26,8 +26,9 @@ from mobius.schedule.action import Action, ActionKind
 def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[int] = ()) -> list[Action]:
     """`order`, the compute actions of one rank, with the loads and offloads that `num_slots` slots allow.
 
-    Stages in `resident` have none. The result starts with the loads of the first stages and ends with every slot empty. Each stage is offloaded after
-    its backward, which takes its gradients home, and the slot is then free for the next load.
+    Stages in `resident` have none. The result starts with the loads of the first streamed stages and ends with every
+    slot empty. Each stage is offloaded after its backward, which takes its gradients home, and the slot is then free
+    for the next load.
     """
     runs = [list(run) for _, run in groupby(order, key=_run_of)]
     result: list[Action] = []
