@@ -28,6 +28,7 @@ from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.families import folder_has_weights
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
+from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.kernel import load_kernel
 from mobius.optim.stepper import Stepper
@@ -116,8 +117,7 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
     device = choose_device(pipeline.device, ranks)
     check_dtype(config.model.dtype, device)
     gpu_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
-    wants_graphs = pipeline.compile is Compile.ON or (pipeline.compile is Compile.AUTO and device.type == "cuda")
-    parts = ModelParts(model_config, device, compiled=wants_graphs)
+    parts = ModelParts(model_config, device, compiled=_wants_graphs(config, device))
     shape = parts.shape()
     plan = make_plan(
         shape,
@@ -177,6 +177,11 @@ def _fit(
         )
         check_host_memory(need, available_bytes=available_host_bytes() if limit is None else int(limit * GIB))
     return fitted
+
+
+def _wants_graphs(config: Config, device: torch.device) -> bool:
+    wanted = config.pipeline.compile
+    return wanted is Compile.ON or (wanted is Compile.AUTO and device.type == "cuda")
 
 
 def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:
@@ -359,8 +364,10 @@ def assemble(
     settings = AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)
     has_kernel = has_kernel and (state.arena is not None or blueprint.device.type == "cpu")
     kernel = load_kernel(cache_folder(), num_threads=optimizer_threads()) if has_kernel else None
+    adamw = FlatAdamW(settings, kernel, FusedUpdate() if _wants_graphs(config, blueprint.device) else None)
+    adamw.warm_up(state.memory.states.values())
     stepper = Stepper(
-        FlatAdamW(settings, kernel),
+        adamw,
         memory=state.memory,
         transport=transport,
         clock=clock,
