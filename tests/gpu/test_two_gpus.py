@@ -18,10 +18,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 @pytest.mark.parametrize(
     "mode",
     [
-        "--use_offload",
-        "--use_offload --overlap_optimizer",
+        "--resident_stages 0 --no_overlap_optimizer",
+        "--resident_stages 0",
+        "--resident_stages 1",
         "--no_offload",
-        "--use_offload --copy_messages",
+        "--resident_stages 0 --copy_messages",
         "--no_offload --copy_messages",
     ],
 )
