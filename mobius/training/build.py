@@ -15,15 +15,12 @@ from transformers import PretrainedConfig
 from mobius.config import Compile, Config, Dtype, Recompute
 from mobius.data.batches import Batch, Batches
 from mobius.memory.available import available_host_bytes
-from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.mixed import MixedStages
-from mobius.memory.resident import ResidentStages
+from mobius.memory.mixed import take_memory
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
-from mobius.memory.weight_slots import WeightSlots
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.families import folder_has_weights
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource
@@ -243,46 +240,20 @@ def load_state(
     }
     layouts = {stage: StageLayout.of(module.shapes) for stage, module in stages.items()}
     updates = UpdateQueue() if config.pipeline.overlap_optimizer else None
-    memory, arena = _take_memory(blueprint, layouts, updates, spans)
-    source = source or _weight_source(blueprint, model_folder)
-    _fill(memory, stages, source, show_progress=blueprint.ranks.is_first)
-    return RankState(stages, memory, arena, updates if arena is not None else None)
-
-
-def _take_memory(
-    blueprint: Blueprint, layouts: Mapping[int, StageLayout], updates: UpdateQueue | None, spans: Spans
-) -> tuple[StageMemory, HostArena | None]:
-    """Zeroed memory for stages of `layouts`, and the arena of those that are streamed, if any is."""
-    plan, dtype, device = blueprint.plan, blueprint.dtype, blueprint.device
-    gradient_dtype = torch.float32 if blueprint.config.pipeline.fp32_gradients else dtype
-    streamed = {stage: layout for stage, layout in layouts.items() if stage not in plan.resident}
-    resident = {stage: layout for stage, layout in layouts.items() if stage in plan.resident}
-    take_resident = partial(
-        ResidentStages,
-        resident,
-        dtype=dtype,
+    memory, arena = take_memory(
+        layouts,
+        resident=blueprint.plan.resident,
+        num_slots=blueprint.plan.slots_of(blueprint.ranks.rank),
+        dtype=blueprint.dtype,
+        gradient_dtype=torch.float32 if config.pipeline.fp32_gradients else blueprint.dtype,
+        waiting=blueprint.waiting,
         device=device,
-        waiting=blueprint.waiting.intersection(resident),
-        gradient_dtype=gradient_dtype,
-    )
-    if not streamed:
-        return take_resident(), None
-    total = GradientSum(
-        max(layout.num_elements for layout in layouts.values()),
-        device=device,
-        num_buffers=2 if gradient_dtype.itemsize > dtype.itemsize else 1,
-    )
-    is_cuda = device.type == "cuda"
-    arena = HostArena(streamed, dtype=dtype, register=is_cuda, gradient_dtype=gradient_dtype)
-    slots = WeightSlots(
-        arena.states,
-        num_slots=plan.slots_of(blueprint.ranks.rank),
-        device=device,
-        gradient_sum=total,
         updates=updates,
         spans=spans,
     )
-    return (MixedStages(take_resident(gradient_sum=total), slots) if resident else slots), arena
+    source = source or _weight_source(blueprint, model_folder)
+    _fill(memory, stages, source, show_progress=blueprint.ranks.is_first)
+    return RankState(stages, memory, arena, updates if arena is not None else None)
 
 
 def _weight_source(blueprint: Blueprint, model_folder: Path) -> WeightSource:

@@ -19,13 +19,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.mixed import MixedStages
-from mobius.memory.resident import ResidentStages
+from mobius.memory.mixed import take_memory
 from mobius.memory.stage_memory import StageMemory
-from mobius.memory.weight_slots import WeightSlots
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.optim.tied import TiedPair
 from mobius.planner.partition import balanced_partition
@@ -137,18 +134,18 @@ class Pipeline:
         return self.resident.intersection(own) | frozenset(streamed[-self.num_slots :])
 
     def _memory(self, layouts: dict[int, StageLayout]) -> StageMemory:
-        if self.num_slots is None or self.resident.issuperset(layouts):
-            return ResidentStages(layouts, dtype=self.dtype, device=self.device)
-        streamed = {stage: layout for stage, layout in layouts.items() if stage not in self.resident}
-        staying = {stage: layout for stage, layout in layouts.items() if stage in self.resident}
-        arena = HostArena(streamed, dtype=self.dtype, register=self.device.type == "cuda")
-        self._arenas.append(arena)
-        total = GradientSum(max(layout.num_elements for layout in layouts.values()), device=self.device)
-        slots = WeightSlots(arena.states, num_slots=self.num_slots, device=self.device, gradient_sum=total)
-        if not staying:
-            return slots
-        resident = ResidentStages(staying, dtype=self.dtype, device=self.device, gradient_sum=total)
-        return MixedStages(resident, slots)
+        memory, arena = take_memory(
+            layouts,
+            resident=layouts if self.num_slots is None else self.resident,
+            num_slots=self.num_slots or 0,
+            dtype=self.dtype,
+            gradient_dtype=self.dtype,
+            waiting=layouts,
+            device=self.device,
+        )
+        if arena is not None:
+            self._arenas.append(arena)
+        return memory
 
 
 def make_model(family: str) -> PreTrainedModel:
