@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from mobius.config import Recompute
 from mobius.errors import GpuMemoryError, PlanError
@@ -104,10 +105,13 @@ def _default_score(request: FitRequest) -> Score:
     """Seconds by `estimated_seconds` at the rates that are known."""
     plan, rates = request.plan, Rates()
     clips = len(request.waiting) == plan.num_stages
+    counts = [
+        [plan.spans[stage].num_parameters(request.shape) for stage in plan.stages_of(rank)]
+        for rank in range(plan.num_ranks)
+    ]
 
     def score(rank: int, candidate: Candidate) -> float:
-        counts = [plan.spans[stage].num_parameters(request.shape) for stage in plan.stages_of(rank)]
-        return estimated_seconds(candidate, counts, tokens=request.tokens.step, clips=clips, rates=rates)
+        return estimated_seconds(candidate, counts[rank], tokens=request.tokens.step, clips=clips, rates=rates)
 
     return score
 
@@ -148,11 +152,19 @@ def _best(request: FitRequest, rank: int, graph_bytes: int | None, score: Score)
     """Of the candidates that fit the one with the least score; the least candidate if no other does."""
     assert request.gpu_bytes is not None
     usable = int(request.gpu_bytes * FILLED_SHARE) - WORKSPACE_BYTES - request.reserved_bytes
+
+    @cache
+    def stages_take(num_resident: int, num_slots: int) -> int:
+        return _need(request, rank, Candidate(num_resident, 0, num_slots), graph_bytes).total
+
+    @cache
+    def graphs_take(num_graphs: int) -> int:
+        return _kept_bytes(request, rank, num_graphs, graph_bytes)
+
     fitting = [
         candidate
         for candidate in _candidates(request, knows_graphs=graph_bytes is not None)
-        if _need(request, rank, candidate, graph_bytes).total + _kept_bytes(request, rank, candidate, graph_bytes)
-        <= usable
+        if stages_take(candidate.num_resident, candidate.num_slots) + graphs_take(candidate.num_graphs) <= usable
     ]
 
     def key(candidate: Candidate) -> tuple[float, int, int, int]:
@@ -176,12 +188,12 @@ def _need(request: FitRequest, rank: int, candidate: Candidate, graph_bytes: int
     )
 
 
-def _kept_bytes(request: FitRequest, rank: int, candidate: Candidate, graph_bytes: int | None) -> int:
-    """What the graphs of a candidate hold beside the one that is anyhow; with `Recompute.NONE` they are counted."""
+def _kept_bytes(request: FitRequest, rank: int, num_graphs: int, graph_bytes: int | None) -> int:
+    """What the graphs of the last stages hold beside the one that is anyhow; with `Recompute.NONE` `_need` has them."""
     if request.recompute is Recompute.NONE:
         return 0
     stages = request.plan.stages_of(rank)
-    kept = stages[len(stages) - candidate.num_graphs :]
+    kept = stages[len(stages) - num_graphs :]
     return sum(_num_graphs(request.plan, stage, request.tokens) for stage in kept) * (graph_bytes or 0)
 
 
