@@ -142,12 +142,19 @@ class PipelineConfig:
     no_offload, where no weights are loaded."""
 
     use_offload: bool = True
-    """Keep weights in CPU memory while they are not in use; no_offload keeps all stages on the GPU."""
+    """Keep weights in CPU memory while they are not in use, as far as they do not fit on the GPU; no_offload keeps all
+    stages on the GPU."""
+
+    resident_stages: str = "auto"
+    """Stages of each GPU, its first ones, that stay there with their optimizer state and are updated there: a number,
+    0, all, or auto. auto: as many as shorten the step and fit into GPU memory, shared with the activations that
+    recompute keeps; 0 on a CPU. The others are streamed. Needs use_offload; no_offload is the same as all."""
 
     recompute: Recompute = Recompute.AUTO
     """Whether backward runs each layer's forward again, from its input, so that one layer's activations exist at a
     time. auto: the last stages of each rank keep theirs, as many as GPU memory allows. full: all stages recompute.
-    none: no stage does, a quarter less compute; needs no_offload, where weights stay in place."""
+    none: no stage does, a quarter less compute; needs no_offload or resident_stages all, where weights stay in
+    place."""
 
     compile: Compile = Compile.AUTO
     """Run layers and loss under torch.compile: one graph serves all layers of a kind, after a minute of compiling in
@@ -159,8 +166,8 @@ class PipelineConfig:
     updates."""
 
     fp32_gradients: bool = False
-    """Send gradients to CPU memory in fp32 instead of the format of the weights: 2 bytes more per parameter there, a
-    second fp32 buffer on the GPU. Has no effect with no_offload, where they are fp32."""
+    """Hand summed gradients to the optimizer in fp32 instead of the format of the weights: 2 bytes more per parameter
+    where they are kept, and with streamed stages a second fp32 buffer on the GPU. They are always added up in fp32."""
 
     copy_messages: bool = True
     """Send activations by the GPUs' copy engines, which take no multiprocessors from compute; over NCCL with
@@ -189,6 +196,11 @@ class PipelineConfig:
     loss_chunk_tokens: Count = 2048
     """Tokens whose logits exist at one time; 2048 tokens of a 32k vocabulary take 0.25 GiB in fp32, and fewer make the
     output layer slower."""
+
+    @property
+    def num_resident_stages(self) -> int | None:
+        """`resident_stages` where it is a number; None for auto and all."""
+        return int(self.resident_stages) if self.resident_stages.isdecimal() else None
 
     @property
     def num_microbatches(self) -> int:

@@ -27,6 +27,8 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "learning_rate": ("lr",),
     "num_chunks": ("num_micro_batches",),
 }
+_NUMBERS_OR_WORDS: Final = ("resident_stages", "profile_steps")
+"""Texts that may be a whole number, which YAML then reads as one."""
 _FLAGS: Final[Mapping[str, Mapping[str, OptionValue]]] = {"dtype": {dtype.value: dtype for dtype in Dtype}}
 
 
@@ -74,6 +76,8 @@ class Option:
             return None
         if isinstance(value, bool) and {"on", "off"} <= set(self.choices):
             value = "on" if value else "off"  # YAML reads the bare words as booleans
+        if type(value) is int and self.name in _NUMBERS_OR_WORDS:
+            value = str(value)
         if isinstance(value, str) and (self.choices or self.value_type is str):
             return self.from_text(value)
         if self.value_type is float and isinstance(value, int | float) and not isinstance(value, bool):

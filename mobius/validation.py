@@ -111,11 +111,29 @@ def _probe_has_a_use(config: Config) -> str | None:
 
 
 def _kept_activations_have_weights(config: Config) -> str | None:
-    if config.pipeline.recompute is not Recompute.NONE or not config.pipeline.use_offload:
+    pipeline = config.pipeline
+    if pipeline.recompute is not Recompute.NONE or not pipeline.use_offload or pipeline.resident_stages == "all":
         return None
     return (
         "`--recompute none` needs a layer's weights until its backward, but with `--use_offload` they leave the GPU; "
         "use --no_offload, or --recompute auto"
+    )
+
+
+def _resident_stages_are_a_number(config: Config) -> str | None:
+    given = config.pipeline.resident_stages
+    if given in ("auto", "all") or config.pipeline.num_resident_stages is not None:
+        return None
+    return f"`--resident_stages` {given!r} is not a number of stages; write auto, all, or a number from 0 on"
+
+
+def _resident_stages_leave_something(config: Config) -> str | None:
+    given = config.pipeline.resident_stages
+    if config.pipeline.use_offload or given in ("auto", "all"):
+        return None
+    return (
+        f"`--resident_stages` {given} says that other stages are streamed, but with `--no_offload` all stages stay on "
+        "the GPU; remove one of them"
     )
 
 
@@ -166,7 +184,9 @@ _RULES: Final[tuple[_Rule, ...]] = (
     (("warmup_steps", "num_iterations"), _warmup_fits_run),
     (("gpu_memory_limit", "device"), _limit_has_a_gpu),
     (("probe_topology", "device", "cross_mapping"), _probe_has_a_use),
-    (("recompute", "use_offload"), _kept_activations_have_weights),
+    (("recompute", "use_offload", "resident_stages"), _kept_activations_have_weights),
+    (("resident_stages",), _resident_stages_are_a_number),
+    (("resident_stages", "use_offload"), _resident_stages_leave_something),
     (("save_params", "save_results", "save_dir"), _outputs_differ),
     (("profile_steps", "num_iterations"), _profiled_steps_are_run),
     (("cuda_visible_devices",), _devices_are_a_list),

@@ -51,6 +51,7 @@ SCRIPTS = Path(__file__).parent
 ABLATION = {
     "optimizer not hidden": "--no_overlap_optimizer",
     "no prefetch": "--no_prefetch",
+    "nothing resident": "--resident_stages 0",
     "layers not compiled": "--compile off",
     "torch's AdamW": "--torch_adamw",
 }

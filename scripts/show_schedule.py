@@ -29,6 +29,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_chunks", type=int, default=4, help="microbatches per step (default: %(default)s)")
     parser.add_argument("--no_prefetch", action="store_true", help="one weight slot per GPU instead of two")
     parser.add_argument("--no_offload", action="store_true", help="all weights stay on the GPU")
+    parser.add_argument(
+        "--resident_stages", type=int, default=0, help="stages per GPU, the first, that stay (default: %(default)s)"
+    )
     parser.add_argument("--actions", action="store_true", help="print each rank's action list too")
     parser.add_argument("--output", type=Path, help="write a picture, FILE.png or FILE.svg", metavar="FILE")
     return parser.parse_args(argv)
@@ -46,7 +49,11 @@ def make_schedule(arguments: argparse.Namespace) -> Schedule:
         )
         raise ScheduleError(f"--num_stages {num_stages}: {allowed}")
     num_slots = None if arguments.no_offload else 1 if arguments.no_prefetch else 2
-    return build_schedule(num_ranks, num_stages // num_ranks, arguments.num_chunks, num_slots)
+    num_resident = arguments.resident_stages
+    if not 0 <= num_resident <= num_stages // num_ranks:
+        raise ScheduleError(f"--resident_stages {num_resident}: each GPU has {num_stages // num_ranks} stages")
+    resident = range(num_resident * num_ranks)
+    return build_schedule(num_ranks, num_stages // num_ranks, arguments.num_chunks, num_slots, resident)
 
 
 def format_actions(schedule: Schedule) -> str:

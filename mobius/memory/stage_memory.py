@@ -36,6 +36,15 @@ class StageMemory(Protocol):
     def states(self) -> Mapping[int, StageState]:
         """Stage -> its training state, on the host or on the GPU."""
 
+    def is_resident(self, stage: int) -> bool:
+        """Whether `stage` stays on the device and is updated there, or is loaded and updated on the host."""
+
+    def keeps_gradients(self, stage: int) -> bool:
+        """Whether `states[stage].gradients` stays until the stage's next backward.
+
+        If not, the stage must be updated before another one's backward begins.
+        """
+
     def load(self, stage: int) -> None:
         """Start bringing `stage`'s weights to the device; returns at once."""
 

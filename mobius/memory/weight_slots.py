@@ -11,10 +11,10 @@ A slot goes round between three streams, the first its own; each arrow is an eve
 `ready` and `free` are the slot's two events; `done` is only a hand-over inside `offload`. Without gradients `free` is
 recorded on the compute stream at once. Weights are never copied back: the GPU does not change them.
 
-Gradients of all microbatches accumulate in fp32 in one buffer per rank, because a rank works on one stage's backward
-at a time. Sealing casts them into the slot, over the weights, which backward no longer needs: a gradient leaves in the
-weights' dtype by one flat copy and costs no memory of its own. Gradients that are to arrive in fp32 leave from the
-accumulator; then there are two of them, and the slot is free as soon as backward is done.
+Gradients of all microbatches accumulate in fp32 in one buffer per rank (`gradient_sum.py`). Sealing casts them into the
+slot, over the weights, which backward no longer needs: a gradient leaves in the weights' dtype by one flat copy and
+costs no memory of its own. Gradients that are to arrive in fp32 leave from the accumulator; then there are two of them,
+and the slot is free as soon as backward is done.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from mobius.errors import ScheduleError
-from mobius.memory.norms import squared_norm
+from mobius.memory.gradient_sum import GradientSum
+from mobius.memory.norms import cast_gradients, squared_norm
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
 from mobius.memory.stage_memory import Departure
 from mobius.memory.stage_state import StageState
@@ -46,15 +47,8 @@ class _Slot:
     views: dict[str, Tensor] = field(default_factory=dict)
 
 
-@dataclass
-class _Accumulator:
-    buffer: Tensor
-    free: Event | None = None
-    """Behind the copy that read it last; only where gradients leave from here."""
-
-
 class WeightSlots:
-    """Owns `num_slots` weight buffers, the fp32 gradient buffers and the copy streams of one device."""
+    """Owns `num_slots` weight buffers and the copy streams of one device."""
 
     def __init__(
         self,
@@ -62,12 +56,15 @@ class WeightSlots:
         *,
         num_slots: int,
         device: torch.device,
+        gradient_sum: GradientSum | None = None,
         updates: UpdateQueue | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
         """Allocate for the largest of `states` (host states of this rank's streamed stages).
 
-        With `updates`, a load waits for the stage's update without stopping the caller.
+        `gradient_sum` is shared with the rank's resident stages, and has two buffers if gradients leave in fp32;
+        without it there is one of its own. With `updates`, a load waits for the stage's update without stopping the
+        caller.
         """
         self._states = dict(states)
         self._updates, self._spans = updates, spans
@@ -78,12 +75,8 @@ class WeightSlots:
         self._slots = [
             _Slot(torch.empty(length, dtype=dtype, device=device), new_stream(device)) for _ in range(num_slots)
         ]
-        self._accumulators = [
-            _Accumulator(torch.zeros(length, dtype=torch.float32, device=device))
-            for _ in range(2 if self._leaves_in_fp32 else 1)
-        ]
-        self._accumulating: int | None = None
-        self._gradient_views: dict[str, Tensor] = {}
+        num_buffers = 2 if self._leaves_in_fp32 else 1
+        self._sum = gradient_sum or GradientSum(length, device=device, num_buffers=num_buffers)
         self._to_host = new_stream(device)
         self._squares: dict[int, Tensor] = {}
         self._departures: dict[int, Departure] = {}
@@ -93,6 +86,13 @@ class WeightSlots:
     @property
     def states(self) -> Mapping[int, StageState]:
         return self._states
+
+    def is_resident(self, stage: int) -> bool:
+        return False
+
+    def keeps_gradients(self, stage: int) -> bool:
+        """They are on the host until the stage's next ones arrive."""
+        return True
 
     def load(self, stage: int) -> None:
         """Start copying `stage`'s weights into a free slot, at once or behind its update; returns before it is done.
@@ -134,17 +134,8 @@ class WeightSlots:
         return slot.views
 
     def gradients(self, stage: int) -> dict[str, Tensor]:
-        """fp32 views of the accumulator; it is cleared when another stage's accumulation begins."""
-        if self._accumulating != stage:
-            assert self._accumulating is None, f"stage {self._accumulating} was not sealed before stage {stage}"
-            layout = self._states[stage].layout
-            self._accumulating = stage
-            accumulator = self._accumulators[0]
-            if accumulator.free is not None:
-                accumulator.free.wait()
-            accumulator.buffer[: layout.num_elements].zero_()
-            self._gradient_views = layout.views(accumulator.buffer)
-        return self._gradient_views
+        """fp32 views of the rank's sum; it is cleared when another stage's accumulation begins."""
+        return self._sum.views(stage, self._states[stage].layout)
 
     def seal_gradients(self, stage: int, *, excluded: frozenset[str]) -> Tensor:
         """End accumulation and return the gradients' squared norm, computed in fp32 before any cast.
@@ -154,13 +145,11 @@ class WeightSlots:
         """
         slot, views = self._slot_of(stage), self.gradients(stage)
         square = squared_norm((view for name, view in views.items() if name not in excluded), self._device)
-        length = self._states[stage].layout.num_elements
+        layout = self._states[stage].layout
         if not self._leaves_in_fp32:
-            slot.buffer[:length].copy_(self._accumulators[0].buffer[:length])
-            if slot.buffer.dtype == torch.float16:
-                square = square + slot.buffer[:length].abs().max().float() * 0
+            square = cast_gradients(self._sum.flat(layout), slot.buffer[: layout.num_elements], square)
         slot.is_sealed, slot.views = True, {}
-        self._accumulating = None
+        self._sum.end()
         self._squares[stage] = square
         return square
 
@@ -175,7 +164,7 @@ class WeightSlots:
         if not slot.is_sealed:
             return None
         state, square, on_host = self._states[stage], self._squares.pop(stage), self._host_squares[stage]
-        source = self._accumulators[0].buffer if self._leaves_in_fp32 else slot.buffer
+        source = self._sum.flat(state.layout) if self._leaves_in_fp32 else slot.buffer
         with self._to_host.run():
             done.wait()
             with self._spans.device_span(TraceLane.OFFLOAD, f"O{stage}"):
@@ -184,8 +173,7 @@ class WeightSlots:
             arrival = self._to_host.record()
         self._to_host.keep(square)
         if self._leaves_in_fp32:
-            self._accumulators[0].free = arrival
-            self._accumulators.reverse()
+            self._sum.keep_until(arrival)
         else:
             slot.free = arrival
         departure = self._departures[stage] = Departure(arrival, on_host)

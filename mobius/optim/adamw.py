@@ -1,7 +1,12 @@
-"""AdamW over a stage's flat state, on whatever device the state lives; when it runs is the stepper's business."""
+"""AdamW over a stage's flat state, on whatever device the state lives; when it runs is the stepper's business.
+
+By the first of these that can: on the host the C kernel (adamw.c), on a GPU one compiled kernel (fused_update.py), both
+for a split master in one pass; torch's fused update in pieces.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from mobius.memory.layout import FlatRange
+from mobius.memory.layout import FlatRange, StageLayout
 from mobius.memory.split_master import join_master, split_master
 from mobius.memory.stage_state import Remainder, StageState
+from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.kernel import AdamWKernel
 
 GPU_CHUNK_ELEMENTS = 2**24
@@ -31,16 +37,19 @@ class AdamWSettings:
 
 
 class FlatAdamW:
-    """AdamW on flat fp32 masters: by the C kernel on the host if there is one, else by torch's fused update.
+    """AdamW on flat fp32 masters: by a kernel that takes one pass where there is one, else by torch's fused update.
 
-    The kernel takes one pass, torch several: the gradient in fp32, a split master joined, the update, the working copy
-    rounded from the master.
+    That takes several: the gradient in fp32, a split master joined, the update, the working copy rounded from the
+    master.
     """
 
-    def __init__(self, settings: AdamWSettings, kernel: AdamWKernel | None = None) -> None:
+    def __init__(
+        self, settings: AdamWSettings, kernel: AdamWKernel | None = None, fused: FusedUpdate | None = None
+    ) -> None:
+        """`kernel` is for states on the host, `fused` for those on a GPU."""
         self._settings = settings
-        self._kernel = kernel
-        self._scratch: dict[tuple[str, torch.device], Tensor] = {}
+        self._kernel, self._fused = kernel, fused
+        self._scratch: dict[tuple[str, torch.device, int], Tensor] = {}
 
     @torch.no_grad()
     def update(
@@ -63,10 +72,14 @@ class FlatAdamW:
         torch.optim.AdamW has it.
         """
         kernel = self._kernel if self._kernel is not None and self._kernel.supports(state) else None
+        fused = self._fused if self._fused is not None and self._fused.supports(state) else None
         length = _chunk_elements(state.weights.device)
         for part in state.layout.ranges if pieces is None else pieces:
             if kernel is not None:
                 self._update_by_kernel(kernel, state, part, step, learning_rate, gradient_factor)
+                continue
+            if fused is not None:
+                self._update_fused(fused, state, part, step, learning_rate, gradient_factor, found_inf)
                 continue
             for start in range(part.start, part.end, length):
                 chunk = slice(start, min(start + length, part.end))
@@ -93,6 +106,53 @@ class FlatAdamW:
             epsilon=settings.epsilon,
             weight_decay=settings.weight_decay if part.has_decay else 0.0,
         )
+
+    def _update_fused(
+        self,
+        fused: FusedUpdate,
+        state: StageState,
+        part: FlatRange,
+        step: int,
+        learning_rate: float,
+        gradient_factor: float,
+        found_inf: Tensor | None,
+    ) -> None:
+        settings = self._settings
+        fused.update(
+            state,
+            slice(part.start, part.end),
+            step=step,
+            learning_rate=learning_rate,
+            gradient_factor=gradient_factor,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            epsilon=settings.epsilon,
+            weight_decay=settings.weight_decay if part.has_decay else 0.0,
+            found_inf=found_inf,
+        )
+
+    def warm_up(self, states: Iterable[StageState]) -> None:
+        """Compile and load what updates `states` that are on a GPU, and take the memory it works in.
+
+        Within a step that could wait for the device, which a posted receive may hold up. Changes none of them.
+        """
+        by_size = sorted(states, key=lambda state: state.layout.num_elements)
+        kinds = {(state.weights.dtype, state.gradients.dtype): state for state in by_size if state.weights.is_cuda}
+        for state in kinds.values():
+            count = min(state.layout.num_elements, GPU_CHUNK_ELEMENTS)
+            layout = StageLayout({}, count, count, (FlatRange(0, count, has_decay=True),))
+            weights, gradients, exp_avg, exp_avg_sq = (
+                torch.zeros_like(tensor[:count])
+                for tensor in (state.weights, state.gradients, state.exp_avg, state.exp_avg_sq)
+            )
+            master: Tensor | Remainder
+            if isinstance(state.master, Remainder):
+                master = Remainder(torch.zeros_like(state.master.bits[:count]))
+            else:
+                master = weights if state.master is state.weights else torch.zeros_like(state.master[:count])
+            blank = StageState(layout, weights, gradients, master, exp_avg, exp_avg_sq)
+            nothing = torch.zeros((), dtype=torch.float32, device=weights.device)
+            self.update(blank, step=1, learning_rate=0.0, gradient_factor=0.5, found_inf=nothing)
 
     def _update_chunk(
         self,
@@ -137,8 +197,11 @@ class FlatAdamW:
             weights.copy_(master)
 
     def _scratch_like(self, tensor: Tensor, use: str) -> Tensor:
-        """fp32 memory for as many elements as `tensor` has, on its device; the same for the same `use`."""
-        key = (use, tensor.device)
+        """fp32 memory for as many elements as `tensor` has, on its device; the same for the same `use` and thread.
+
+        On a CPU the main thread updates resident stages while the optimizer's thread updates streamed ones.
+        """
+        key = (use, tensor.device, threading.get_ident())
         if key not in self._scratch:
             length = _chunk_elements(tensor.device)
             self._scratch[key] = torch.empty(length, dtype=torch.float32, device=tensor.device)

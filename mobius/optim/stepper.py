@@ -66,7 +66,7 @@ class Stepper:
         updates: UpdateQueue | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """With `updates`, stages on the host are updated there, under the rest of the step and the next one."""
+        """With `updates`, streamed stages are updated there, under the rest of the step and the next one."""
         self._updates, self._spans = updates, spans
         self._adamw, self._memory, self._transport, self._clock, self._tied = adamw, memory, transport, clock, tied
         self._num_stages, self._max_grad_norm = num_stages, max_grad_norm
@@ -104,6 +104,7 @@ class Stepper:
         Whether its gradients are finite is looked at on the device.
         """
         if not self._can_begin(stage):
+            assert self._memory.keeps_gradients(stage), f"the gradients of stage {stage} are lost before its update"
             return
         found_inf = (~torch.isfinite(square)).float()
         for piece in self._pieces(stage, self.num_updates + 1, 1.0, found_inf):
@@ -119,7 +120,7 @@ class Stepper:
 
         Raises NonFiniteLossError after `MAX_SKIPPED_IN_A_ROW` steps in a row with something that is not finite.
         """
-        tied_square = self._tied.sum_gradients(self._memory, self._transport) if self._tied else None
+        tied_square = self._tied.sum_gradients(self._memory, self._transport, sums.loss.device) if self._tied else None
         # sync: once per step, and only where a tied matrix is on the GPU
         loss, squares = self._sum_over_ranks(sums, None if tied_square is None else float(tied_square))
         skipped = self._skipped_stages(loss, squares)
@@ -162,11 +163,11 @@ class Stepper:
 
     def _update(self, factor: float, skipped: frozenset[int]) -> None:
         self.num_updates += 1
-        for stage, state in sorted(self._memory.states.items()):
+        for stage in sorted(self._memory.states):
             if stage in self._begun or stage in skipped:
                 continue
             pieces = self._pieces(stage, self.num_updates, factor)
-            if self._updates is not None and state.weights.device.type == "cpu":
+            if self._updates is not None and not self._memory.is_resident(stage):
                 self._updates.submit(stage, pieces, can_begin=partial(self._memory.have_gradients_arrived, stage))
             else:
                 for piece in pieces:
@@ -177,7 +178,7 @@ class Stepper:
     ) -> list[Callable[[], None]]:
         """The update of `stage` with this step's learning rate, in parts that another stage can come between."""
         state = self._memory.states[stage]
-        is_streamed = state.weights.device.type == "cpu"
+        is_streamed = not self._memory.is_resident(stage)
         record = self._spans.host_span if is_streamed else self._spans.device_span
 
         def update(pieces: Sequence[FlatRange], learning_rate: float) -> None:

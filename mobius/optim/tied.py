@@ -14,6 +14,9 @@ from torch import Tensor
 from mobius.memory.stage_memory import StageMemory
 from mobius.runtime.transport import Transport
 
+CHUNK_ELEMENTS = 2**24
+"""Elements summed at a time."""
+
 
 @dataclass(frozen=True)
 class TiedPair:
@@ -29,28 +32,31 @@ class TiedPair:
     def names(self) -> frozenset[str]:
         return frozenset((self.embedding_name, self.head_name))
 
-    def sum_gradients(self, memory: StageMemory, transport: Transport) -> Tensor | None:
+    def sum_gradients(self, memory: StageMemory, transport: Transport, device: torch.device) -> Tensor | None:
         """Replace both gradients by their sum; collective over the owners.
 
-        Returns the sum's squared norm (fp32 scalar) on the rank of the embedding, None on the others.
+        They are added on `device`, on which all ranks compute, wherever each is kept: a rank need not know whether the
+        other's stage is resident or streamed. Takes three times `CHUNK_ELEMENTS` there.
+        Returns the sum's squared norm (fp32 scalar on `device`) on the rank of the embedding, None on the others.
         """
         owners = (self.embedding_stage % self.num_ranks, self.head_stage % self.num_ranks)
         if transport.rank not in owners:
             return None
-        if owners[0] == owners[1]:
-            embedding = _gradient(memory, self.embedding_stage, self.embedding_name)
-            head = _gradient(memory, self.head_stage, self.head_name)
-            embedding += head
-            head.copy_(embedding)
-            return _square(embedding)
-        is_embedding = transport.rank == owners[0]
-        own = (
-            _gradient(memory, self.embedding_stage, self.embedding_name)
-            if is_embedding
-            else _gradient(memory, self.head_stage, self.head_name)
-        )
-        own += transport.exchange(own, owners[1] if is_embedding else owners[0])
-        return _square(own) if is_embedding else None
+        copies = []
+        if transport.rank == owners[0]:
+            copies.append(_gradient(memory, self.embedding_stage, self.embedding_name))
+        if transport.rank == owners[1]:
+            copies.append(_gradient(memory, self.head_stage, self.head_name))
+        peer = owners[1] if transport.rank == owners[0] else owners[0]
+        square = torch.zeros((), dtype=torch.float32, device=device)
+        for parts in zip(*(copy.split(CHUNK_ELEMENTS) for copy in copies), strict=True):
+            # sync: twice per chunk where the gradient is on the host
+            first, *others = (part.to(device) for part in parts)
+            total = first + (others[0] if others else transport.exchange(first, peer))
+            for part in parts:
+                part.copy_(total)
+            square += _square(total)
+        return square if transport.rank == owners[0] else None
 
 
 def _gradient(memory: StageMemory, stage: int, name: str) -> Tensor:

@@ -1,20 +1,33 @@
 """Fits a plan into GPU memory: refuses what cannot, and spends what is left on what makes a step shorter.
 
-Backward need not recompute a stage's forward if its activations are kept, and that needs its weights in place from
-forward to backward: of a rank's stages, the last `num_slots` stay.
+Three things do, and they share the memory of a rank:
 
-    rank 0 of 2, ten stages, three slots:      F0 F2 F4 F6 F8   B8 B6 B4 B2 B0
-    weights stay                                     ==============
+    resident stages   the first of the rank: no loads, no offloads, and no update on the CPU to wait for
+    activations       the last of the rank: backward need not run their forward again, a quarter of their compute
+    a third slot      loads a stage while the gradients of another leave
+
+Kept activations need their weights in place from forward to backward: those of a resident stage are, and of a rank's
+streamed stages the last `num_slots` stay.
+
+    rank 0 of 2, five stages, stage 0 resident, two slots, the last two keep their activations:
+
+    stages                 F0 F2 F4 F6 F8   B8 B6 B4 B2 B0
+    weights of 6 and 8 stay         ===========
+
+What fits is counted exactly (budget.py); which of it is best is asked of a score (preference.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 
 from mobius.config import Recompute
-from mobius.planner.budget import GIB, ByteSizes, GpuNeed, check_gpu_memory, gpu_need
+from mobius.errors import GpuMemoryError, PlanError
+from mobius.planner.budget import GIB, ByteSizes, GpuNeed, StepTokens, check_gpu_memory, fullest, gpu_need
 from mobius.planner.plan import Plan
+from mobius.planner.preference import Candidate, Rates, Score, estimated_seconds
 from mobius.planner.shape import ModelShape
 
 FILLED_SHARE = 0.9
@@ -27,77 +40,161 @@ takes."""
 
 
 @dataclass(frozen=True)
-class StepTokens:
-    """How many tokens are on the GPU at a time."""
-
-    step: int
-    """Of all microbatches."""
-    microbatch: int
-    loss_chunk: int
-
-    @property
-    def num_microbatches(self) -> int:
-        return self.step // self.microbatch
-
-
-@dataclass(frozen=True)
 class FittedPlan:
     """A plan that fits, and which of a rank's stages keep their activations from forward to backward."""
 
     plan: Plan
+    """With the rank's own slots; for the other ranks as if their GPUs had as much memory as this one's."""
     graph_stages: frozenset[int]
 
 
+@dataclass(frozen=True)
+class FitRequest:
+    """What a plan is fitted to."""
+
+    plan: Plan
+    """All streamed, or with `num_slots` None all resident."""
+    shape: ModelShape
+    sizes: ByteSizes
+    tokens: StepTokens
+    gpu_bytes: int | None
+    """What a rank may use; None where that is unknown, on a CPU."""
+    recompute: Recompute
+    num_resident: int | None = None
+    """Resident stages of each rank; None leaves it to the memory."""
+    waiting: frozenset[int] = frozenset()
+    """Stages that keep their gradients (`budget.waiting_stages`)."""
+    reserved_bytes: int = 0
+    """Left for what is not in the plan."""
+
+
 def fit_plan(
-    plan: Plan,
-    shape: ModelShape,
-    sizes: ByteSizes,
-    *,
-    rank: int,
-    tokens: StepTokens,
-    gpu_bytes: int | None,
-    recompute: Recompute,
-    graph_bytes: int | None = None,
-    reserved_bytes: int = 0,
+    request: FitRequest, *, rank: int, graph_bytes: int | None = None, score: Score | None = None
 ) -> FittedPlan:
-    """Check that `plan` fits into `gpu_bytes` (None: unknown, on a CPU) and use what is left of them.
+    """Check that the plan fits and use what is left of the memory as `score` likes best.
 
-    With `Recompute.AUTO` as many of the last stages of `rank` keep their activations as fit, with the slots that they
-    need; then a further slot for prefetching. `graph_bytes` is what a layer's graph holds for a microbatch, measured;
-    without it nothing is kept but what is asked for. `reserved_bytes` are left for what is not in the plan.
-    Raises GpuMemoryError if the plan does not fit, or with `Recompute.NONE` all activations do not.
+    Of the candidates that fit (first stages resident, last stages with activations, slots) each rank takes the one
+    with the least score, by default `estimated_seconds`; of equal ones that with more resident stages, then more
+    activations, then more slots. Residency and slots of a rank change nothing that another one sees. `graph_bytes` is
+    what a layer's graph holds for a microbatch, measured; without it nothing is kept but what is asked for.
+
+    Raises PlanError for more resident stages than a rank has, and GpuMemoryError if the least does not fit, the
+    resident stages that are asked for do not, or with `Recompute.NONE` all activations do not.
     """
-    own = plan.stages_of(rank)
-    keeps_all = recompute is Recompute.NONE
-    if gpu_bytes is None:
-        return FittedPlan(plan, frozenset(own) if keeps_all else frozenset())
-
-    def need_of(candidate: Plan) -> GpuNeed:
-        return gpu_need(
-            candidate.spans,
-            shape,
-            sizes,
-            num_ranks=candidate.num_ranks,
-            num_slots=candidate.num_slots,
-            batch_tokens=tokens.step,
-            microbatch_tokens=tokens.microbatch,
-            loss_chunk_tokens=tokens.loss_chunk,
-            keeps_activations=keeps_all,
-            graph_bytes=graph_bytes,
+    plan, per_rank = request.plan, request.plan.stages_per_rank
+    if request.num_resident is not None and request.num_resident > per_rank:
+        raise PlanError(
+            f"--resident_stages {request.num_resident}: each rank has {per_rank} stage(s). Use {per_rank} or less, or "
+            "raise --num_stages."
         )
+    score = score or _default_score(request)
+    if request.gpu_bytes is None:
+        chosen = [_least(request)] * plan.num_ranks
+    else:
+        _refuse_what_cannot_fit(request, graph_bytes)
+        chosen = [_best(request, r, graph_bytes, score) for r in range(plan.num_ranks)]
+    own = chosen[rank]
+    # Where this rank streams nothing, what the others do must still make a schedule.
+    slots = own.num_slots or max((candidate.num_slots for candidate in chosen), default=0) or None
+    fitted = plan.with_resident([candidate.num_resident for candidate in chosen], slots)
+    stages = plan.stages_of(rank)
+    return FittedPlan(fitted, frozenset(stages[len(stages) - own.num_graphs :]))
 
-    check_gpu_memory(need_of(plan), available_bytes=gpu_bytes, is_offloading=plan.num_slots is not None)
-    if keeps_all:
-        return FittedPlan(plan, frozenset(own))
-    usable = int(gpu_bytes * FILLED_SHARE) - WORKSPACE_BYTES - reserved_bytes
-    most = len(own) if recompute is Recompute.AUTO and graph_bytes is not None else 0
-    for num_graphs in range(most, -1, -1):
-        stages = own[len(own) - num_graphs :]
-        kept = sum(_num_graphs(plan, stage, tokens) for stage in stages) * (graph_bytes or 0)
-        for candidate in _with_slots_for(plan, num_graphs):
-            if need_of(candidate).total + kept <= usable:
-                return FittedPlan(candidate, frozenset(stages))
-    return FittedPlan(plan, frozenset())
+
+def _default_score(request: FitRequest) -> Score:
+    """Seconds by `estimated_seconds` at the rates that are known."""
+    plan, rates = request.plan, Rates()
+    clips = len(request.waiting) == plan.num_stages
+    counts = [
+        [plan.spans[stage].num_parameters(request.shape) for stage in plan.stages_of(rank)]
+        for rank in range(plan.num_ranks)
+    ]
+
+    def score(rank: int, candidate: Candidate) -> float:
+        return estimated_seconds(candidate, counts[rank], tokens=request.tokens.step, clips=clips, rates=rates)
+
+    return score
+
+
+def _least(request: FitRequest) -> Candidate:
+    """What takes the least memory of what is asked for."""
+    is_resident = request.plan.num_slots is None
+    return _with_resident(request, request.plan.stages_per_rank if is_resident else request.num_resident or 0)
+
+
+def _with_resident(request: FitRequest, num_resident: int) -> Candidate:
+    """So many resident stages, and beside them no more than is asked for."""
+    per_rank = request.plan.stages_per_rank
+    num_graphs = per_rank if request.recompute is Recompute.NONE else 0
+    return Candidate(num_resident, num_graphs, min(request.plan.num_slots or 0, per_rank - num_resident))
+
+
+def _candidates(request: FitRequest, *, knows_graphs: bool) -> Iterator[Candidate]:
+    """Everything that may be asked of a rank's memory, whether it fits or not."""
+    plan, least = request.plan, _least(request)
+    per_rank = plan.stages_per_rank
+    is_open = plan.num_slots is not None and request.num_resident is None
+    may_keep = request.recompute is Recompute.AUTO and knows_graphs
+    for num_resident in range(least.num_resident, per_rank + 1 if is_open else least.num_resident + 1):
+        num_streamed = per_rank - num_resident
+        for num_graphs in range(least.num_graphs, per_rank + 1 if may_keep else least.num_graphs + 1):
+            in_slots = min(num_graphs, num_streamed)
+            if num_streamed == 0:
+                yield Candidate(num_resident, num_graphs, 0)
+            elif plan.num_slots == 1:  # no prefetch: of the streamed stages nothing but the last stays
+                yield from [Candidate(num_resident, num_graphs, 1)] if in_slots <= 1 else []
+            else:
+                wanted = {max(slots, in_slots) for slots in (PREFETCH_SLOTS, plan.num_slots or 0)}
+                yield from (Candidate(num_resident, num_graphs, s) for s in {min(w, num_streamed) for w in wanted})
+
+
+def _best(request: FitRequest, rank: int, graph_bytes: int | None, score: Score) -> Candidate:
+    """Of the candidates that fit the one with the least score; the least candidate if no other does."""
+    assert request.gpu_bytes is not None
+    usable = int(request.gpu_bytes * FILLED_SHARE) - WORKSPACE_BYTES - request.reserved_bytes
+
+    @cache
+    def stages_take(num_resident: int, num_slots: int) -> int:
+        return _need(request, rank, Candidate(num_resident, 0, num_slots), graph_bytes).total
+
+    @cache
+    def graphs_take(num_graphs: int) -> int:
+        return _kept_bytes(request, rank, num_graphs, graph_bytes)
+
+    fitting = [
+        candidate
+        for candidate in _candidates(request, knows_graphs=graph_bytes is not None)
+        if stages_take(candidate.num_resident, candidate.num_slots) + graphs_take(candidate.num_graphs) <= usable
+    ]
+
+    def key(candidate: Candidate) -> tuple[float, int, int, int]:
+        return score(rank, candidate), -candidate.num_resident, -candidate.num_graphs, -candidate.num_slots
+
+    return min(fitting, key=key, default=_least(request))
+
+
+def _need(request: FitRequest, rank: int, candidate: Candidate, graph_bytes: int | None) -> GpuNeed:
+    counts = [candidate.num_resident] * request.plan.num_ranks
+    plan = request.plan.with_resident(counts, candidate.num_slots or None)
+    return gpu_need(
+        plan,
+        request.shape,
+        request.sizes,
+        request.tokens,
+        rank=rank,
+        waiting=request.waiting,
+        keeps_activations=request.recompute is Recompute.NONE,
+        graph_bytes=graph_bytes,
+    )
+
+
+def _kept_bytes(request: FitRequest, rank: int, num_graphs: int, graph_bytes: int | None) -> int:
+    """What the graphs of the last stages hold beside the one that is anyhow; with `Recompute.NONE` `_need` has them."""
+    if request.recompute is Recompute.NONE:
+        return 0
+    stages = request.plan.stages_of(rank)
+    kept = stages[len(stages) - num_graphs :]
+    return sum(_num_graphs(request.plan, stage, request.tokens) for stage in kept) * (graph_bytes or 0)
 
 
 def _num_graphs(plan: Plan, stage: int, tokens: StepTokens) -> int:
@@ -109,12 +206,26 @@ def _num_graphs(plan: Plan, stage: int, tokens: StepTokens) -> int:
     return len(span.layers) - 1 if span.is_last else len(span.layers) * tokens.num_microbatches
 
 
-def _with_slots_for(plan: Plan, num_graphs: int) -> Iterator[Plan]:
-    """`plan` with slots in which the last `num_graphs` stages of a rank stay; first with one more for prefetching."""
-    if plan.num_slots is None:
-        yield plan
-    elif plan.num_slots == 1:  # no prefetch: nothing but the last stage stays
-        yield from [plan] if num_graphs <= 1 else []
-    else:
-        for wanted in (PREFETCH_SLOTS, plan.num_slots):
-            yield replace(plan, num_slots=min(max(wanted, num_graphs), plan.stages_per_rank))
+def _refuse_what_cannot_fit(request: FitRequest, graph_bytes: int | None) -> None:
+    """Raise GpuMemoryError, alike on all ranks, if the fullest rank cannot hold the least that is asked for."""
+    available, least = request.gpu_bytes, _least(request)
+    assert available is not None
+
+    def need_with(num_resident: int) -> GpuNeed:
+        candidate = _with_resident(request, num_resident)
+        return fullest(_need(request, rank, candidate, graph_bytes) for rank in range(request.plan.num_ranks))
+
+    need, is_offloading = need_with(least.num_resident), request.plan.num_slots is not None
+    if need.total <= available:
+        return
+    fewer = range(least.num_resident - 1, -1, -1) if is_offloading else ()
+    fits = next((number for number in fewer if need_with(number).total <= available), None)
+    if fits is None:  # no residency was asked for, or it is not to blame
+        lowest = need_with(0) if is_offloading else need
+        check_gpu_memory(lowest, available_bytes=available, is_offloading=is_offloading)
+        return
+    raise GpuMemoryError(
+        f"--resident_stages {least.num_resident}: rank {need.rank} needs at least {need.total / GIB:.1f} GiB of GPU "
+        f"memory ({need.describe()}), {available / GIB:.1f} GiB is available. At most --resident_stages {fits} fits, "
+        f"which needs {need_with(fits).total / GIB:.1f} GiB; auto chooses by what is free."
+    )

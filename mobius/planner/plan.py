@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from mobius.planner.partition import StageSpan, balanced_partition
 from mobius.planner.shape import ModelShape
@@ -15,13 +15,16 @@ from mobius.planner.shape import ModelShape
 
 @dataclass(frozen=True)
 class Plan:
-    """Which layers form which stage, on how many ranks, and whether stages are streamed or resident."""
+    """Which layers form which stage, on how many ranks, and which stages are streamed, which resident."""
 
     num_ranks: int
     num_microbatches: int
     num_slots: int | None
-    """GPU slots per rank for streamed stages; None when every stage is resident."""
+    """GPU slots per rank for streamed stages, of which a rank has no more than it streams; None when every stage is
+    resident."""
     spans: tuple[StageSpan, ...]
+    resident: frozenset[int]
+    """Stages whose whole state stays on their GPU; the others are streamed."""
 
     @property
     def num_stages(self) -> int:
@@ -35,13 +38,31 @@ class Plan:
         """The stages that `rank` owns: rank, rank + N, rank + 2N, ..."""
         return range(rank, self.num_stages, self.num_ranks)
 
+    def streamed_stages(self, rank: int) -> list[int]:
+        """The stages of `rank` whose weights come and go, ascending."""
+        return [stage for stage in self.stages_of(rank) if stage not in self.resident]
+
+    def slots_of(self, rank: int) -> int:
+        """The GPU slots that `rank` takes; 0 where it streams nothing."""
+        return min(self.num_slots or 0, len(self.streamed_stages(rank)))
+
+    def with_resident(self, counts: Sequence[int], num_slots: int | None) -> Plan:
+        """The same cut with the first `counts[rank]` stages of each rank resident, the others in `num_slots` slots."""
+        resident = frozenset(stage for rank, count in enumerate(counts) for stage in list(self.stages_of(rank))[:count])
+        most_streamed = self.stages_per_rank - min(counts)
+        slots = None if num_slots is None or most_streamed == 0 else min(num_slots, most_streamed)
+        return replace(self, num_slots=slots, resident=resident)
+
     def to_json(self) -> str:
-        """The plan as an object of its fields, ending in a line break."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        """The plan as an object of its fields, stages ascending, ending in a line break."""
+        return json.dumps({**asdict(self), "resident": sorted(self.resident)}, indent=2) + "\n"
 
     def describe(self, shape: ModelShape) -> str:
         """A short table for the log and the report: one line per stage."""
         mode = "resident" if self.num_slots is None else f"streamed through {self.num_slots} slot(s)"
+        is_mixed = self.num_slots is not None and len(self.resident) > 0
+        if is_mixed:
+            mode = f"{len(self.resident)} resident, the others {mode}"
         lines = [f"{self.num_stages} stages on {self.num_ranks} rank(s), {self.num_microbatches} microbatches, {mode}"]
         for span in self.spans:
             owns = [
@@ -50,8 +71,10 @@ class Plan:
                 *(["norm, head"] if span.is_last else []),
             ]
             count = span.num_parameters(shape)
+            where = ", resident" if is_mixed and span.stage in self.resident else ""
             lines.append(
-                f"  stage {span.stage:>3} on rank {span.stage % self.num_ranks}: {', '.join(owns)} ({count / 1e6:.1f}M)"
+                f"  stage {span.stage:>3} on rank {span.stage % self.num_ranks}{where}: "
+                f"{', '.join(owns)} ({count / 1e6:.1f}M)"
             )
         return "\n".join(lines)
 
@@ -59,8 +82,11 @@ class Plan:
 def make_plan(
     shape: ModelShape, *, num_ranks: int, num_stages: int, num_microbatches: int, num_slots: int | None
 ) -> Plan:
-    """Cut the model evenly. Raises PlanError if there are more stages than layers."""
+    """Cut the model evenly, all stages streamed through `num_slots` slots, or with None all resident.
+
+    Raises PlanError if there are more stages than layers.
+    """
     spans: Sequence[StageSpan] = balanced_partition(shape.num_layers, num_stages)
-    stages_per_rank = num_stages // num_ranks
-    slots = None if num_slots is None else min(num_slots, stages_per_rank)
-    return Plan(num_ranks, num_microbatches, slots, tuple(spans))
+    plan = Plan(num_ranks, num_microbatches, num_slots, tuple(spans), frozenset())
+    num_resident = plan.stages_per_rank if num_slots is None else 0
+    return plan.with_resident([num_resident] * num_ranks, num_slots)

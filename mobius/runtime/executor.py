@@ -204,7 +204,7 @@ class Executor:
         if microbatch == self._schedule.num_microbatches - 1:
             square = self._memory.seal_gradients(stage, excluded=self._unsealed_names)
             self._step.squared_norms[stage] = square
-            if self._schedule.num_slots is None and self._step.listener is not None:
+            if self._memory.is_resident(stage) and self._step.listener is not None:
                 self._step.listener.gradients_stay(stage, square)
 
     def _run_layers(self, stage: int, inputs: Tensor) -> tuple[Tensor, list[Kept]]:

@@ -3,6 +3,8 @@
 Does not own any of the three passes.
 """
 
+from collections.abc import Collection
+
 from mobius.errors import ScheduleError
 from mobius.schedule.action import Action
 from mobius.schedule.check import check
@@ -11,23 +13,31 @@ from mobius.schedule.residency import add_transfers
 from mobius.schedule.schedule import Schedule
 
 
-def build_schedule(num_ranks: int, stages_per_rank: int, num_microbatches: int, num_slots: int | None) -> Schedule:
+def build_schedule(
+    num_ranks: int,
+    stages_per_rank: int,
+    num_microbatches: int,
+    num_slots: int | None,
+    resident: Collection[int] = (),
+) -> Schedule:
     """The looped breadth-first schedule of one step, already checked.
 
-    `num_slots` GPU slots hold streamed weights: 2 prefetches the next stage, 1 does not; None keeps every stage on the
-    GPU for good.
+    The stages in `resident` stay on the GPU for good. `num_slots` GPU slots per rank hold the weights of the others: 2
+    prefetches the next stage, 1 does not; with None every stage is resident.
     Raises ScheduleError where a number is below 1.
     """
     _require_positive(num_ranks, stages_per_rank, num_microbatches, num_slots)
     num_stages = num_ranks * stages_per_rank
+    staying = frozenset(range(num_stages) if num_slots is None else resident)
+    slots = None if len(staying) == num_stages else num_slots
 
     def actions_of(rank: int) -> tuple[Action, ...]:
         order = compute_order(rank, num_ranks, num_stages, num_microbatches)
-        transfers = order if num_slots is None else add_transfers(order, num_slots)
+        transfers = order if slots is None else add_transfers(order, slots, staying)
         return (*data_actions(rank, num_ranks, num_stages), *transfers)
 
     actions = tuple(actions_of(rank) for rank in range(num_ranks))
-    schedule = Schedule(num_ranks, num_stages, num_microbatches, num_slots, actions)
+    schedule = Schedule(num_ranks, num_stages, num_microbatches, slots, actions, staying)
     check(schedule)
     return schedule
 

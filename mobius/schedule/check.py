@@ -26,9 +26,9 @@ class Rule(StrEnum):
     ORDER = "order"
     """Backward follows forward, and an edge delivers messages in the order in which they are received."""
     RESIDENT = "resident"
-    """A stage computes while it is loaded, and is loaded and offloaded in turns."""
+    """A streamed stage computes while it is loaded, and is loaded and offloaded in turns; a resident one never is."""
     BUDGET = "budget"
-    """No more stages are loaded than there are slots; without slots nothing is."""
+    """No more stages of a rank are loaded than there are slots; without slots nothing is."""
     GRADIENTS = "gradients"
     """A stage is offloaded after its last backward, not between two, and is not loaded again in this step."""
     DEADLOCK = "deadlock"
@@ -116,13 +116,11 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_residency(schedule: Schedule, rank: int) -> None:
-    if schedule.num_slots is None:
-        _check_no_transfers(schedule, rank)
-        return
+    _check_no_transfers(schedule, rank)
     loaded: set[int] = set()
     num_backwards: Counter[int] = Counter()
     for index, action in enumerate(schedule.actions[rank]):
-        if action.kind is ActionKind.GENERATE_DATA:
+        if action.kind is ActionKind.GENERATE_DATA or action.stage in schedule.resident:
             continue
         is_loaded = action.stage in loaded
         if is_loaded == (action.kind is ActionKind.LOAD):
@@ -151,8 +149,13 @@ def _check_residency(schedule: Schedule, rank: int) -> None:
 
 
 def _check_no_transfers(schedule: Schedule, rank: int) -> None:
+    """Nothing moves without slots, nor what is resident."""
     for index, action in enumerate(schedule.actions[rank]):
-        if action.kind in (ActionKind.LOAD, ActionKind.OFFLOAD):
-            raise _violation(
-                schedule, rank, index, Rule.BUDGET, "the schedule has no slots, all weights stay on the GPU"
-            )
+        if action.kind not in (ActionKind.LOAD, ActionKind.OFFLOAD):
+            continue
+        if schedule.num_slots is None:
+            text = "the schedule has no slots, all weights stay on the GPU"
+            raise _violation(schedule, rank, index, Rule.BUDGET, text)
+        if action.stage in schedule.resident:
+            text = f"stage {action.stage} is resident, its weights stay on the GPU"
+            raise _violation(schedule, rank, index, Rule.RESIDENT, text)

@@ -45,13 +45,12 @@ def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, li
     cell = max(len(_name(span, failed_span)) for spans in timeline for span in spans) + 1
     duration = _duration(timeline)
     per_band = max(1, (line_width - _LABEL_WIDTH) // cell)
-    lanes = (Lane.COMPUTE,) if schedule.num_slots is None else tuple(Lane)
     lines: list[str] = []
     for start in range(0, duration, per_band):
         band = range(start, min(start + per_band, duration))
         lines.append(("time".ljust(_LABEL_WIDTH) + "".join(str(slot).ljust(cell) for slot in band)).rstrip())
         for rank, spans in enumerate(timeline):
-            for lane in lanes:
+            for lane in tuple(Lane) if schedule.streamed_stages(rank) else (Lane.COMPUTE,):
                 row = [span for span in spans if span.lane is lane]
                 label = (f"rank {rank}" if lane is Lane.COMPUTE else f"  {lane}").ljust(_LABEL_WIDTH)
                 line = (label + _draw_row(row, failed_span, cell, duration, lane)[_columns(band, cell)]).rstrip()
@@ -164,6 +163,7 @@ def _draw_frame(axes: "Axes", schedule: Schedule, duration: int) -> None:
         num_stages=schedule.num_stages,
         num_microbatches=schedule.num_microbatches,
         num_slots=schedule.num_slots,
+        num_resident=len(schedule.resident),
     )
     axes.set_title(f"One step: {sizes}", fontsize=11, loc="left")
 

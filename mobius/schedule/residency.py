@@ -8,34 +8,39 @@ Does not own the slots themselves or their bytes.
     load      L0 L2     L4 in 0's                     L0 in 4's
     offload             O0                       O4        O2        O0
 
+Resident stages take no slot. While they compute, the slots are filled for the streamed ones behind them: with stage 0
+resident, L2 and L4 are the first actions of the step and nothing else is loaded in it.
+
 Before each run the slots are given to the stages of the nearest runs, this one's first; a stage that is not among them
 gives up its slot, and one that is and has none is loaded at once, under the run that is about to start. So the last
 stage turns from forward to backward without leaving the GPU, and nothing that is needed again soon is loaded twice.
 Evicting the stage whose next use is farthest is Belady's rule: no other choice moves fewer bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
 from mobius.schedule.action import Action, ActionKind
 
 
-def add_transfers(order: Sequence[Action], num_slots: int) -> list[Action]:
+def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[int] = ()) -> list[Action]:
     """`order`, the compute actions of one rank, with the loads and offloads that `num_slots` slots allow.
 
-    The result starts with the loads of the first stages and ends with every slot empty. Each stage is offloaded after
-    its backward, which takes its gradients home, and the slot is then free for the next load.
+    Stages in `resident` have none. The result starts with the loads of the first streamed stages and ends with every
+    slot empty. Each stage is offloaded after its backward, which takes its gradients home, and the slot is then free
+    for the next load.
     """
     runs = [list(run) for _, run in groupby(order, key=_run_of)]
     result: list[Action] = []
     loaded: list[int] = []
     for position, run in enumerate(runs):
-        wanted = _nearest_stages(runs[position:], num_slots)
+        streamed = (run for run in runs[position:] if run[0].stage not in resident)
+        wanted = _nearest_stages(streamed, num_slots)
         result += [Action(ActionKind.OFFLOAD, stage) for stage in loaded if stage not in wanted]
         result += [Action(ActionKind.LOAD, stage) for stage in wanted if stage not in loaded]
         loaded = wanted
         result += run
-        if run[-1].kind.is_backward:
+        if run[-1].kind.is_backward and run[0].stage not in resident:
             loaded = [stage for stage in loaded if stage != run[0].stage]
             result.append(Action(ActionKind.OFFLOAD, run[0].stage))
     return result
@@ -46,6 +51,6 @@ def _run_of(action: Action) -> tuple[int, bool]:
     return action.stage, action.kind.is_backward and action.kind is not ActionKind.BACKWARD_LAST
 
 
-def _nearest_stages(runs: Sequence[Sequence[Action]], num_slots: int) -> list[int]:
+def _nearest_stages(runs: Iterable[Sequence[Action]], num_slots: int) -> list[int]:
     """The first `num_slots` different stages of the coming runs, nearest first."""
     return list(dict.fromkeys(run[0].stage for run in runs))[:num_slots]

@@ -12,8 +12,9 @@ from mobius.schedule.action import Action
 class Schedule:
     """One step of all ranks: `actions[rank]` is what that rank does, in order.
 
-    `num_slots` is the number of GPU slots for streamed weights; None keeps all weights on the GPU and has no
-    load or offload. `build_schedule` returns only schedules that passed `check`.
+    The stages in `resident` keep their weights on the GPU and have no load or offload; the others are streamed through
+    `num_slots` GPU slots per rank, None where there are no others. `build_schedule` returns only schedules that passed
+    `check`.
     """
 
     num_ranks: int
@@ -21,6 +22,7 @@ class Schedule:
     num_microbatches: int
     num_slots: int | None
     actions: tuple[tuple[Action, ...], ...]
+    resident: frozenset[int] = frozenset()
 
     def rank_of(self, stage: int) -> int:
         """The rank that runs `stage`."""
@@ -29,3 +31,7 @@ class Schedule:
     def local_stages(self, rank: int) -> range:
         """The stages of `rank`, ascending: rank, rank + num_ranks, ..."""
         return range(rank, self.num_stages, self.num_ranks)
+
+    def streamed_stages(self, rank: int) -> list[int]:
+        """The stages of `rank` whose weights come and go, ascending."""
+        return [stage for stage in self.local_stages(rank) if stage not in self.resident]

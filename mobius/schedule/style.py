@@ -42,13 +42,16 @@ def font_size_for(num_letters: int, points: float, largest: float) -> float:
     return min(largest, 0.85 * points / (0.6 * num_letters))
 
 
-def describe_sizes(*, num_ranks: int, num_stages: int, num_microbatches: int, num_slots: int | None) -> str:
-    """The shape of a step in words, as in the titles of pictures."""
+def describe_sizes(
+    *, num_ranks: int, num_stages: int, num_microbatches: int, num_slots: int | None, num_resident: int = 0
+) -> str:
+    """The shape of a step in words, as in the titles of pictures; `num_resident` stages of all ranks stay on a GPU."""
     slots = "all weights on the GPU" if num_slots is None else f"{_count(num_slots, 'weight slot')} per GPU"
     parts = (
         f"{_count(num_stages, 'stage')} on {_count(num_ranks, 'GPU')}",
         _count(num_microbatches, "microbatch", "microbatches"),
         slots,
+        *([f"{num_resident} of the stages resident"] if num_slots is not None and num_resident else []),
     )
     return ", ".join(parts)
 

@@ -17,15 +17,15 @@ from mobius.data.batches import Batch, Batches
 from mobius.memory.available import available_host_bytes
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.resident import ResidentStages
+from mobius.memory.mixed import take_memory
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
-from mobius.memory.weight_slots import WeightSlots
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.families import folder_has_weights
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
+from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.kernel import load_kernel
 from mobius.optim.stepper import Stepper
@@ -35,9 +35,12 @@ from mobius.planner.budget import (
     GIB,
     GPU_PROCESS_BYTES,
     ByteSizes,
+    StepTokens,
     check_host_memory,
+    host_need,
+    waiting_stages,
 )
-from mobius.planner.fit import StepTokens, fit_plan
+from mobius.planner.fit import FitRequest, FittedPlan, fit_plan
 from mobius.planner.plan import Plan, make_plan
 from mobius.planner.shape import ModelShape
 from mobius.ranks import Ranks, allows_peer_copies, cache_folder, separate_device_queues
@@ -74,8 +77,9 @@ MAX_INCOMING_EDGES = 2
 class Blueprint:
     """What is known before any large memory is taken or any rank is spoken to.
 
-    It is the same on all ranks but for `ranks`, `device`, `graph_stages` and the number of slots, which go by what is
-    free on the rank's GPU; slots change nothing that another rank sees.
+    It is the same on all ranks but for `ranks`, `device`, `graph_stages`, the resident stages and the number of slots,
+    which go by what is free on the rank's GPU. Of other ranks the plan tells what they do if their GPUs have as much
+    memory as this one's; compute and messages are the same whatever they do.
     """
 
     config: Config
@@ -92,6 +96,9 @@ class Blueprint:
     schedule: Schedule
     graph_stages: frozenset[int]
     """Own stages that keep their activations from forward to backward instead of recomputing them."""
+    waiting: frozenset[int]
+    """Stages whose gradients are kept until all of the step's are known; the others are updated behind their backward.
+    """
 
     @property
     def message_shape(self) -> tuple[int, int, int]:
@@ -116,8 +123,7 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
     device = choose_device(pipeline.device, ranks, device_order)
     check_dtype(config.model.dtype, device)
     gpu_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
-    wants_graphs = pipeline.compile is Compile.ON or (pipeline.compile is Compile.AUTO and device.type == "cuda")
-    parts = ModelParts(model_config, device, compiled=wants_graphs)
+    parts = ModelParts(model_config, device, compiled=_wants_graphs(config, device))
     shape = parts.shape()
     plan = make_plan(
         shape,
@@ -127,14 +133,11 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
         num_slots=pipeline.num_slots if pipeline.use_offload else None,
     )
     dtype = TORCH_DTYPES[config.model.dtype]
-    sizes = ByteSizes.of(config.model.dtype, has_fp32_gradients=pipeline.fp32_gradients)
     message = _message_shape(config, shape)
-    fit = partial(
-        fit_plan,
+    request = FitRequest(
         plan,
         shape,
-        sizes,
-        rank=ranks.rank,
+        ByteSizes.of(config.model.dtype, has_fp32_gradients=pipeline.fp32_gradients),
         tokens=StepTokens(
             step=pipeline.batch_size * config.data.seq_length,
             microbatch=pipeline.microbatch_size * config.data.seq_length,
@@ -142,26 +145,62 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
         ),
         gpu_bytes=gpu_bytes,
         recompute=pipeline.recompute,
+        num_resident=plan.stages_per_rank if pipeline.resident_stages == "all" else pipeline.num_resident_stages,
+        waiting=waiting_stages(
+            plan.num_stages,
+            clips=config.optim.max_grad_norm > 0,
+            scales_loss=config.model.dtype is Dtype.FP16,
+            is_tied=parts.is_tied,
+        ),
         reserved_bytes=MAX_INCOMING_EDGES * NUM_MAILBOXES * math.prod(message) * dtype.itemsize,
     )
-    fitted = fit()  # by guess: what cannot fit is refused before anything is compiled
-    if pipeline.use_offload or device.type == "cpu":
-        limit = pipeline.host_memory_limit
-        check_host_memory(
-            plan.spans,
-            shape,
-            bytes_per_parameter=sizes.host if pipeline.use_offload else sizes.resident,
-            process_bytes=CPU_PROCESS_BYTES if device.type == "cpu" else GPU_PROCESS_BYTES,
-            num_ranks=ranks.num_ranks,
-            available_bytes=available_host_bytes() if limit is None else int(limit * GIB),
-        )
+    # By guess: what cannot fit is refused before anything is compiled.
+    fitted = _fit(request, config, ranks, device, graph_bytes=None)
     if device.type == "cuda" and pipeline.recompute is not Recompute.FULL:
-        fitted = fit(graph_bytes=measure_graph_bytes(parts, shape=message, dtype=dtype, device=device))
+        measured = measure_graph_bytes(parts, shape=message, dtype=dtype, device=device)
+        fitted = _fit(request, config, ranks, device, graph_bytes=measured)
     plan = fitted.plan
-    schedule = build_schedule(ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots)
-    return Blueprint(
-        config, ranks, device, device_order, meeting, dtype, parts, shape, plan, schedule, fitted.graph_stages
+    schedule = build_schedule(
+        ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots, plan.resident
     )
+    return Blueprint(
+        config,
+        ranks,
+        device,
+        device_order,
+        meeting,
+        dtype,
+        parts,
+        shape,
+        plan,
+        schedule,
+        fitted.graph_stages,
+        request.waiting,
+    )
+
+
+def _fit(
+    request: FitRequest, config: Config, ranks: Ranks, device: torch.device, *, graph_bytes: int | None
+) -> FittedPlan:
+    """Fit the plan into GPU memory, and check that what it leaves to the host fits there."""
+    fitted = fit_plan(request, rank=ranks.rank, graph_bytes=graph_bytes)
+    on_cpu, limit = device.type == "cpu", config.pipeline.host_memory_limit
+    if on_cpu or fitted.plan.num_slots is not None:
+        need = host_need(
+            fitted.plan,
+            request.shape,
+            request.sizes,
+            process_bytes=CPU_PROCESS_BYTES if on_cpu else GPU_PROCESS_BYTES,
+            waiting=request.waiting,
+            on_cpu=on_cpu,
+        )
+        check_host_memory(need, available_bytes=available_host_bytes() if limit is None else int(limit * GIB))
+    return fitted
+
+
+def _wants_graphs(config: Config, device: torch.device) -> bool:
+    wanted = config.pipeline.compile
+    return wanted is Compile.ON or (wanted is Compile.AUTO and device.type == "cuda")
 
 
 def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:
@@ -229,22 +268,21 @@ def load_state(
         for stage in blueprint.plan.stages_of(blueprint.ranks.rank)
     }
     layouts = {stage: StageLayout.of(module.shapes) for stage, module in stages.items()}
-    arena: HostArena | None = None
-    updates: UpdateQueue | None = None
-    memory: StageMemory
-    if blueprint.plan.num_slots is None:
-        memory = ResidentStages(layouts, dtype=blueprint.dtype, device=device)
-    else:
-        gradient_dtype = torch.float32 if config.pipeline.fp32_gradients else None
-        is_cuda = device.type == "cuda"
-        arena = HostArena(layouts, dtype=blueprint.dtype, register=is_cuda, gradient_dtype=gradient_dtype)
-        updates = UpdateQueue() if config.pipeline.overlap_optimizer else None
-        memory = WeightSlots(
-            arena.states, num_slots=blueprint.plan.num_slots, device=device, updates=updates, spans=spans
-        )
+    updates = UpdateQueue() if config.pipeline.overlap_optimizer else None
+    memory, arena = take_memory(
+        layouts,
+        resident=blueprint.plan.resident,
+        num_slots=blueprint.plan.slots_of(blueprint.ranks.rank),
+        dtype=blueprint.dtype,
+        gradient_dtype=torch.float32 if config.pipeline.fp32_gradients else blueprint.dtype,
+        waiting=blueprint.waiting,
+        device=device,
+        updates=updates,
+        spans=spans,
+    )
     source = source or _weight_source(blueprint, model_folder)
     _fill(memory, stages, source, show_progress=blueprint.ranks.is_first)
-    return RankState(stages, memory, arena, updates)
+    return RankState(stages, memory, arena, updates if arena is not None else None)
 
 
 def _weight_source(blueprint: Blueprint, model_folder: Path) -> WeightSource:
@@ -313,7 +351,7 @@ def assemble(
     watches: Sequence[StepWatch] = (),
     has_kernel: bool = True,
 ) -> Trainer:
-    """Put the trainer together from finished parts; without the C kernel, torch updates streamed stages."""
+    """Put the trainer together from finished parts; without the C kernel, torch updates what is in host memory."""
     config, parts, plan = blueprint.config, blueprint.parts, blueprint.plan
     clock = WaitClock(blueprint.device)
     tied = (
@@ -324,10 +362,12 @@ def assemble(
     executor = _executor(blueprint, state, transport, clock, tied.names if tied else frozenset(), spans)
     optim = config.optim
     settings = AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)
-    has_kernel = has_kernel and state.arena is not None
+    has_kernel = has_kernel and (state.arena is not None or blueprint.device.type == "cpu")
     kernel = load_kernel(cache_folder(), num_threads=optimizer_threads()) if has_kernel else None
+    adamw = FlatAdamW(settings, kernel, FusedUpdate() if _wants_graphs(config, blueprint.device) else None)
+    adamw.warm_up(state.memory.states.values())
     stepper = Stepper(
-        FlatAdamW(settings, kernel),
+        adamw,
         memory=state.memory,
         transport=transport,
         clock=clock,

@@ -54,8 +54,8 @@ def run_training(config: Config, ranks: Ranks) -> None:
     except torch.OutOfMemoryError as error:
         raise GpuMemoryError(
             f"rank {ranks.rank} ran out of GPU memory: {str(error).strip().splitlines()[0]} To fit: raise --num_stages "
-            "(smaller stages), raise --num_chunks (smaller microbatches), lower --batch_size or --seq_length, or use "
-            "--use_offload if it is off."
+            "(smaller stages), raise --num_chunks (smaller microbatches), lower --resident_stages, --batch_size or "
+            "--seq_length, or use --use_offload if it is off."
         ) from error
 
 

@@ -107,6 +107,26 @@ def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -
     ]
     resident = [f"--no_offload --recompute {recompute}" for recompute in ("full", "none")]
     results = exact_results(2, tmp_path, options, [*streamed, *resident, f"{streamed[0]} --fp32_gradients"])
-    assert all(results[variant] == results[streamed[0]] for variant in streamed), results
-    assert results[resident[0]] == results[resident[1]], results
+    assert all(results[variant] == results[streamed[0]] for variant in [*streamed, *resident]), results
     assert results[streamed[0]] != results[f"{streamed[0]} --fp32_gradients"], "the comparison can fail"
+
+
+@pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0.5", "--bf16 --max_grad_norm 0", "--fp16", "--fp32"])
+def test_residency_changes_no_bit(tmp_path: Path, options: str) -> None:
+    """The matrix that embedding and head share is resident on one rank and streamed on the other."""
+    shared = f"""--device cpu --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 6
+        --learning_rate 1e-3 {options}"""
+    variants = [
+        "--resident_stages 0",
+        "--resident_stages 1",
+        "--resident_stages 3 --no_overlap_optimizer",
+        "--resident_stages 2 --no_prefetch",
+        "--resident_stages all --recompute none",
+        "--no_offload",
+    ]
+    wide = [f"{variant} --fp32_gradients" for variant in (variants[0], variants[1], variants[-1])]
+    results = exact_results(2, tmp_path, shared, [*variants, *wide])
+    assert all(results[variant] == results[variants[0]] for variant in variants), results
+    assert all(results[variant] == results[wide[0]] for variant in wide), results
+    is_fp32 = "--fp32" in options.split()
+    assert (results[wide[0]] == results[variants[0]]) == is_fp32, "the comparison can fail"

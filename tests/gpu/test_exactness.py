@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 OPTIONS = """--device cuda --bf16 --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 10
     --learning_rate 1e-3"""
 STREAMED = [
-    f"--use_offload --{overlap} --{prefetch}"
+    f"--resident_stages 0 --{overlap} --{prefetch}"
     for overlap in ("no_overlap_optimizer", "overlap_optimizer")
     for prefetch in ("no_prefetch", "use_prefetch")
 ]

@@ -6,20 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from harness.runs import make_checkpoint
+from harness.trainers import make_single_trainer
 
-from mobius.cli import parse_args
-from mobius.data.batches import Batches
-from mobius.data.store import TokenizedDataset
-from mobius.models.families import load_model_config
 from mobius.optim.stepper import Stepper
-from mobius.ranks import Ranks
 from mobius.runtime.executor import Executor, StepSums
-from mobius.runtime.transport import SingleRankTransport
-from mobius.training.build import RankState, assemble, draw_blueprint, load_state
+from mobius.training.build import RankState
 from mobius.training.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +52,7 @@ def make_trainer(tmp_path: Path) -> Iterator[Callable[[str], Trainer]]:
     states: list[RankState] = []
 
     def make(options: str) -> Trainer:
-        trainer, state = _trainer(tmp_path, options)
+        trainer, state = make_single_trainer(tmp_path, f"{OPTIONS} {options}")
         states.append(state)
         return trainer
 
@@ -69,25 +62,18 @@ def make_trainer(tmp_path: Path) -> Iterator[Callable[[str], Trainer]]:
         state.close()
 
 
-def _trainer(folder: Path, options: str) -> tuple[Trainer, RankState]:
-    make_checkpoint(folder)
-    config = parse_args(f"--model_path {folder} {OPTIONS} {options}".split())
-    blueprint = draw_blueprint(config, Ranks(0, 1, 0), load_model_config(folder, config.model))
-    tokens = np.random.default_rng(0).integers(0, blueprint.shape.vocab_size, 64, dtype=np.int32)
-    dataset = TokenizedDataset(tokens, np.ones(64, dtype=bool), np.arange(5, dtype=np.int64) * 16)
-    batches = Batches(dataset, batch_size=4, seq_length=16, pad_token_id=0, seed=1)
-    state = load_state(blueprint, folder)
-    return assemble(blueprint, state, SingleRankTransport(), batches), state
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        "--use_offload --use_prefetch --compile off",
-        "--use_offload --use_prefetch --compile on",
-        "--use_offload --no_prefetch --max_grad_norm 0 --compile off",
-        "--use_offload --fp32_gradients --compile off",
+        "--resident_stages 0 --use_prefetch --compile off",
+        "--resident_stages 0 --use_prefetch --compile on",
+        "--resident_stages 0 --no_prefetch --max_grad_norm 0 --compile off",
+        "--resident_stages 0 --fp32_gradients --compile off",
+        "--resident_stages 2 --compile off",
+        "--resident_stages 2 --max_grad_norm 0 --compile on",
+        "--resident_stages 3 --max_grad_norm 0 --fp32_gradients --compile off",
         "--no_offload --recompute none --compile off",
+        "--no_offload --recompute none --max_grad_norm 0 --compile on",
     ],
 )
 def test_a_step_neither_waits_nor_takes_memory(
@@ -102,7 +88,7 @@ def test_a_step_neither_waits_nor_takes_memory(
 def test_a_wait_within_a_step_would_be_seen(
     make_trainer: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = make_trainer("--use_offload --compile off")
+    trainer = make_trainer("--resident_stages 0 --compile off")
     monkeypatch.setattr(Stepper, "gradients_leave", lambda *_: torch.zeros(1, device="cuda").item())
     with pytest.raises(RuntimeError, match="synchronizing"):
         list(trainer.train())

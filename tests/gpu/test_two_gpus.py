@@ -17,9 +17,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 @pytest.mark.parametrize(
     ("mode", "is_tied"),
     [
-        ("--use_offload", False),
+        ("--use_offload --resident_stages 0", False),
+        ("--resident_stages 1", True),
         ("--no_offload", True),
-        ("--use_offload --no_copy_messages", True),
+        ("--use_offload --resident_stages 0 --no_copy_messages", True),
         ("--no_offload --no_copy_messages", False),
     ],
 )

@@ -21,9 +21,8 @@ from transformers import (
 
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.resident import ResidentStages
+from mobius.memory.mixed import take_memory
 from mobius.memory.stage_memory import StageMemory
-from mobius.memory.weight_slots import WeightSlots
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.optim.tied import TiedPair
 from mobius.planner.partition import balanced_partition
@@ -71,7 +70,9 @@ class Pipeline:
     num_microbatches: int
     num_slots: int | None
     keeps_graphs: bool = False
-    """In all stages if they are resident, else in those of each rank that stay in a slot from forward to backward."""
+    """In all stages that are resident, and in those of each rank that stay in a slot from forward to backward."""
+    resident: frozenset[int] = frozenset()
+    """Stages that stay on the device though others are streamed."""
     loss_chunk_tokens: int = 4096
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
@@ -101,7 +102,9 @@ class Pipeline:
         for state in memory.states.values():
             for name in state.layout.offsets:
                 state.set_parameter(name, values[name].detach())
-        schedule = build_schedule(self.num_ranks, self.stages_per_rank, self.num_microbatches, self.num_slots)
+        schedule = build_schedule(
+            self.num_ranks, self.stages_per_rank, self.num_microbatches, self.num_slots, self.resident
+        )
         executor = Executor(
             schedule,
             stages=stages,
@@ -114,7 +117,8 @@ class Pipeline:
         sums = executor.run(batch)
         if parts.tied_names:
             embedding, head = parts.tied_names
-            TiedPair(embedding, head, 0, len(spans) - 1, self.num_ranks).sum_gradients(memory, transport)
+            pair = TiedPair(embedding, head, 0, len(spans) - 1, self.num_ranks)
+            pair.sum_gradients(memory, transport, self.device)
         named: dict[str, Tensor] = {}
         for stage, state in memory.states.items():
             memory.wait_for_gradients(stage)
@@ -124,14 +128,24 @@ class Pipeline:
     def _graph_stages(self, own: list[int]) -> frozenset[int]:
         if not self.keeps_graphs:
             return frozenset()
-        return frozenset(own if self.num_slots is None else own[-self.num_slots :])
+        if self.num_slots is None:
+            return frozenset(own)
+        streamed = [stage for stage in own if stage not in self.resident]
+        return self.resident.intersection(own) | frozenset(streamed[-self.num_slots :])
 
     def _memory(self, layouts: dict[int, StageLayout]) -> StageMemory:
-        if self.num_slots is None:
-            return ResidentStages(layouts, dtype=self.dtype, device=self.device)
-        arena = HostArena(layouts, dtype=self.dtype, register=self.device.type == "cuda")
-        self._arenas.append(arena)
-        return WeightSlots(arena.states, num_slots=self.num_slots, device=self.device)
+        memory, arena = take_memory(
+            layouts,
+            resident=layouts if self.num_slots is None else self.resident,
+            num_slots=self.num_slots or 0,
+            dtype=self.dtype,
+            gradient_dtype=self.dtype,
+            waiting=layouts,
+            device=self.device,
+        )
+        if arena is not None:
+            self._arenas.append(arena)
+        return memory
 
 
 def make_model(family: str) -> PreTrainedModel:

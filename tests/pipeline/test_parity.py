@@ -13,6 +13,13 @@ CASES = {  # number of slots, whether graphs are kept
     "streamed, prefetched": (2, False),
     "streamed, last graphs kept": (2, True),
 }
+MIXED = {  # number of slots, whether graphs are kept, resident stages of the first rank's v, of all the other ranks'
+    "first resident": (2, False, lambda v: {0}, lambda v: {0}),
+    "all but the last resident, graphs kept": (1, True, lambda v: set(range(v - 1)), lambda v: set(range(v - 1))),
+    "last resident, graphs kept": (2, True, lambda v: {v - 1}, lambda v: {v - 1}),
+    "one rank resident, the others streamed": (1, False, lambda v: set(range(v)), lambda v: set()),
+    "one rank streamed, the others mixed": (2, True, lambda v: set(), lambda v: {v // 2}),
+}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -33,6 +40,32 @@ def test_pipeline_equals_the_plain_model_bit_by_bit(family: str, num_ranks: int)
                     _assert_equal(
                         pipeline.gradients[name], gradient, name in tied and num_microbatches > 1, f"{where} {name}"
                     )
+
+
+@pytest.mark.parametrize("case", sorted(MIXED))
+@pytest.mark.parametrize("family", ["gemma3", "llama", "llama-tied"])
+def test_a_mixture_of_resident_and_streamed_stages_equals_the_plain_model_bit_by_bit(family: str, case: str) -> None:
+    model = make_model(family)
+    tied = {"model.embed_tokens.weight", "lm_head.weight"} if model.config.tie_word_embeddings else set()
+    num_slots, keeps_graphs, first, others = MIXED[case]
+    for num_microbatches in (1, 3):
+        batch = make_batch(num_microbatches)
+        expected_loss, expected = plain_step(model, batch, num_microbatches)
+        for num_ranks, stages_per_rank in ((1, 2), (1, 4), (2, 2), (2, 3), (3, 2), (4, 3)):
+            resident = frozenset(
+                rank + position * num_ranks
+                for rank in range(num_ranks)
+                for position in (others if rank else first)(stages_per_rank)
+            )
+            pipeline = Pipeline(
+                model, num_ranks, stages_per_rank, num_microbatches, num_slots, keeps_graphs, resident=resident
+            )
+            where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} {case}"
+            assert torch.equal(pipeline.run(batch), expected_loss), where
+            assert pipeline.gradients.keys() == expected.keys(), where
+            for name, gradient in expected.items():
+                is_reordered = name in tied and num_microbatches > 1
+                _assert_equal(pipeline.gradients[name], gradient, is_reordered, f"{where} {name}")
 
 
 def _assert_equal(actual: torch.Tensor, expected: torch.Tensor, is_reordered: bool, where: str) -> None:

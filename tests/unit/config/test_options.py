@@ -124,6 +124,21 @@ def test_derived_numbers_of_the_pipeline() -> None:
     assert PipelineConfig().num_slots == 2
 
 
+@pytest.mark.parametrize(("given", "number"), [("auto", None), ("all", None), ("0", 0), ("12", 12)])
+def test_resident_stages_are_a_number_or_a_word(given: str, number: int | None) -> None:
+    assert PipelineConfig(resident_stages=given).num_resident_stages == number
+
+
+def test_a_number_of_resident_stages_may_be_written_in_yaml_as_one() -> None:
+    assert options()["resident_stages"].from_yaml(3) == "3"
+    assert options()["resident_stages"].from_yaml("all") == "all"
+    for wrong in (True, 1.5, None):
+        with pytest.raises(ValueError):
+            options()["resident_stages"].from_yaml(wrong)
+    with pytest.raises(ValueError):
+        options()["model_path"].from_yaml(3)
+
+
 def test_bounds_exclude_what_they_say() -> None:
     bounds = Bounds(minimum=0, below=1)
     assert [bounds.allow(value) for value in (-0.1, 0, 0.5, 1, float("nan"), float("inf"))] == [

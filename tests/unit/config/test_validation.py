@@ -2,7 +2,7 @@
 
 import pytest
 
-from mobius.config import Config, Device
+from mobius.config import Config, Device, Recompute
 from mobius.errors import ConfigError
 from mobius.options import OptionValue, config_from
 from mobius.validation import find_problems, validate
@@ -30,6 +30,10 @@ from mobius.validation import find_problems, validate
         ({"profile_steps": "0-1"}, 4, ["'0-1'", "from 1 on"]),
         ({"profile_steps": "all"}, 4, ["'all'"]),
         ({"profile_steps": "2-3", "num_iterations": 2}, 4, ["2-3 is more", "steps 1 to 2", "--num_iterations"]),
+        ({"resident_stages": "some"}, 4, ["'some'", "auto, all, or a number from 0"]),
+        ({"resident_stages": "-1"}, 4, ["'-1'", "from 0 on"]),
+        ({"resident_stages": "2", "use_offload": False}, 4, ["`--resident_stages` 2", "`--no_offload`", "remove one"]),
+        ({"recompute": Recompute.NONE, "resident_stages": "7"}, 4, ["`--recompute none`", "--no_offload"]),
         ({"master_port": 70000}, 4, ["below 65536"]),
         ({"seq_length": 1}, 4, ["at least 2"]),
         ({"adam_beta2": 1.0}, 4, ["at least 0 and below 1"]),
@@ -63,6 +67,9 @@ def test_the_defaults_are_valid(num_ranks: int) -> None:
         {"warmup_steps": 2.0, "num_iterations": 2},
         {"profile_steps": "2", "num_iterations": 2},
         {"profile_steps": "1 - 2", "num_iterations": 2},
+        {"resident_stages": "0"},
+        {"resident_stages": "all", "use_offload": False},
+        {"resident_stages": "all", "recompute": Recompute.NONE},
     ],
 )
 def test_values_at_the_edge_are_allowed(values: dict[str, OptionValue]) -> None:

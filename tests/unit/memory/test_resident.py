@@ -1,12 +1,14 @@
-"""Stages that stay on the device: nothing is loaded or offloaded, gradients stay in fp32."""
+"""Stages that stay on the device: nothing is loaded or offloaded, gradients are kept where an update waits."""
 
 import pytest
 import torch
 
 from mobius.errors import ScheduleError
+from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStages
 
+CPU = torch.device("cpu")
 NOTHING: frozenset[str] = frozenset()
 
 
@@ -30,21 +32,73 @@ def test_an_update_of_the_state_is_seen_in_the_views(resident: ResidentStages) -
     assert views["matrix"].count_nonzero() == 0
 
 
-def test_gradients_are_fp32_and_take_no_rounding_on_their_way(resident: ResidentStages) -> None:
-    resident.gradients(0)["norm"].fill_(1.0 + 2.0**-20)
-    resident.seal_gradients(0, excluded=NOTHING)
-    resident.wait_for_gradients(0)
-
-    state = resident.states[0]
-    assert state.gradients.dtype == torch.float32
-    assert state.layout.views(state.gradients)["norm"].tolist() == [1.0 + 2.0**-20] * 7
+VALUE = 1.0 + 2.0**-9 + 2.0**-20
+"""In bf16, whose numbers are 2**-7 apart here, it is 1."""
 
 
-def test_a_bf16_stage_takes_18_bytes_per_element_and_an_fp32_stage_16(layouts: dict[int, StageLayout]) -> None:
-    for dtype, expected in ((torch.bfloat16, 18), (torch.float32, 16)):
-        state = ResidentStages(layouts, dtype=dtype, device=torch.device("cpu")).states[0]
-        distinct = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in state.tensors}
-        assert sum(distinct.values()) == expected * 384
+@pytest.mark.parametrize("waiting", [(), (0, 2, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.bfloat16, 1.0), (torch.float32, 1.0 + 2.0**-9 + 2.0**-20)], ids=["bf16", "fp32"]
+)
+def test_gradients_are_rounded_as_those_that_leave_unless_fp32_is_wanted(
+    layouts: dict[int, StageLayout], waiting: tuple[int, ...], dtype: torch.dtype, expected: float
+) -> None:
+    stages = ResidentStages(layouts, dtype=torch.bfloat16, device=CPU, waiting=waiting, gradient_dtype=dtype)
+    stages.gradients(0)["norm"].fill_(VALUE)
+    square = stages.seal_gradients(0, excluded=NOTHING)
+    stages.wait_for_gradients(0)
+
+    state = stages.states[0]
+    assert state.layout.views(state.gradients)["norm"].tolist() == [expected] * 7
+    assert square.item() == pytest.approx(7 * VALUE**2, rel=1e-6), "the norm is that of the exact gradients"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradient_dtype", "kept", "not_kept"),
+    [
+        (torch.bfloat16, None, 2 + 2 + 8 + 2, 2 + 2 + 8),  # weight, remainder, moments; kept gradient
+        (torch.bfloat16, torch.float32, 2 + 2 + 8 + 4, 2 + 2 + 8),
+        (torch.float16, None, 2 + 4 + 8 + 2, None),
+        (torch.float32, None, 4 + 8 + 4, 4 + 8),
+    ],
+)
+def test_bytes_per_element(
+    layouts: dict[int, StageLayout],
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype | None,
+    kept: int,
+    not_kept: int | None,
+) -> None:
+    # 384 + 256 + 256 elements; the sum belongs to the rank and is not counted.
+    total = GradientSum(384, device=CPU)
+    for waiting, expected in (((0, 2, 4), kept), ((), not_kept)):
+        if expected is None:
+            continue
+        stages = ResidentStages(
+            layouts, dtype=dtype, device=CPU, waiting=waiting, gradient_dtype=gradient_dtype, gradient_sum=total
+        )
+        tensors = [tensor for state in stages.states.values() for tensor in state.tensors]
+        distinct = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        distinct.pop(total.flat(layouts[0]).data_ptr(), None)
+        assert sum(distinct.values()) == expected * 896
+
+
+def test_what_waits_for_its_update_stays_when_another_stage_adds_up(layouts: dict[int, StageLayout]) -> None:
+    stages = ResidentStages(layouts, dtype=torch.bfloat16, device=CPU, waiting=(2,))
+    assert [stages.keeps_gradients(stage) for stage in (0, 2, 4)] == [False, True, False]
+    stages.gradients(2)["matrix"].add_(3)
+    stages.seal_gradients(2, excluded=NOTHING)
+    stages.gradients(0)["norm"].add_(1)
+    stages.seal_gradients(0, excluded=NOTHING)
+
+    assert bool((stages.states[2].gradients == 3).all())
+    assert bool((stages.states[0].gradients[-128:-121] == 1).all())  # matrix first, then the norm
+
+
+def test_the_norm_tells_of_a_gradient_that_fp16_cannot_hold(layouts: dict[int, StageLayout]) -> None:
+    stages = ResidentStages(layouts, dtype=torch.float16, device=CPU)
+    stages.gradients(0)["norm"].fill_(70_000.0)  # fp16 ends at 65504
+    assert stages.seal_gradients(0, excluded=NOTHING).isnan()
 
 
 def test_gradients_add_up_until_they_are_sealed_and_then_begin_at_zero(resident: ResidentStages) -> None:
@@ -56,11 +110,10 @@ def test_gradients_add_up_until_they_are_sealed_and_then_begin_at_zero(resident:
     assert resident.gradients(4)["bias"].count_nonzero() == 0
 
 
-def test_stages_accumulate_independently(resident: ResidentStages) -> None:
+def test_one_stage_at_a_time_adds_up(resident: ResidentStages) -> None:
     resident.gradients(0)["norm"].add_(1)
-    resident.gradients(2)["matrix"].add_(2)
-
-    assert bool((resident.gradients(0)["norm"] == 1).all())
+    with pytest.raises(AssertionError, match="stage 0 was not sealed before stage 2"):
+        resident.gradients(2)
 
 
 def test_sealing_returns_the_squared_norm_without_the_excluded(resident: ResidentStages) -> None:

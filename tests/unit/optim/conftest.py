@@ -1,14 +1,16 @@
 """One or more ranks with tiny stages whose gradients a test sets by hand."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
+from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
+from mobius.memory.mixed import MixedStages
 from mobius.memory.resident import ResidentStages
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
@@ -31,7 +33,6 @@ class Rank:
 
     memory: StageMemory
     stepper: Stepper
-    is_streamed: bool
     tied_names: frozenset[str]
 
     def step(
@@ -41,19 +42,20 @@ class Rank:
         self.stepper.begin_step(learning_rate)
         squares = {}
         for stage, state in self.memory.states.items():
-            if self.is_streamed:
+            is_resident = self.memory.is_resident(stage)
+            if not is_resident:
                 self.memory.load(stage)
             views = self.memory.gradients(stage)
             for name in state.layout.offsets:
                 if name in gradients:
                     views[name].add_(gradients[name])
             squares[stage] = self.memory.seal_gradients(stage, excluded=self.tied_names)
-            if self.is_streamed:
+            if is_resident:
+                self.stepper.gradients_stay(stage, squares[stage])
+            else:
                 departure = self.memory.offload(stage)
                 assert departure is not None
                 self.stepper.gradients_leave(stage, departure)
-            else:
-                self.stepper.gradients_stay(stage, squares[stage])
         outcome = self.stepper.apply(StepSums(torch.tensor(loss), squares), step=step)
         self.stepper.drain()
         return outcome
@@ -83,17 +85,19 @@ def make_rank() -> MakeRank:
         dtype: torch.dtype = torch.float32,
         is_streamed: bool = False,
         is_overlapped: bool = False,
+        resident: Collection[int] | None = None,
+        waiting: Collection[int] | None = None,
     ) -> Rank:
-        """`stages`: stage -> parameter name -> initial value."""
+        """`stages`: stage -> parameter name -> initial value.
+
+        With `resident` those stages stay and the others are streamed; `waiting` keep their gradients, by default all.
+        """
         layouts = {
             stage: StageLayout.of({name: tuple(value.shape) for name, value in parameters.items()})
             for stage, parameters in stages.items()
         }
-        memory: StageMemory = (
-            WeightSlots(HostArena(layouts, dtype=dtype, register=False).states, num_slots=1, device=CPU)
-            if is_streamed
-            else ResidentStages(layouts, dtype=dtype, device=CPU)
-        )
+        staying = frozenset(stages) if resident is None and not is_streamed else frozenset(resident or ())
+        memory = _memory(layouts, staying & layouts.keys(), dtype, waiting)
         for stage, parameters in stages.items():
             for name, value in parameters.items():
                 memory.states[stage].set_parameter(name, value)
@@ -108,6 +112,21 @@ def make_rank() -> MakeRank:
             tied=tied,
             updates=UpdateQueue() if is_overlapped else None,
         )
-        return Rank(memory, stepper, is_streamed, tied.names if tied else frozenset())
+        return Rank(memory, stepper, tied.names if tied else frozenset())
 
     return make
+
+
+def _memory(
+    layouts: Mapping[int, StageLayout], staying: frozenset[int], dtype: torch.dtype, waiting: Collection[int] | None
+) -> StageMemory:
+    kept = {stage: layout for stage, layout in layouts.items() if stage in staying}
+    streamed = {stage: layout for stage, layout in layouts.items() if stage not in staying}
+    waits = None if waiting is None else staying.intersection(waiting)
+    total = GradientSum(max(layout.num_elements for layout in layouts.values()), device=CPU)
+    resident = ResidentStages(kept, dtype=dtype, device=CPU, waiting=waits, gradient_sum=total)
+    if not streamed:
+        return resident
+    states = HostArena(streamed, dtype=dtype, register=False).states
+    slots = WeightSlots(states, num_slots=1, device=CPU, gradient_sum=total)
+    return MixedStages(resident, slots) if kept else slots

@@ -200,11 +200,16 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_parameter(
 
 def test_states_without_a_variant_are_left_to_torch(kernel: AdamWKernel) -> None:
     layout = {0: StageLayout.of({"matrix": (4, 4)})}
-    resident = ResidentStages(layout, dtype=torch.bfloat16, device=torch.device("cpu")).states[0]
     half = HostArena(layout, dtype=torch.float16, register=False).states[0]
 
-    assert not kernel.supports(resident)  # a whole master beside bf16 weights
-    assert not kernel.supports(half)
+    assert not kernel.supports(half)  # a whole master beside fp16 weights
+
+
+def test_a_resident_stage_on_the_host_is_updated_by_the_kernel(kernel: AdamWKernel) -> None:
+    layout = {0: StageLayout.of({"matrix": (4, 4)})}
+    for waiting in ((), (0,)):
+        stages = ResidentStages(layout, dtype=torch.bfloat16, device=torch.device("cpu"), waiting=waiting)
+        assert kernel.supports(stages.states[0])
 
 
 def test_the_kernel_is_built_once(tmp_path: Path) -> None:

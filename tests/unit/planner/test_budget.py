@@ -8,8 +8,20 @@ import pytest
 
 from mobius.config import Dtype
 from mobius.errors import GpuMemoryError, HostMemoryError
-from mobius.planner.budget import GIB, ByteSizes, GpuNeed, check_gpu_memory, check_host_memory, gpu_need
-from mobius.planner.partition import balanced_partition
+from mobius.planner.budget import (
+    GIB,
+    ByteSizes,
+    GpuNeed,
+    HostNeed,
+    StepTokens,
+    check_gpu_memory,
+    check_host_memory,
+    fullest,
+    gpu_need,
+    host_need,
+    waiting_stages,
+)
+from mobius.planner.plan import Plan, make_plan
 from mobius.planner.shape import ModelShape
 
 BF16, FP16, FP32 = (ByteSizes.of(dtype) for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32))
@@ -24,10 +36,36 @@ NODE: dict[str, Any] = {
     "microbatch_tokens": 32 * 512,
     "loss_chunk_tokens": 2048,
 }
+ALL_WAIT = frozenset(range(32))
 
 
-def need_of(shape: ModelShape, *, num_stages: int = 8, sizes: ByteSizes = BF16, **changes: Any) -> GpuNeed:
-    return gpu_need(balanced_partition(shape.num_layers, num_stages), shape, sizes, **(NODE | changes))
+def plan_of(shape: ModelShape, *, num_stages: int, num_ranks: int = 4, num_slots: int | None = 2) -> Plan:
+    return make_plan(shape, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=4, num_slots=num_slots)
+
+
+def need_of(
+    shape: ModelShape,
+    *,
+    num_stages: int = 8,
+    sizes: ByteSizes = BF16,
+    resident: tuple[int, ...] = (),
+    rank: int | None = None,
+    waiting: frozenset[int] = ALL_WAIT,
+    **changes: Any,
+) -> GpuNeed:
+    """Of `rank`, or of the fullest; the first `resident[rank]` stages of each rank stay."""
+    given = NODE | changes
+    plan = plan_of(shape, num_stages=num_stages, num_ranks=given["num_ranks"], num_slots=given["num_slots"])
+    if resident:
+        plan = plan.with_resident(resident, given["num_slots"])
+    tokens = StepTokens(given["batch_tokens"], given["microbatch_tokens"], given["loss_chunk_tokens"])
+    ranks = range(plan.num_ranks) if rank is None else (rank,)
+    return fullest(gpu_need(plan, shape, sizes, tokens, rank=r, waiting=waiting) for r in ranks)
+
+
+def host_need_of(plan: Plan, shape: ModelShape, **changes: Any) -> HostNeed:
+    given: dict[str, Any] = {"process_bytes": GIB, "waiting": ALL_WAIT, "on_cpu": False}
+    return host_need(plan, shape, BF16, **(given | changes))
 
 
 def test_a_parameter_takes_14_bytes_of_host_memory_in_bf16_and_16_in_fp16_and_fp32() -> None:
@@ -41,51 +79,53 @@ def test_gradients_that_travel_in_fp32_take_two_bytes_more_of_host_memory_and_no
     for dtype, num_bytes in ((Dtype.BF16, 16), (Dtype.FP16, 18), (Dtype.FP32, 16)):
         sizes = ByteSizes.of(dtype, has_fp32_gradients=True)
         assert sizes.host == num_bytes
-        assert sizes.resident == ByteSizes.of(dtype).resident
+        assert sizes.resident(keeps_gradients=False) == ByteSizes.of(dtype).resident(keeps_gradients=False)
 
 
-def test_a_resident_parameter_takes_18_bytes_of_gpu_memory_in_bf16_and_16_in_fp32() -> None:
-    # Gradients stay in fp32 there: bf16 weight 2, gradient 4, master 4, moments 8.
-    assert BF16.resident == FP16.resident == 2 + 4 + 4 + 8
-    assert FP32.resident == 4 + 4 + 8
+def test_a_resident_parameter_takes_12_bytes_of_gpu_memory_in_bf16_and_14_where_gradients_are_kept() -> None:
+    # bf16: weight 2, remainder 2, moments 8, kept gradient 2. fp16: a whole master of 4. fp32: weight and master in 4.
+    assert [BF16.resident(keeps_gradients=keeps) for keeps in (False, True)] == [2 + 2 + 8, 2 + 2 + 8 + 2]
+    assert FP16.resident(keeps_gradients=True) == 2 + 4 + 8 + 2
+    assert [FP32.resident(keeps_gradients=keeps) for keeps in (False, True)] == [4 + 8, 4 + 8 + 4]
+    assert ByteSizes.of(Dtype.BF16, has_fp32_gradients=True).resident(keeps_gradients=True) == 2 + 2 + 8 + 4
+
+
+def test_gradients_are_kept_where_an_update_waits() -> None:
+    nothing: dict[str, bool] = {"clips": False, "scales_loss": False, "is_tied": False}
+    assert waiting_stages(4, **nothing) == set()
+    assert waiting_stages(4, **(nothing | {"is_tied": True})) == {0, 3}
+    for reason in ("clips", "scales_loss"):
+        assert waiting_stages(4, **(nothing | {reason: True})) == {0, 1, 2, 3}
 
 
 def test_llama_7b_on_four_ranks_needs_its_parameters_and_a_gib_per_process(llama_7b: ModelShape) -> None:
-    need = check_host_memory(
-        balanced_partition(32, 8),
-        llama_7b,
-        bytes_per_parameter=14,
-        process_bytes=GIB,
-        num_ranks=4,
-        available_bytes=500 * GIB,
-    )
+    assert host_need_of(plan_of(llama_7b, num_stages=8), llama_7b).total == 6_738_415_616 * 14 + 4 * 2**30
 
-    assert need == 6_738_415_616 * 14 + 4 * 2**30
+
+def test_resident_stages_take_no_host_memory_but_that_of_a_cpu(llama_7b: ModelShape) -> None:
+    # Of eight stages of four layers the first of the first two ranks stay: embedding and eight layers.
+    plan = plan_of(llama_7b, num_stages=8).with_resident((1, 1, 0, 0), 2)
+    staying = EMBEDDING + 8 * LAYER
+
+    assert host_need_of(plan, llama_7b).total == (6_738_415_616 - staying) * 14 + 4 * 2**30
+    on_cpu = host_need_of(plan, llama_7b, on_cpu=True, waiting=frozenset({1}))
+    first, second = EMBEDDING + 4 * LAYER, 4 * LAYER
+    assert on_cpu.resident == first * 12 + second * 14
+    assert on_cpu.total == host_need_of(plan, llama_7b).total + on_cpu.resident
 
 
 def test_exactly_enough_host_memory_is_enough_and_a_byte_less_is_not(llama_7b: ModelShape) -> None:
-    spans, need = balanced_partition(32, 8), 6_738_415_616 * 14 + 4 * 2**30
+    need = host_need_of(plan_of(llama_7b, num_stages=8), llama_7b)
 
-    assert (
-        check_host_memory(spans, llama_7b, bytes_per_parameter=14, process_bytes=GIB, num_ranks=4, available_bytes=need)
-        == need
-    )
+    check_host_memory(need, available_bytes=need.total)
     with pytest.raises(HostMemoryError):
-        check_host_memory(
-            spans, llama_7b, bytes_per_parameter=14, process_bytes=GIB, num_ranks=4, available_bytes=need - 1
-        )
+        check_host_memory(need, available_bytes=need.total - 1)
 
 
 def test_too_little_host_memory_is_told_with_the_arithmetic_and_a_way_out(llama_7b: ModelShape) -> None:
+    need = host_need_of(plan_of(llama_7b, num_stages=8), llama_7b)
     with pytest.raises(HostMemoryError) as caught:
-        check_host_memory(
-            balanced_partition(32, 8),
-            llama_7b,
-            bytes_per_parameter=14,
-            process_bytes=GIB,
-            num_ranks=4,
-            available_bytes=80 * GIB,
-        )
+        check_host_memory(need, available_bytes=80 * GIB)
 
     message = str(caught.value)
     # 98,632,785,920 bytes are 91.86 GiB.
@@ -95,12 +135,18 @@ def test_too_little_host_memory_is_told_with_the_arithmetic_and_a_way_out(llama_
     assert "--host_memory_limit" in message
 
 
-def test_a_tied_matrix_is_budgeted_twice_because_both_ends_hold_it(small: ModelShape) -> None:
-    need = check_host_memory(
-        balanced_partition(5, 2), small, bytes_per_parameter=14, process_bytes=GIB, num_ranks=1, available_bytes=2 * GIB
+def test_the_arithmetic_of_a_mixture_on_a_cpu_names_both_parts(llama_7b: ModelShape) -> None:
+    plan = plan_of(llama_7b, num_stages=8).with_resident((1, 1, 1, 1), 2)
+    text = host_need_of(plan, llama_7b, on_cpu=True).describe()
+    assert text == (
+        "3.37e+09 parameters x 14 bytes + 3.37e+09 resident parameters x 14 bytes + 4 x 1.0 GiB for the processes"
     )
 
-    assert need == (240 + 500 + 244) * 14 + GIB
+
+def test_a_tied_matrix_is_budgeted_twice_because_both_ends_hold_it(small: ModelShape) -> None:
+    plan = plan_of(small, num_stages=2, num_ranks=1)
+
+    assert host_need_of(plan, small).total == (240 + 500 + 244) * 14 + GIB
 
 
 def test_streamed_llama_7b_by_hand(llama_7b: ModelShape) -> None:
@@ -119,12 +165,46 @@ def test_streamed_llama_7b_by_hand(llama_7b: ModelShape) -> None:
 
 
 def test_resident_llama_7b_by_hand(llama_7b: ModelShape) -> None:
-    held = 8 * LAYER + HEAD
+    held, stage = 8 * LAYER + HEAD, 4 * LAYER + HEAD
 
     need = need_of(llama_7b, num_slots=None)
+    # Gradients: kept in bf16, and one fp32 buffer in which those of the largest stage add up.
+    assert (need.rank, need.weights, need.gradients, need.optimizer) == (3, held * 2, held * 2 + stage * 4, held * 10)
 
-    assert (need.rank, need.weights, need.gradients, need.optimizer) == (3, held * 2, held * 4, held * 12)
-    assert need.weights + need.gradients + need.optimizer == held * BF16.resident
+    need = need_of(llama_7b, num_slots=None, waiting=frozenset())
+    assert (need.weights, need.gradients, need.optimizer) == (held * 2, stage * 4, held * 10)
+
+
+def test_a_mixture_by_hand_for_each_rank(llama_7b: ModelShape) -> None:
+    # Sixteen stages of two layers, four per rank; the first ones stay: two of rank 0, none of rank 1, all of rank 3.
+    resident = (2, 0, 1, 4)
+    first, inner, last = EMBEDDING + 2 * LAYER, 2 * LAYER, 2 * LAYER + HEAD
+    expected = {
+        # two slots and the resident stages; one sum and kept gradients; remainder 2 and moments 8
+        0: ((2 * inner + first + inner) * 2, first * 4 + (first + inner) * 2, (first + inner) * 10),
+        1: (2 * inner * 2, inner * 4, 0),
+        2: ((2 * inner + inner) * 2, inner * 4 + inner * 2, inner * 10),
+        3: ((3 * inner + last) * 2, last * 4 + (3 * inner + last) * 2, (3 * inner + last) * 10),
+    }
+    for rank, categories in expected.items():
+        need = need_of(llama_7b, num_stages=16, resident=resident, rank=rank)
+        assert (need.weights, need.gradients, need.optimizer) == categories, rank
+
+
+def test_gradients_in_fp32_add_up_where_they_are_kept_or_in_two_sums_of_which_streamed_ones_leave(
+    llama_7b: ModelShape,
+) -> None:
+    sizes = ByteSizes.of(Dtype.BF16, has_fp32_gradients=True)
+    held, inner = 8 * LAYER + HEAD, 4 * LAYER
+    assert need_of(llama_7b, num_slots=None, sizes=sizes).gradients == held * 4
+    mixed = need_of(llama_7b, resident=(1, 1, 1, 1), sizes=sizes, rank=1)
+    assert mixed.gradients == 2 * inner * 4 + inner * 4
+
+
+def test_a_slot_is_as_large_as_the_largest_streamed_stage(llama_7b: ModelShape) -> None:
+    # The embedding is resident with its stage, and takes no slot.
+    need = need_of(llama_7b, num_stages=16, resident=(1, 1, 1, 1), rank=0)
+    assert need.weights == (EMBEDDING + 2 * LAYER + 2 * 2 * LAYER) * 2
 
 
 def test_with_one_stage_per_rank_a_second_slot_takes_nothing(llama_7b: ModelShape) -> None:

@@ -1,12 +1,16 @@
-"""What is left of a GPU's memory goes to activations first and to a further slot then, and never beyond the limit."""
+"""What is left of a GPU's memory goes to what shortens the step most, and never beyond the limit."""
+
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from mobius.config import Dtype, Recompute
-from mobius.errors import GpuMemoryError
-from mobius.planner.budget import GIB, ByteSizes
-from mobius.planner.fit import FittedPlan, StepTokens, fit_plan
+from mobius.errors import GpuMemoryError, PlanError
+from mobius.planner.budget import GIB, ByteSizes, StepTokens
+from mobius.planner.fit import FitRequest, FittedPlan, fit_plan
 from mobius.planner.plan import make_plan
+from mobius.planner.preference import Candidate, Rates, Score, estimated_seconds
 from mobius.planner.shape import ModelShape
 
 BF16 = ByteSizes.of(Dtype.BF16)
@@ -15,30 +19,49 @@ GRAPH = int(1.34 * GIB)
 """Of a layer and a microbatch."""
 
 
+ALL_WAIT = frozenset(range(32))
+
+
+def request_for(
+    shape: ModelShape,
+    gib: float | None,
+    *,
+    num_stages: int = 32,
+    slots: int | None = 2,
+    recompute: Recompute = Recompute.AUTO,
+    resident: int | None = 0,
+    waiting: frozenset[int] = ALL_WAIT,
+    reserved: int = 0,
+) -> FitRequest:
+    plan = make_plan(shape, num_ranks=4, num_stages=num_stages, num_microbatches=4, num_slots=slots)
+    return FitRequest(
+        plan,
+        shape,
+        BF16,
+        tokens=TOKENS,
+        gpu_bytes=None if gib is None else int(gib * GIB),
+        recompute=recompute,
+        num_resident=resident,
+        waiting=waiting,
+        reserved_bytes=reserved,
+    )
+
+
 def fit(
     shape: ModelShape,
     gib: float | None,
     *,
     rank: int = 0,
-    num_stages: int = 32,
-    slots: int | None = 2,
-    recompute: Recompute = Recompute.AUTO,
     graph_bytes: int | None = GRAPH,
-    reserved: int = 0,
+    score: Score | None = None,
+    **changes: Any,
 ) -> FittedPlan:
-    plan = make_plan(shape, num_ranks=4, num_stages=num_stages, num_microbatches=4, num_slots=slots)
-    gpu_bytes = None if gib is None else int(gib * GIB)
-    return fit_plan(
-        plan,
-        shape,
-        BF16,
-        rank=rank,
-        tokens=TOKENS,
-        gpu_bytes=gpu_bytes,
-        recompute=recompute,
-        graph_bytes=graph_bytes,
-        reserved_bytes=reserved,
-    )
+    return fit_plan(request_for(shape, gib, **changes), rank=rank, graph_bytes=graph_bytes, score=score)
+
+
+def num_resident(fitted: FittedPlan, rank: int = 0) -> int:
+    plan = fitted.plan
+    return len(plan.resident.intersection(plan.stages_of(rank)))
 
 
 # By hand, rank 0 of Llama-2-7B in 32 stages: 8 layers x 32768 tokens x 4096 x 2 bytes stashed = 2 GiB; a slot of a
@@ -56,7 +79,7 @@ def fit(
         (140.0, 8, 8),
     ],
 )
-def test_activations_come_first_with_the_slots_they_need_and_then_a_slot_for_prefetching(
+def test_without_residency_activations_come_first_with_the_slots_they_need_and_then_a_slot_for_prefetching(
     llama_7b: ModelShape, gib: float, slots: int, num_graphs: int
 ) -> None:
     fitted = fit(llama_7b, gib)
@@ -109,3 +132,154 @@ def test_where_memory_is_unknown_nothing_is_added(llama_7b: ModelShape) -> None:
     assert fit(llama_7b, None).plan.num_slots == 2
     assert fit(llama_7b, None).graph_stages == frozenset()
     assert fit(llama_7b, None, slots=None, recompute=Recompute.NONE).graph_stages == set(range(0, 32, 4))
+
+
+# By hand for rank 0: with its first stage resident (333,455,360 parameters x 14 bytes = 4.348 GiB), two slots of an
+# inner stage 0.754, the sum of the first stage's gradients 1.242, stash 2 and work 1.34 GiB: 9.684. Each further stage
+# takes 202,383,360 x 14 = 2.639 GiB, and the last two give up a slot of 0.377 each.
+@pytest.mark.parametrize(
+    ("gib", "stages"),
+    [
+        (11.8, 0),  # 11.8 x 0.9 - 1 = 9.62
+        (11.9, 1),  # 9.71
+        (14.9, 2),  # 12.32 of 12.41
+        (29.0, 6),  # 9.684 + 6 x 2.639 - 0.377 = 25.14 of 25.10: not seven
+        (29.1, 7),  # 25.19
+        (31.5, 7),
+        (31.6, 8),  # 9.684 + 7 x 2.639 - 0.754 = 27.40 of 27.44
+    ],
+)
+def test_as_many_first_stages_stay_as_fit(llama_7b: ModelShape, gib: float, stages: int) -> None:
+    fitted = fit(llama_7b, gib, resident=None, recompute=Recompute.FULL)
+    assert fitted.plan.resident.intersection(fitted.plan.stages_of(0)) == set(range(0, 4 * stages, 4))
+    assert fitted.graph_stages == frozenset()
+
+
+def test_what_is_updated_at_once_keeps_no_gradients_and_more_of_it_fits(llama_7b: ModelShape) -> None:
+    # 25.9 x 0.9 - 1 = 22.31. 12 bytes: 9.684 - 0.621 + 6 x 2.262 - 0.377 = 22.26; 14: 9.684 + 5 x 2.639 = 22.88.
+    for gib, waiting, stages in ((25.9, frozenset[int](), 7), (25.9, ALL_WAIT, 5)):
+        fitted = fit(llama_7b, gib, resident=None, recompute=Recompute.FULL, waiting=waiting)
+        assert num_resident(fitted) == stages
+
+
+def test_all_ranks_make_the_same_plan_but_for_their_own_slots(llama_7b: ModelShape) -> None:
+    for gib in (8, 10, 14, 24, 33, 48, 80):
+        plans = [fit(llama_7b, gib, rank=rank, resident=None).plan for rank in range(4)]
+        assert len({plan.resident for plan in plans}) == 1
+        for rank, plan in enumerate(plans):
+            assert (plan.slots_of(rank) > 0) == (num_resident(FittedPlan(plan, frozenset()), rank) < 8)
+            others = range(plan.num_ranks)
+            assert all(plan.slots_of(other) > 0 for other in others if plan.streamed_stages(other))
+
+
+def test_kept_activations_have_their_weights_in_place(llama_7b: ModelShape) -> None:
+    for gib in range(8, 100, 3):
+        for rank in range(4):
+            fitted = fit(llama_7b, gib, rank=rank, resident=None)
+            streamed = fitted.plan.streamed_stages(rank)
+            staying = streamed[len(streamed) - fitted.plan.slots_of(rank) :]
+            assert fitted.graph_stages <= fitted.plan.resident.union(staying)
+
+
+def test_more_memory_is_never_used_worse(llama_7b: ModelShape) -> None:
+    request = request_for(llama_7b, None, resident=None)
+    counts = [request.plan.spans[stage].num_parameters(llama_7b) for stage in request.plan.stages_of(0)]
+    seconds = []
+    for gib in range(8, 80, 2):
+        fitted = fit(llama_7b, gib, resident=None)
+        chosen = Candidate(num_resident(fitted), len(fitted.graph_stages), fitted.plan.slots_of(0))
+        seconds.append(estimated_seconds(chosen, counts, tokens=TOKENS.step, clips=True, rates=Rates()))
+    assert all(later <= earlier for earlier, later in pairwise(seconds))
+    assert seconds[-1] < seconds[0]
+
+
+def test_a_handed_in_score_decides_among_what_fits(llama_7b: ModelShape) -> None:
+    def activations_first(rank: int, candidate: Candidate) -> float:
+        return -candidate.num_graphs
+
+    fitted = fit(llama_7b, 26.3, resident=None, score=activations_first)
+    # As without residency (above): three keep their activations; what is left then takes no resident stage.
+    assert (len(fitted.graph_stages), num_resident(fitted)) == (3, 0)
+    fitted = fit(llama_7b, 26.3, resident=None, score=lambda rank, candidate: candidate.num_resident)
+    assert num_resident(fitted) == 0
+    assert num_resident(fit(llama_7b, 26.3, resident=None)) > 0
+
+
+@pytest.mark.parametrize("stages", [0, 1, 3, 8])
+def test_a_number_that_is_asked_for_is_taken_and_only_activations_are_chosen(llama_7b: ModelShape, stages: int) -> None:
+    fitted = fit(llama_7b, 140, resident=stages)
+    assert [num_resident(fitted, rank) for rank in range(4)] == [stages] * 4
+    assert len(fitted.graph_stages) == 8
+    assert fit(llama_7b, None, resident=stages).plan.resident == fitted.plan.resident
+
+
+def test_more_resident_stages_than_fit_are_refused_with_the_arithmetic_and_the_largest_number_that_does(
+    llama_7b: ModelShape,
+) -> None:
+    with pytest.raises(GpuMemoryError) as caught:
+        fit(llama_7b, 20, resident=8)
+    message = str(caught.value)
+    # The last rank has 7 x 202,383,360 + 333,459,456 = 1,750,142,976 parameters, and a sum of 4 x 333,459,456 bytes.
+    assert "--resident_stages 8: rank 3 needs at least 27.4 GiB of GPU memory" in message
+    assert "weights 3.26 + gradients 4.50 + optimizer 16.30" in message
+    assert "20.0 GiB is available. At most --resident_stages 4 fits, which needs 17.6 GiB" in message
+
+
+def test_residency_is_not_blamed_where_nothing_fits(llama_7b: ModelShape) -> None:
+    with pytest.raises(GpuMemoryError, match="raise --num_stages") as caught:
+        fit(llama_7b, 4, resident=3)
+    assert "--resident_stages" not in str(caught.value)
+
+
+def test_more_resident_stages_than_a_rank_has_are_refused(llama_7b: ModelShape) -> None:
+    for gib in (None, 140):
+        with pytest.raises(PlanError, match=r"--resident_stages 9: each rank has 8 stage\(s\)"):
+            fit(llama_7b, gib, resident=9)
+
+
+def test_where_memory_is_unknown_nothing_stays_unless_asked_for(llama_7b: ModelShape) -> None:
+    assert fit(llama_7b, None, resident=None).plan.resident == frozenset()
+
+
+def test_a_rank_without_streamed_stages_leaves_the_others_slots_in_its_plan(llama_7b: ModelShape) -> None:
+    def by_rank(rank: int, candidate: Candidate) -> float:
+        return abs(candidate.num_resident - (8 if rank == 0 else 0))
+
+    plan = fit(llama_7b, 140, resident=None, score=by_rank).plan
+    assert (plan.slots_of(0), plan.slots_of(1)) == (0, 8)
+
+
+# Two stages of 3e9 parameters, 1e6 tokens, 1e16 FLOP and 1e9 updates a second: forward 0.6 s per stage, update 3 s.
+@pytest.mark.parametrize(
+    ("resident", "graphs", "clips", "expected"),
+    [
+        (2, 2, True, 2 * 1.8),
+        (2, 0, True, 2 * 2.4),
+        (0, 2, False, 3.6 + 3.0),
+        (0, 0, False, 4.8 + 3.0),  # the first stage's gradients come last
+        (1, 0, False, 4.8 + 3.0 - 1.8),
+        (0, 0, True, 4.8 + 6.0 - 0.6),  # the second stage waits for both updates, and has a forward's time
+        (1, 0, True, 4.8 + 3.0 - 0.6),
+    ],
+)
+def test_the_estimate_by_hand(resident: int, graphs: int, clips: bool, expected: float) -> None:
+    rates = Rates(flops=1e16, updates_in_step=1e9, updates_behind_step=1e9)
+    candidate = Candidate(resident, graphs, 2)
+    seconds = estimated_seconds(candidate, [3 * 10**9] * 2, tokens=10**6, clips=clips, rates=rates)
+    assert seconds == pytest.approx(expected)
+
+
+def test_the_cpu_paces_a_step_that_computes_for_less_than_its_updates_take() -> None:
+    rates = Rates(flops=1e17, updates_in_step=1e9)
+    seconds = estimated_seconds(Candidate(1, 0, 2), [3 * 10**9] * 3, tokens=10**6, clips=False, rates=rates)
+    assert seconds == pytest.approx(6.0)  # two streamed stages; compute takes 0.72 s
+
+
+def test_the_default_rates_give_back_what_they_were_taken_from() -> None:
+    # docs/benchmarks.md: 1.220 s streamed, 1.622 s with clipping, 0.762 s with all on the GPU and nothing recomputed.
+    counts = [202_383_360] * 7 + [333_459_456]
+    measured = (((0, 0), False, 1.220), ((0, 0), True, 1.622), ((8, 8), False, 0.762))
+    for (resident, graphs), clips, seconds in measured:
+        candidate = Candidate(resident, graphs, 2)
+        estimate = estimated_seconds(candidate, counts, tokens=TOKENS.step, clips=clips, rates=Rates())
+        assert estimate == pytest.approx(seconds, rel=0.05)

@@ -16,6 +16,7 @@ def test_the_json_file_holds_the_whole_plan(small: ModelShape) -> None:
         "num_ranks": 1,
         "num_microbatches": 3,
         "num_slots": 2,
+        "resident": [],
         "spans": [
             {"stage": 0, "first_layer": 0, "end_layer": 2, "is_first": True, "is_last": False},
             {"stage": 1, "first_layer": 2, "end_layer": 5, "is_first": False, "is_last": True},
@@ -66,3 +67,25 @@ def test_the_description_tells_when_nothing_is_streamed(small: ModelShape) -> No
     first, stage = plan.describe(small).splitlines()
     assert first == "1 stages on 1 rank(s), 1 microbatches, resident"
     assert "embedding, layers 0-4, norm, head" in stage
+
+
+def test_each_rank_keeps_its_first_stages_and_slots_for_the_others(small: ModelShape) -> None:
+    streamed = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=1, num_slots=2)
+    plan = streamed.with_resident((2, 1), 2)
+
+    assert plan.resident == {0, 2, 1}
+    assert [plan.streamed_stages(rank) for rank in range(2)] == [[], [3]]
+    assert (plan.num_slots, plan.slots_of(0), plan.slots_of(1)) == (1, 0, 1)
+    assert json.loads(plan.to_json())["resident"] == [0, 1, 2]
+    assert streamed.with_resident((0, 0), 2) == streamed
+    everything = streamed.with_resident((2, 2), 2)
+    assert everything == make_plan(small, num_ranks=2, num_stages=4, num_microbatches=1, num_slots=None)
+    assert everything.resident == {0, 1, 2, 3}
+
+
+def test_the_description_of_a_mixture_tells_which_stages_are_resident(small: ModelShape) -> None:
+    plan = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=1, num_slots=2).with_resident((1, 0), 2)
+
+    first, *stages = plan.describe(small).splitlines()
+    assert first == "4 stages on 2 rank(s), 1 microbatches, 1 resident, the others streamed through 2 slot(s)"
+    assert ["resident" in stage for stage in stages] == [True, False, False, False]

@@ -36,6 +36,7 @@ def test_it_writes_a_picture_where_it_is_told(tmp_path: Path) -> None:
         (("--num_stages", "3"), "such as 4"),
         (("--num_ranks", "0"), "--num_ranks 0: at least 1"),
         (("--num_chunks", "0"), "0 microbatches (--num_chunks)"),
+        (("--resident_stages", "3"), "--resident_stages 3: each GPU has 2 stages"),
         (("--output", "schedule.gif"), "ends in .png or .svg"),
         (("--output", "no/such/folder.png"), "No such file or directory"),
     ],
@@ -45,6 +46,14 @@ def test_a_mistake_is_told_in_one_line(options: tuple[str, ...], complaint: str,
     assert result.returncode == 2
     assert complaint in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_resident_stages_have_no_loads(tmp_path: Path) -> None:
+    options = ("--num_ranks", "2", "--num_stages", "6", "--num_chunks", "1", "--resident_stages", "1")
+    result = show(*options, "--actions", "--output", str(tmp_path / "mixed.svg"))
+    assert result.returncode == 0, result.stderr
+    assert "\nrank 1\n  generate_data -1 5 -1 -1\n  load -1 3 -1 -1\n  load -1 5 -1 -1\n" in result.stdout
+    assert "2 of the stages resident" in (tmp_path / "mixed.svg").read_text()
 
 
 def test_a_schedule_needs_no_torch() -> None:

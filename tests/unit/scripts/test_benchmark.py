@@ -124,7 +124,7 @@ def test_an_ablation_switches_one_part_off_in_each_row() -> None:
     runs = planned("--ablation")
 
     assert [run.options for run in runs] == [
-        *("", "--no_overlap_optimizer", "--no_prefetch", "--compile off", "--torch_adamw")
+        *("", "--no_overlap_optimizer", "--no_prefetch", "--resident_stages 0", "--compile off", "--torch_adamw")
     ]
 
 

@@ -14,6 +14,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from mobius.errors import PlanError
 from mobius.schedule.build import build_schedule
 from mobius.training.metrics import StepMetrics
 
@@ -185,6 +186,35 @@ def test_streamed_and_resident_stages_train_alike(run: Run, workplace: Path) -> 
 
     assert losses[0] == losses[1] == losses[2]
     assert len(set(map(str, losses[0]))) == 3, "the loss moves"
+
+
+def test_a_run_goes_on_from_what_another_residency_saved(run: Run, workplace: Path) -> None:
+    """Nothing that is saved tells where stages were: fine-tuning a saved model again gives the same losses and bits."""
+    results = []
+    for first, second in (("0", "0"), ("1", "0"), ("all", "1"), ("0", "all")):
+        run("--resident_stages", first, "--overwrite_output_dir", "--learning_rate", "1e-3", "--save_dir", "first")
+        arguments = ("--resident_stages", second, "--overwrite_output_dir", "--learning_rate", "1e-3")
+        run("--model_path", "first", *arguments)
+        losses = [row["loss"] for row in metrics_of(workplace)]
+        results.append((losses, torch.load("finetune_params.pt", weights_only=True)))
+
+    losses, parameters = results[0]
+    for other_losses, others in results[1:]:
+        assert other_losses == losses
+        assert all(torch.equal(others[name], value) for name, value in parameters.items())
+
+
+def test_the_plan_that_is_saved_tells_what_stays(run: Run, workplace: Path) -> None:
+    for residency, expected, slots in (("auto", [], 2), ("1", [0], 1), ("all", [0, 1], None)):
+        run("--resident_stages", residency, "--overwrite_output_dir", "--num_iterations", "1")
+        plan = json.loads((workplace / "out" / "plan.json").read_text())
+        assert (plan["resident"], plan["num_slots"]) == (expected, slots)
+
+
+def test_more_resident_stages_than_there_are_leave_nothing_behind(run: Run, workplace: Path) -> None:
+    with pytest.raises(PlanError, match="--resident_stages 3: each rank has 2"):
+        run("--resident_stages", "3")
+    assert not (workplace / "out").exists()
 
 
 def test_a_model_without_weights_starts_from_the_seed(run: Run, workplace: Path) -> None:

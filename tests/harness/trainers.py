@@ -1,0 +1,31 @@
+"""A trainer of one rank on a tiny checkpoint and random tokens, without the files of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from harness.runs import make_checkpoint
+
+from mobius.cli import parse_args
+from mobius.data.batches import Batches
+from mobius.data.store import TokenizedDataset
+from mobius.models.families import load_model_config
+from mobius.ranks import Ranks
+from mobius.runtime.transport import SingleRankTransport
+from mobius.training.build import RankState, assemble, draw_blueprint, load_state
+from mobius.training.trainer import Trainer
+
+
+def make_single_trainer(folder: Path, options: str, *, is_tied: bool = False) -> tuple[Trainer, RankState]:
+    """A trainer with `options` of main.py; the state is to be closed when nothing copies any more."""
+    make_checkpoint(folder, is_tied=is_tied)
+    config = parse_args(f"--model_path {folder} {options}".split())
+    size, length = config.pipeline.batch_size, config.data.seq_length
+    blueprint = draw_blueprint(config, Ranks(0, 1, 0), load_model_config(folder, config.model))
+    tokens = np.random.default_rng(0).integers(0, blueprint.shape.vocab_size, size * length, dtype=np.int32)
+    offsets = np.arange(size + 1, dtype=np.int64) * length
+    dataset = TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets)
+    batches = Batches(dataset, batch_size=size, seq_length=length, pad_token_id=0, seed=1)
+    state = load_state(blueprint, folder)
+    return assemble(blueprint, state, SingleRankTransport(), batches), state
