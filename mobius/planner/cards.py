@@ -28,6 +28,8 @@ LOSS_SHARE = 0.675
 """Head and loss with their backward: 6.0 ms for 3.22 TFLOP, 537 TFLOP/s."""
 SUSTAINED_SHARE = 0.92
 """Within a whole step over alone: 8 layers and the loss on one H200 take 0.644 s where their parts add up to 0.59."""
+RANKS_SHARE = 0.95
+"""With several ranks, where waiting receives occupy multiprocessors: a stage's backward took 19 instead of 17.6 ms."""
 MEMORY_SHARE = 0.8
 """Of the GPU's memory bandwidth, what passes over long tensors reach. A guess, not measured."""
 GPU_ADAMW_BYTES = 34
@@ -45,10 +47,10 @@ PCIE_BYTES = {3: 12.5e9, 4: 25.5e9, 5: 55e9}
 """One direction of x16 as copies reach it: generation 5 measured, 3 and 4 usual values of others' measurements."""
 DUPLEX_SHARE = 0.90
 """Each direction while both run, one GPU alone. A guess, not measured."""
-HOST_BANDWIDTH = 190e9
-"""Of a machine with 64 cores and 4 x H200, all users together."""
-DOWN_LIMIT, UP_LIMIT = 164 / 190, 136 / 190
-"""What copies of all GPUs together reach of the host's bandwidth: 4 x 41 GB/s down, 4 x 34 up, of 190."""
+HOST_BANDWIDTH = 200e9
+"""Of a machine with 64 cores and 4 x H200, all users together: AdamW moved 7.2e9 x 28 bytes per second."""
+DOWN_LIMIT, UP_LIMIT, BOTH_LIMIT = 164 / 200, 136 / 200, 188 / 200
+"""What copies of all GPUs reach of it: 4 x 41 GB/s down, 4 x 34 up, 4 x (22 + 25) at once."""
 HOST_MESSAGE_SHARE = 0.45
 """A message through host memory, over the PCIe rate: two copies, one after the other but for pieces. A guess."""
 PEER_SHARE = {"nvlink": 0.87, "pcie": 0.75}
@@ -145,7 +147,7 @@ def estimate_profile(
     if generation not in PCIE_BYTES:
         known = ", ".join(map(str, PCIE_BYTES))
         raise PlanError(f"PCIe generation {generation} is not known; known are {known}.")
-    rate = card.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE
+    rate = card.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE * (RANKS_SHARE if num_ranks > 1 else 1.0)
     counts = list(dict.fromkeys(shape.layer_parameters))
     copies = estimate_copies(PCIE_BYTES[generation], host.bandwidth, num_ranks)
     memory = card.memory_bandwidth * GIGA * MEMORY_SHARE
@@ -189,7 +191,7 @@ def estimate_copies(link: float, host_bandwidth: float, num_ranks: int) -> CopyR
     """Rates of `num_ranks` links of `link` bytes per second one way, which share the host's memory."""
     down = min(link, host_bandwidth * DOWN_LIMIT / num_ranks)
     up = min(link, host_bandwidth * UP_LIMIT / num_ranks)
-    each = host_bandwidth / num_ranks / (down + up)  # of both directions together, while all copy
+    each = host_bandwidth * BOTH_LIMIT / num_ranks / (down + up)
     both = min(DUPLEX_SHARE, each)
     return CopyRates(link, link, down, up, down * both, up * both)
 

@@ -106,7 +106,7 @@ def _num_graphs(plan: Plan, stage: int, tokens: StepTokens) -> int:
     Of the model's last stage one microbatch is under way at a time.
     """
     span = plan.spans[stage]
-    return len(span.layers) - 1 if span.is_last else len(span.layers) * tokens.num_microbatches
+    return max(0, len(span.layers) - 1) if span.is_last else len(span.layers) * tokens.num_microbatches
 
 
 def _with_slots_for(plan: Plan, num_graphs: int) -> Iterator[Plan]:

@@ -46,7 +46,7 @@ class Plan:
         for span in self.spans:
             owns = [
                 *(["embedding"] if span.is_first else []),
-                f"layers {span.first_layer}-{span.end_layer - 1}",
+                *([f"layers {span.first_layer}-{span.end_layer - 1}"] if span.layers else []),
                 *(["norm, head"] if span.is_last else []),
             ]
             count = span.num_parameters(shape)

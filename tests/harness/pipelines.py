@@ -26,7 +26,7 @@ from mobius.memory.stage_memory import StageMemory
 from mobius.memory.weight_slots import WeightSlots
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.optim.tied import TiedPair
-from mobius.planner.partition import balanced_partition
+from mobius.planner.partition import balanced_partition, partition_of
 from mobius.runtime.executor import Executor, StepBatch, StepSums
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.stage import StageModule
@@ -73,6 +73,8 @@ class Pipeline:
     keeps_graphs: bool = False
     """In all stages if they are resident, else in those of each rank that stay in a slot from forward to backward."""
     loss_chunk_tokens: int = 4096
+    sizes: tuple[int, ...] | None = None
+    """Layers of each stage; None cuts evenly."""
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -89,7 +91,8 @@ class Pipeline:
 
     def _run_rank(self, transport: LocalTransport, batch: StepBatch) -> tuple[dict[str, Tensor], StepSums]:
         parts = ModelParts(self.model.config, self.device)
-        spans = balanced_partition(len(parts.layers), self.num_ranks * self.stages_per_rank)
+        num_stages = self.num_ranks * self.stages_per_rank
+        spans = partition_of(self.sizes) if self.sizes else balanced_partition(len(parts.layers), num_stages)
         inputs = LayerInputs(parts, device=self.device, dtype=self.dtype)
         stages = {
             span.stage: StageModule(parts, span, inputs, loss_chunk_tokens=self.loss_chunk_tokens)
