@@ -22,12 +22,16 @@ GEMM_SHARE = 0.805
 """Large matrix products over the data sheet: 796 of 989 TFLOP/s."""
 FORWARD_SHARE = 0.84
 """A layer's forward over large products: 2.47 ms, 671 TFLOP/s."""
-BACKWARD_SHARE = 0.74
-"""A layer's backward, its additions to fp32 sums included: 8.1 less 2.47 ms, 589 TFLOP/s."""
+BACKWARD_SHARE = 0.81
+"""A layer's backward over large products: 8.1 less 2.47 ms, less what additions to fp32 sums take."""
+ACCUMULATION_BYTES = 10
+"""GPU memory traffic of such an addition, per parameter and microbatch: gradient 2, sum read 4, written 4."""
+FORWARD_LAUNCH, BACKWARD_LAUNCH = 0.6e-3, 1.2e-3
+"""Seconds of Python and launches for a layer, the least that it takes: 2.4 ms with recompute, split by guess."""
 LOSS_SHARE = 0.675
 """Head and loss with their backward: 6.0 ms for 3.22 TFLOP, 537 TFLOP/s."""
-SUSTAINED_SHARE = 0.92
-"""Within a whole step over alone: 8 layers and the loss on one H200 take 0.644 s where their parts add up to 0.59."""
+SUSTAINED_SHARE = 0.90
+"""Within a whole step over alone: 8 layers and the loss on one H200 take 0.644 s where their parts add up to 0.58."""
 RANKS_SHARE = 0.95
 """With several ranks, where waiting receives occupy multiprocessors: a stage's backward took 19 instead of 17.6 ms."""
 MEMORY_SHARE = 0.8
@@ -148,6 +152,7 @@ def estimate_profile(
         known = ", ".join(map(str, PCIE_BYTES))
         raise PlanError(f"PCIe generation {generation} is not known; known are {known}.")
     rate = card.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE * (RANKS_SHARE if num_ranks > 1 else 1.0)
+    # Products of parameters take 2 operations for each and per token, of causal attention 2 x L x H per token.
     counts = list(dict.fromkeys(shape.layer_parameters))
     copies = estimate_copies(PCIE_BYTES[generation], host.bandwidth, num_ranks)
     memory = card.memory_bandwidth * GIGA * MEMORY_SHARE
@@ -159,7 +164,10 @@ def estimate_profile(
         basis=f"{num_ranks} x {card.name}, PCIe {generation}, by data sheets and shares measured on H200s",
         num_ranks=num_ranks,
         microbatch_tokens=microbatch_tokens,
-        layer_kinds=tuple(_layer(count, shape.hidden_size, microbatch_tokens, seq_length, rate) for count in counts),
+        layer_kinds=tuple(
+            _layer(count, (2 * count + 2 * seq_length * shape.hidden_size) * microbatch_tokens, rate, memory)
+            for count in counts
+        ),
         kind_of_layer=tuple(counts.index(count) for count in shape.layer_parameters),
         embedding_forward=embedding_bytes / memory,
         # The gradient of the whole matrix is made and added to its fp32 sum: 2 written, 2 read, 4 read, 4 written.
@@ -179,11 +187,11 @@ def estimate_profile(
     )
 
 
-def _layer(parameters: int, hidden: int, tokens: int, seq_length: int, rate: float) -> LayerSeconds:
-    """Products: of parameters 2 operations for each and per token, of causal attention 2 x L x H per token."""
-    operations = (2 * parameters + 2 * seq_length * hidden) * tokens
-    forward = operations / (rate * FORWARD_SHARE)
-    backward = 2 * operations / (rate * BACKWARD_SHARE)
+def _layer(parameters: int, operations: float, rate: float, memory: float) -> LayerSeconds:
+    """A layer with `operations` forward, on a GPU with so many operations and bytes of memory per second."""
+    forward = max(operations / (rate * FORWARD_SHARE), FORWARD_LAUNCH)
+    products = 2 * operations / (rate * BACKWARD_SHARE)
+    backward = max(products + ACCUMULATION_BYTES * parameters / memory, BACKWARD_LAUNCH)
     return LayerSeconds(forward, backward, forward + backward)
 
 

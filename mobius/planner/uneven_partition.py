@@ -159,11 +159,11 @@ class _Program:
             self._add(dict.fromkeys(range(num_stages), 1.0), num_layers, num_layers)
         else:
             for layer in range(num_layers):
-                columns = range(layer * num_stages, (layer + 1) * num_stages)
-                self._add(dict.fromkeys(columns, 1.0), 1, 1)
+                own = range(layer * num_stages, (layer + 1) * num_stages)
+                self._add(dict.fromkeys(own, 1.0), 1, 1)
                 if layer + 1 < num_layers:  # the next layer's stage is the same or a later one
-                    step = {column: -float(stage) for stage, column in enumerate(columns)}
-                    step |= {column + num_stages: float(stage) for stage, column in enumerate(columns)}
+                    step = {column: -float(stage) for stage, column in enumerate(own)}
+                    step |= {column + num_stages: float(stage) for stage, column in enumerate(own)}
                     self._add(step, 0, inf)
         for stage in range(num_stages):
             self._add(dict.fromkeys(self.size_columns[stage], 1.0), task.fewest(stage), inf)
