@@ -51,12 +51,12 @@ PCIE_BYTES = {3: 12.5e9, 4: 25.5e9, 5: 55e9}
 """One direction of x16 as copies reach it: generation 5 measured, 3 and 4 usual values of others' measurements."""
 DUPLEX_SHARE = 0.90
 """Each direction while both run, one GPU alone. A guess, not measured."""
-HOST_BANDWIDTH = 200e9
-"""Of a machine with 64 cores and 4 x H200, all users together: AdamW moved 7.2e9 x 28 bytes per second."""
-DOWN_LIMIT, UP_LIMIT, BOTH_LIMIT = 164 / 200, 136 / 200, 188 / 200
+HOST_BANDWIDTH = 190e9
+"""Of a machine with 64 cores and 4 x H200, all users together, about."""
+DOWN_LIMIT, UP_LIMIT, BOTH_LIMIT = 164 / 190, 136 / 190, 188 / 190
 """What copies of all GPUs reach of it: 4 x 41 GB/s down, 4 x 34 up, 4 x (22 + 25) at once."""
-HOST_MESSAGE_SHARE = 0.45
-"""A message through host memory, over the PCIe rate: two copies, one after the other but for pieces. A guess."""
+HOST_MESSAGE_SHARE = 0.2
+"""A message through host memory, over the PCIe rate. A guess; what such messages cost compute is not known either."""
 PEER_SHARE = {"nvlink": 0.87, "pcie": 0.75}
 """Messages over the link's data sheet: 394 of 450 GB/s over NVLink measured, PCIe a guess."""
 LATENCY = 20e-6

@@ -7,6 +7,9 @@ from collections.abc import Hashable
 from mobius.planner.profile import Profile
 from mobius.planner.tasks import Flow
 
+COPIES_FIRST = 1e-6
+"""Weight of an update against copies, of which it takes what they leave of the host's memory."""
+
 
 class SharedRates:
     """Makes the flows of a run, and tells the capacities of what they share."""
@@ -26,11 +29,9 @@ class SharedRates:
         }
         for rank in range(num_ranks):
             self.capacities[self.DOWN, rank], self.capacities[self.UP, rank] = copies.down, copies.up
-        # Beside copies in both directions on all ranks, an optimizer takes what was measured of a rank's share of the
-        # host's memory, and the two copies what is left: its weight against theirs.
-        taken = profile.cpu_adamw_beside_copies * profile.cpu_adamw_bytes
-        left = max(profile.host_bandwidth / num_ranks - taken, 0.1 * taken)
-        self._update_weight = 2 * taken / left / profile.cpu_adamw_bytes
+        # Copies keep their rates beside the optimizers, in traces and by what these lose: what a byte copied costs them.
+        lost = profile.cpu_adamw_together - profile.cpu_adamw_beside_copies
+        self._host_share = max(lost, 0.0) * profile.cpu_adamw_bytes / (copies.both_down + copies.both_up)
 
     def load(self, rank: int, num_bytes: float) -> Flow:
         """A copy to the GPU."""
@@ -43,7 +44,7 @@ class SharedRates:
     def update(self, parameters: float) -> Flow:
         """A part of a CPU update."""
         uses: dict[Hashable, float] = {self.HOST: self._profile.cpu_adamw_bytes, self.UPDATES: 1.0}
-        return Flow(parameters, self._profile.cpu_adamw, uses, self._update_weight)
+        return Flow(parameters, self._profile.cpu_adamw, uses, COPIES_FIRST)
 
     def message(self, source: int, target: int, num_bytes: float) -> float | Flow:
         """Seconds of a message over a link of its own, or a flow up to the host and down again."""
@@ -56,7 +57,7 @@ class SharedRates:
         return Flow(num_bytes + messages.latency * messages.bandwidth, messages.bandwidth, uses)
 
     def _down(self, rank: int) -> dict[Hashable, float]:
-        return {self.HOST: 1.0, self.BOTH_WAYS: 1.0, self.DOWN: 1.0, (self.DOWN, rank): 1.0}
+        return {self.HOST: self._host_share, self.BOTH_WAYS: 1.0, self.DOWN: 1.0, (self.DOWN, rank): 1.0}
 
     def _up(self, rank: int) -> dict[Hashable, float]:
-        return {self.HOST: 1.0, self.BOTH_WAYS: 1.0, self.UP: 1.0, (self.UP, rank): 1.0}
+        return {self.HOST: self._host_share, self.BOTH_WAYS: 1.0, self.UP: 1.0, (self.UP, rank): 1.0}

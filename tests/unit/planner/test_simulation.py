@@ -13,9 +13,11 @@ from mobius.planner.partition import balanced_partition
 from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
 from mobius.planner.sensitivity import Resource, limiting_resource, with_faster
 from mobius.planner.shape import ModelShape
+from mobius.planner.shared_rates import SharedRates
 from mobius.planner.simulation import Prediction, simulate_steps
 from mobius.planner.stage_costs import StageCost, StepRules, stage_costs
 from mobius.planner.step_tasks import Lane, WaitFor
+from mobius.planner.tasks import share_rates
 from mobius.schedule.build import build_schedule
 
 SLOW_COPIES = CopyRates(down=10, up=10, down_together=10, up_together=10, both_down=10, both_up=10)
@@ -213,25 +215,49 @@ KEPT = {"slots": None, "keeps_graphs": True}
 
 
 @pytest.mark.parametrize(
-    ("settings", "measured"),
+    ("settings", "measured", "bound"),
     [
-        (ONE_GPU, 0.857),
-        ({**ONE_GPU, "clips": True}, 0.968),
-        ({**ONE_GPU, **RESIDENT}, 0.799),
-        ({**ONE_GPU, **KEPT}, 0.644),  # SUSTAINED_SHARE was chosen by this one
-        ({}, 1.220),
-        ({"clips": True}, 1.622),
-        (KEPT, 0.761),
-        ({"microbatches": 8}, 1.316),
-        ({"microbatches": 8, "clips": True}, 1.734),
-        ({**KEPT, "microbatches": 8}, 0.762),
+        (ONE_GPU, 0.857, 0.08),
+        ({**ONE_GPU, "clips": True}, 0.968, 0.08),
+        ({**ONE_GPU, **RESIDENT}, 0.799, 0.08),
+        ({**ONE_GPU, **KEPT}, 0.644, 0.02),  # SUSTAINED_SHARE was chosen by this one
+        ({}, 1.220, 0.08),
+        ({"clips": True}, 1.622, 0.08),
+        (KEPT, 0.761, 0.08),
+        # On a second machine, where feeding the GPU probably had to wait for cores.
+        ({"microbatches": 8}, 1.316, 0.12),
+        ({"microbatches": 8, "clips": True}, 1.734, 0.08),
+        ({**KEPT, "microbatches": 8}, 0.762, 0.08),
     ],
 )
-def test_estimates_for_h200s_are_within_ten_percent_of_what_was_measured(
-    llama_7b: ModelShape, settings: dict[str, object], measured: float
+def test_estimates_for_h200s_are_as_near_to_what_was_measured_as_the_document_says(
+    llama_7b: ModelShape, settings: dict[str, object], measured: float, bound: float
 ) -> None:
     prediction = predict_llama(llama_7b, **settings)  # type: ignore[arg-type]
-    assert prediction.step_seconds == pytest.approx(measured, rel=0.10)
+    assert prediction.step_seconds == pytest.approx(measured, rel=bound)
+
+
+def test_waits_of_a_streamed_step_are_about_the_measured_ones(llama_7b: ModelShape) -> None:
+    prediction = predict_llama(llama_7b)
+    measured = {WaitFor.WEIGHTS: 0.017, WaitFor.OPTIMIZER: 0.160, WaitFor.NEIGHBOURS: 0.414}
+    for cause, seconds in measured.items():
+        assert prediction.worst_wait(cause) == pytest.approx(seconds, abs=0.08), cause
+
+
+def test_all_at_once_ranks_update_and_copy_as_fast_as_was_measured(llama_7b: ModelShape) -> None:
+    profile = estimate_profile(CARDS["H200"], llama_7b, microbatch_tokens=8192, seq_length=512, num_ranks=4)
+    rates = SharedRates(profile, 4)
+    copies = {("load", rank): rates.load(rank, 1) for rank in range(4)}
+    copies |= {("offload", rank): rates.offload(rank, 1) for rank in range(4)}
+    updates = {("update", rank): rates.update(1) for rank in range(4)}
+
+    alone = share_rates(updates, rates.capacities)
+    together = share_rates({**updates, **copies}, rates.capacities)
+
+    # 7.2 and 5.0 Gparam/s with 28 bytes each, here 26; 22 + 25 GB/s of copies.
+    assert sum(alone[name] for name in updates) == pytest.approx(7.2e9, rel=0.03)
+    assert sum(together[name] for name in updates) == pytest.approx(5.0e9, rel=0.05)
+    assert sum(together[name] for name in copies) / 4 == pytest.approx(47e9, rel=0.01)
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -1,0 +1,270 @@
+"""Answers what a run would do on a machine one does not have: an estimated profile, what fits, a predicted step.
+
+Nothing is measured here, so every number is an estimate. Several nodes exist on paper only: one ring of ranks goes
+through all of them, all messages are as slow as those between nodes, and the hosts' memory counts as one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+from mobius.config import Dtype, Recompute
+from mobius.errors import GpuMemoryError, PlanError
+from mobius.planner.budget import GIB, GPU_PROCESS_BYTES, ByteSizes, gpu_need, layer_activation_bytes
+from mobius.planner.cards import GIGA, LATENCY, TERA, Card, Host, estimate_profile
+from mobius.planner.choice import Candidate, Choice, Fitting, Job, choose_stages_and_chunks, predict, simulate_again
+from mobius.planner.fit import StepTokens, fit_plan
+from mobius.planner.partition import StageSpan, balanced_partition
+from mobius.planner.plan import Plan
+from mobius.planner.profile import MessageRates, Profile
+from mobius.planner.sensitivity import Resource, limiting_resource
+from mobius.planner.shape import ModelShape
+
+CONTEXT_BYTES = GIB
+"""Of a card's memory, what the driver and libraries take before a run does. A guess."""
+GRAPH_SHARE = 0.7
+"""What a compiled Llama layer's graph holds, over the guess by widths (planner/budget.py)."""
+MESSAGES_UNDER_WAY = 4
+"""Activations that are being received, per rank."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs and what is around them; `num_gpus` are those of one node."""
+
+    card: Card
+    num_gpus: int
+    host: Host
+    pcie: int | None = None
+    """None: the card's own generation."""
+    num_nodes: int = 1
+    node_link: float = 25.0
+    """GB/s between neighbouring nodes, in one direction; 25 is 200 Gbit/s."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_gpus * self.num_nodes
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is to be trained, and how."""
+
+    shape: ModelShape
+    batch_size: int
+    seq_length: int
+    num_stages: int | None
+    """None: chosen, as is the number of chunks."""
+    num_chunks: int | None
+    gpu_memory_limit: float | None = None
+    """GiB; None: the card's memory."""
+    use_offload: bool = True
+    num_resident: int = 0
+    """Stages of each rank, the first ones, that stay on the GPU while the others are streamed."""
+    recompute: Recompute = Recompute.AUTO
+    clips: bool = True
+    overlaps_optimizer: bool = True
+    use_prefetch: bool = True
+    loss_chunk_tokens: int = 2048
+
+    @property
+    def step_tokens(self) -> int:
+        return self.batch_size * self.seq_length
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A predicted run, with what it takes and what holds it up."""
+
+    machine: Machine
+    run: Run
+    choice: Choice
+    gpu_bytes: int
+    """Of the fullest rank, fragments and workspaces not counted."""
+    host_bytes: int
+    """Of all ranks of a node."""
+    limit: Resource
+    gain: float
+    """The share of a step that `limit` would save if it were 1.1 times as fast."""
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.choice.best
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.run.step_tokens / self.candidate.prediction.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Operations of the model without recompute, over what the cards' data sheets give in a step.
+
+        Six for each parameter but the embedding's and per token, and those of causal attention.
+        """
+        shape = self.run.shape
+        parameters = sum(shape.layer_parameters) + shape.head_parameters
+        attention = shape.num_layers * shape.hidden_size * self.run.seq_length
+        operations = 6 * (parameters + attention) * self.tokens_per_second
+        return operations / (self.machine.card.tera_flops * TERA * self.machine.num_ranks)
+
+
+def answer(machine: Machine, run: Run) -> Answer:
+    """Predict `run` on `machine`. Raises GpuMemoryError or PlanError, each with what to change."""
+    _check(machine, run)
+    job = make_job(machine, run)
+    if run.num_stages is not None and run.num_chunks is not None:
+        choice = _as_given(job, run.num_stages, run.num_chunks)
+    else:
+        choice = choose_stages_and_chunks(job, num_stages=run.num_stages, num_chunks=run.num_chunks)
+    best = choice.best
+
+    def seconds(profile: Profile) -> float:
+        again = simulate_again(job, best.spans, best.num_chunks, best.fitting, best.schedule, profile)
+        return again.step_seconds
+
+    limit, gain = limiting_resource(best.profile, seconds)
+    memory = _gpu_bytes(machine, run, best.spans, best.num_chunks, best.fitting)
+    return Answer(machine, run, choice, memory, _host_bytes(machine, run, best), limit, gain)
+
+
+def make_job(machine: Machine, run: Run) -> Job:
+    """The choice's view of `run` in bf16 on `machine`."""
+    sizes = ByteSizes.of(Dtype.BF16)
+
+    @cache
+    def profile_of(tokens: int) -> Profile:
+        return machine_profile(machine, run.shape, microbatch_tokens=tokens, seq_length=run.seq_length)
+
+    return Job(
+        shape=run.shape,
+        num_ranks=machine.num_ranks,
+        batch_size=run.batch_size,
+        seq_length=run.seq_length,
+        clips=run.clips,
+        weight_bytes=sizes.weight,
+        gradient_bytes=sizes.host_gradient,
+        overlaps_optimizer=run.overlaps_optimizer,
+        profile_of=profile_of,
+        fit=lambda spans, num_chunks: fit(machine, run, spans, num_chunks),
+    )
+
+
+def machine_profile(machine: Machine, shape: ModelShape, *, microbatch_tokens: int, seq_length: int) -> Profile:
+    """The estimate of all nodes together."""
+    nodes = machine.num_nodes
+    profile = estimate_profile(
+        machine.card,
+        shape,
+        microbatch_tokens=microbatch_tokens,
+        seq_length=seq_length,
+        num_ranks=machine.num_ranks,
+        pcie=machine.pcie,
+        host=replace(machine.host, bandwidth=machine.host.bandwidth * nodes),
+    )
+    if nodes == 1:
+        return profile
+    between = min(machine.node_link * GIGA, profile.messages.bandwidth)
+    messages = MessageRates(between, LATENCY, profile.messages.is_through_host)
+    return replace(profile, messages=messages, basis=f"{nodes} nodes on paper, together {profile.basis}")
+
+
+def fit(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunks: int) -> Fitting:
+    """What stays on the GPUs. Raises GpuMemoryError if the cut does not fit."""
+    num_ranks = machine.num_ranks
+    slots = None if not run.use_offload else min(2 if run.use_prefetch else 1, len(spans) // num_ranks)
+    plan = Plan(num_ranks, num_chunks, slots, spans)
+    sizes, tokens = ByteSizes.of(Dtype.BF16), _tokens(run, num_chunks)
+    message = tokens.microbatch * run.shape.hidden_size * sizes.weight
+    graph_bytes = _graph_bytes(run, num_chunks)
+    resident = frozenset(s for rank in range(num_ranks) for s in plan.stages_of(rank)[: run.num_resident])
+    fits = []
+    for rank in range(num_ranks):
+        state = sum(spans[s].num_parameters(run.shape) for s in plan.stages_of(rank) if s in resident) * sizes.resident
+        if _usable_bytes(machine, run) < state:
+            raise GpuMemoryError(
+                f"rank {rank}: {run.num_resident} resident stages take {state / GIB:.1f} GiB of GPU memory, "
+                f"{_usable_bytes(machine, run) / GIB:.1f} GiB is available. To fit: fewer resident stages."
+            )
+        fits.append(
+            fit_plan(
+                plan,
+                run.shape,
+                sizes,
+                rank=rank,
+                tokens=tokens,
+                gpu_bytes=_usable_bytes(machine, run) - state,
+                recompute=run.recompute,
+                graph_bytes=graph_bytes,
+                reserved_bytes=MESSAGES_UNDER_WAY * message,
+            )
+        )
+    if slots is None:
+        return Fitting(None, frozenset(range(len(spans))), frozenset().union(*(each.graph_stages for each in fits)))
+    # One schedule for all ranks: the fewest slots, and no more kept activations than they allow.
+    fewest = min(each.plan.num_slots or 1 for each in fits)
+    kept = {s for rank, each in enumerate(fits) for s in plan.stages_of(rank)[-fewest:] if s in each.graph_stages}
+    return Fitting(fewest, resident, frozenset(kept))
+
+
+def _as_given(job: Job, num_stages: int, num_chunks: int) -> Choice:
+    candidate = predict(job, balanced_partition(job.shape.num_layers, num_stages), num_chunks)
+    return Choice(candidate, (candidate,), ())
+
+
+def _check(machine: Machine, run: Run) -> None:
+    if run.num_stages is not None and run.num_stages % machine.num_ranks:
+        raise PlanError(f"--num_stages {run.num_stages} is not a multiple of the {machine.num_ranks} GPUs.")
+    if run.num_chunks is not None and run.batch_size % run.num_chunks:
+        raise PlanError(f"--batch_size {run.batch_size} cannot be cut into --num_chunks {run.num_chunks} equal parts.")
+    if run.num_resident and not run.use_offload:
+        raise PlanError("--resident_stages has no meaning with --no_offload, where all stages are resident.")
+
+
+def _tokens(run: Run, num_chunks: int) -> StepTokens:
+    return StepTokens(step=run.step_tokens, microbatch=run.step_tokens // num_chunks, loss_chunk=run.loss_chunk_tokens)
+
+
+def _graph_bytes(run: Run, num_chunks: int) -> int:
+    sizes = ByteSizes.of(Dtype.BF16)
+    return int(GRAPH_SHARE * layer_activation_bytes(run.shape, sizes, run.step_tokens // num_chunks))
+
+
+def _usable_bytes(machine: Machine, run: Run) -> int:
+    card = int(machine.card.memory_gb * GIB) - CONTEXT_BYTES
+    return card if run.gpu_memory_limit is None else min(card, int(run.gpu_memory_limit * GIB))
+
+
+def _gpu_bytes(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunks: int, fitting: Fitting) -> int:
+    """By the arithmetic of planner/budget.py, with what is kept and what is resident."""
+    sizes, tokens, num_ranks = ByteSizes.of(Dtype.BF16), _tokens(run, num_chunks), machine.num_ranks
+    graph_bytes = _graph_bytes(run, num_chunks)
+    keeps_all = run.recompute is Recompute.NONE
+    need = gpu_need(
+        spans,
+        run.shape,
+        sizes,
+        num_ranks=num_ranks,
+        num_slots=fitting.num_slots,
+        batch_tokens=tokens.step,
+        microbatch_tokens=tokens.microbatch,
+        loss_chunk_tokens=tokens.loss_chunk,
+        keeps_activations=keeps_all,
+        graph_bytes=graph_bytes,
+    )
+    fullest = 0
+    for rank in range(num_ranks):
+        own = range(rank, len(spans), num_ranks)
+        kept = 0 if keeps_all else sum(len(spans[s].layers) for s in own if s in fitting.graph_stages) * num_chunks
+        mixed = fitting.num_slots is not None
+        state = sum(spans[s].num_parameters(run.shape) for s in own if s in fitting.resident and mixed)
+        fullest = max(fullest, kept * graph_bytes + state * sizes.resident)
+    return need.total + fullest
+
+
+def _host_bytes(machine: Machine, run: Run, candidate: Candidate) -> int:
+    streamed = [span for span in candidate.spans if span.stage not in candidate.fitting.resident]
+    parameters = sum(span.num_parameters(run.shape) for span in streamed)
+    per_node = math.ceil(parameters * ByteSizes.of(Dtype.BF16).host / machine.num_nodes)
+    return per_node + machine.num_gpus * GPU_PROCESS_BYTES
