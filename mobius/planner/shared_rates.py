@@ -21,7 +21,7 @@ class SharedRates:
         copies = profile.copies
         self._profile = profile
         self.capacities: dict[Hashable, float] = {
-            self.HOST: profile.host_bandwidth,
+            self.HOST: max(profile.host_bandwidth, num_ranks * profile.cpu_adamw_together * profile.cpu_adamw_bytes),
             self.BOTH_WAYS: num_ranks * (copies.both_down + copies.both_up),
             self.DOWN: num_ranks * copies.down_together,
             self.UP: num_ranks * copies.up_together,
@@ -29,7 +29,7 @@ class SharedRates:
         }
         for rank in range(num_ranks):
             self.capacities[self.DOWN, rank], self.capacities[self.UP, rank] = copies.down, copies.up
-        # Copies keep their rates beside the optimizers, in traces and by what these lose: what a byte copied costs them.
+        # Copies keep their rates beside the optimizers (so in traces); what these lose is what a byte copied takes.
         lost = profile.cpu_adamw_together - profile.cpu_adamw_beside_copies
         self._host_share = max(lost, 0.0) * profile.cpu_adamw_bytes / (copies.both_down + copies.both_up)
 
@@ -57,7 +57,10 @@ class SharedRates:
         return Flow(num_bytes + messages.latency * messages.bandwidth, messages.bandwidth, uses)
 
     def _down(self, rank: int) -> dict[Hashable, float]:
-        return {self.HOST: self._host_share, self.BOTH_WAYS: 1.0, self.DOWN: 1.0, (self.DOWN, rank): 1.0}
+        return {**self._host(), self.BOTH_WAYS: 1.0, self.DOWN: 1.0, (self.DOWN, rank): 1.0}
 
     def _up(self, rank: int) -> dict[Hashable, float]:
-        return {self.HOST: self._host_share, self.BOTH_WAYS: 1.0, self.UP: 1.0, (self.UP, rank): 1.0}
+        return {**self._host(), self.BOTH_WAYS: 1.0, self.UP: 1.0, (self.UP, rank): 1.0}
+
+    def _host(self) -> dict[Hashable, float]:
+        return {self.HOST: self._host_share} if self._host_share else {}
