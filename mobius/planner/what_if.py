@@ -255,12 +255,17 @@ def _gpu_bytes(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chu
     )
     fullest = 0
     for rank in range(num_ranks):
-        own = range(rank, len(spans), num_ranks)
-        kept = 0 if keeps_all else sum(len(spans[s].layers) for s in own if s in fitting.graph_stages) * num_chunks
-        mixed = fitting.num_slots is not None
-        state = sum(spans[s].num_parameters(run.shape) for s in own if s in fitting.resident and mixed)
-        fullest = max(fullest, kept * graph_bytes + state * sizes.resident)
+        own = [span for span in spans if span.stage % num_ranks == rank]
+        graphs = 0 if keeps_all else sum(_num_graphs(s, num_chunks) for s in own if s.stage in fitting.graph_stages)
+        mixed = [span for span in own if span.stage in fitting.resident and fitting.num_slots is not None]
+        state = sum(span.num_parameters(run.shape) for span in mixed) * sizes.resident
+        fullest = max(fullest, graphs * graph_bytes + state)
     return need.total + fullest
+
+
+def _num_graphs(span: StageSpan, num_chunks: int) -> int:
+    """Graphs of layers that exist at a time beside the one that always does; of the last stage those of one chunk."""
+    return max(0, len(span.layers) - 1) if span.is_last else len(span.layers) * num_chunks
 
 
 def _host_bytes(machine: Machine, run: Run, candidate: Candidate) -> int:
