@@ -9,6 +9,7 @@ machine of H200s (docs/benchmarks.md, "estimates"). A profile made here says so.
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 
 from mobius.errors import PlanError
@@ -80,6 +81,8 @@ class Card:
     """GB/s in one direction to a neighbour; 0 without, and where only pairs can be bridged."""
     has_peer_copies: bool = True
     """Whether the driver lets GPUs write into each other's memory."""
+    device_names: tuple[str, ...] = ()
+    """How the driver calls it, in small letters and digits; without any, as `name`."""
 
 
 _CARDS = (
@@ -90,12 +93,12 @@ _CARDS = (
     Card("L20", 119.5, 48, 864, 4),
     Card("L40S", 362, 48, 864, 4),
     Card("A6000", 154.8, 48, 768, 4),
-    Card("6000-Ada", 364, 48, 960, 4),
+    Card("6000-Ada", 364, 48, 960, 4, device_names=("rtx6000ada",)),
     Card("RTX3090", 71, 24, 936, 4, has_peer_copies=False),
     Card("RTX4090", 165.2, 24, 1008, 4, has_peer_copies=False),
     Card("RTX5090", 209.5, 32, 1792, 5, has_peer_copies=False),
-    Card("A100-40", 312, 40, 1555, 4, nvlink=300),
-    Card("A100-80", 312, 80, 2039, 4, nvlink=300),
+    Card("A100-40", 312, 40, 1555, 4, nvlink=300, device_names=("a100sxm440gb", "a100pcie40gb")),
+    Card("A100-80", 312, 80, 2039, 4, nvlink=300, device_names=("a100sxm480gb", "a100pcie80gb", "a10080gb")),
     Card("A800", 312, 80, 2039, 4, nvlink=200),
     Card("H20", 148, 96, 4000, 5, nvlink=450),
     Card("H100", 989, 80, 3350, 5, nvlink=450),
@@ -117,6 +120,14 @@ def find_card(name: str) -> Card:
     near = difflib.get_close_matches(wanted, plain, n=1)
     hint = f"; did you mean {plain[near[0]].name}?" if near else ""
     raise PlanError(f"the card {name!r} is not known{hint}. Known are {', '.join(CARDS)}.")
+
+
+def card_of_device(device_name: str) -> Card | None:
+    """The card that a driver calls `device_name`, such as `NVIDIA GeForce RTX 4090`; None if it is not known."""
+    words = re.findall(r"[a-z0-9]+", device_name.lower())
+    # Whole words, one or more in a row: A10 is no A100, L4 no L40S.
+    runs = {"".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)}
+    return next((card for card in _CARDS if runs & {*(card.device_names or (_plain(card.name),))}), None)
 
 
 def _plain(name: str) -> str:

@@ -115,12 +115,17 @@ def simulate_again(
 
 
 def choose_stages_and_chunks(
-    job: Job, *, num_stages: int | None, num_chunks: int | None, time_limit: float = TIME_LIMIT
+    job: Job,
+    *,
+    num_stages: int | None,
+    num_chunks: int | None,
+    cuts_unevenly: bool = True,
+    time_limit: float = TIME_LIMIT,
 ) -> Choice:
     """The fastest setting by prediction; what is not None stays as given.
 
-    All numbers of stages and chunks are tried with even cuts, then the best of them with uneven ones. Between settings
-    that are alike within `NOTICEABLE`, the one with fewer stages and chunks is taken.
+    All numbers of stages and chunks are tried with even cuts, then the best of them with uneven ones, if
+    `cuts_unevenly`. Between settings that are alike within `NOTICEABLE`, the one with fewer stages and chunks is taken.
     Raises GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
     """
     tried: list[Candidate] = []
@@ -137,7 +142,7 @@ def choose_stages_and_chunks(
             f"--batch_size {job.batch_size}."
         )
     notices: list[str] = []
-    for candidate in sorted(tried, key=_seconds)[:NUM_RECUT]:
+    for candidate in sorted(tried, key=_seconds)[: NUM_RECUT if cuts_unevenly else 0]:
         tried += _recut(job, candidate, notices, time_limit)
     fastest = min(map(_seconds, tried))
     alike = [candidate for candidate in tried if _seconds(candidate) <= fastest * (1 + NOTICEABLE)]

@@ -57,10 +57,17 @@ class Plan:
 
 
 def make_plan(
-    shape: ModelShape, *, num_ranks: int, num_stages: int, num_microbatches: int, num_slots: int | None
+    shape: ModelShape,
+    *,
+    num_ranks: int,
+    num_stages: int,
+    num_microbatches: int,
+    num_slots: int | None,
+    spans: Sequence[StageSpan] | None = None,
 ) -> Plan:
-    """Cut the model evenly. Raises PlanError if there are more stages than layers."""
-    spans: Sequence[StageSpan] = balanced_partition(shape.num_layers, num_stages)
+    """Cut the model evenly, unless `spans` say how. Raises PlanError if there are more stages than layers."""
+    spans = balanced_partition(shape.num_layers, num_stages) if spans is None else spans
+    assert len(spans) == num_stages
     stages_per_rank = num_stages // num_ranks
     slots = None if num_slots is None else min(num_slots, stages_per_rank)
     return Plan(num_ranks, num_microbatches, slots, tuple(spans))

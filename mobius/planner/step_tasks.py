@@ -86,6 +86,7 @@ class StepTasks:
         self._homes: dict[int, Task] = {}
 
     def add_step(self) -> None:
+        """Append the tasks of one more step, which begins when the one before has ended."""
         self._messages, self._homes = {}, {}
         positions = [0] * self.schedule.num_ranks
         # Ranks take turns, because a message must be made before what receives it.

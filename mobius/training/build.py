@@ -60,6 +60,7 @@ from mobius.runtime.transport import SingleRankTransport, Transport
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
+from mobius.training.auto import Gpu, resolve_auto
 from mobius.training.timeline import TraceFacts
 from mobius.training.trainer import StepWatch, Trainer
 
@@ -110,12 +111,15 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
     wants_graphs = pipeline.compile is Compile.ON or (pipeline.compile is Compile.AUTO and device.type == "cuda")
     parts = ModelParts(model_config, device, compiled=wants_graphs)
     shape = parts.shape()
+    resolved = resolve_auto(config, shape, num_ranks=ranks.num_ranks, gpu=_gpu(device))
+    config, pipeline = resolved.config, resolved.config.pipeline
     plan = make_plan(
         shape,
         num_ranks=ranks.num_ranks,
-        num_stages=pipeline.num_stages,
+        num_stages=pipeline.stages,
         num_microbatches=pipeline.num_microbatches,
         num_slots=pipeline.num_slots if pipeline.use_offload else None,
+        spans=resolved.spans,
     )
     dtype = TORCH_DTYPES[config.model.dtype]
     sizes = ByteSizes.of(config.model.dtype, has_fp32_gradients=pipeline.fp32_gradients)
@@ -151,6 +155,13 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
     plan = fitted.plan
     schedule = build_schedule(ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots)
     return Blueprint(config, ranks, device, dtype, parts, shape, plan, schedule, fitted.graph_stages)
+
+
+def _gpu(device: torch.device) -> Gpu | None:
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.name, properties.total_memory)
 
 
 def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:
