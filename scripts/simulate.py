@@ -20,6 +20,7 @@ from mobius.errors import GpuMemoryError, MobiusError
 from mobius.planner.budget import GIB
 from mobius.planner.cards import CARDS, HOST_BANDWIDTH, PCIE_BYTES, Host, find_card
 from mobius.planner.model_files import LLAMA_SHAPES, shape_of_model
+from mobius.planner.profile import Profile, ProfileError
 from mobius.planner.step_tasks import WaitFor
 from mobius.planner.what_if import Answer, Machine, Run, answer
 
@@ -64,6 +65,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--host_bandwidth", type=float, default=HOST_BANDWIDTH / 1e9,
         help="GB/s of a node's CPU memory (default: %(default)g, a server of 64 cores)",
     )  # fmt: skip
+    parser.add_argument(
+        "--profile", type=Path, help="a profile that was measured, in place of estimates", metavar="FILE"
+    )
     parser.add_argument("--nodes", type=int, default=1, help="on paper: one ring through all of them")
     parser.add_argument("--node_link", type=float, default=25.0, help="GB/s between nodes (default: %(default)g)")
     parser.add_argument(
@@ -169,9 +173,10 @@ def main(argv: list[str] | None = None) -> int:
     details: list[str] = []
     last: Answer | None = None
     try:
+        measured = Profile.from_json(arguments.profile.read_text()) if arguments.profile else None
         for model, machine, run in machines_and_runs(arguments):
             try:
-                last = answer(machine, run)
+                last = answer(machine, run, measured=measured)
             except GpuMemoryError as error:
                 details.append(f"{' '.join(begin_row(model, machine, run)[:2])}: does not fit: {error}")
                 continue
@@ -183,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(dict.fromkeys(details)))
         if last is not None and (arguments.output or arguments.trace):
             draw(last, arguments)
-    except (MobiusError, OSError) as error:
+    except (MobiusError, ProfileError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0 if last is not None else 1

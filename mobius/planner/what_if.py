@@ -112,10 +112,13 @@ class Answer:
         return operations / (self.machine.card.tera_flops * TERA * self.machine.num_ranks)
 
 
-def answer(machine: Machine, run: Run) -> Answer:
-    """Predict `run` on `machine`. Raises GpuMemoryError or PlanError, each with what to change."""
+def answer(machine: Machine, run: Run, *, measured: Profile | None = None) -> Answer:
+    """Predict `run` on `machine`, by a profile that was measured there if there is one.
+
+    Raises GpuMemoryError or PlanError, each with what to change.
+    """
     _check(machine, run)
-    job = make_job(machine, run)
+    job = make_job(machine, run, measured=measured)
     if run.num_stages is not None and run.num_chunks is not None:
         choice = _as_given(job, run.num_stages, run.num_chunks)
     else:
@@ -131,12 +134,15 @@ def answer(machine: Machine, run: Run) -> Answer:
     return Answer(machine, run, choice, memory, _host_bytes(machine, run, best), limit, gain)
 
 
-def make_job(machine: Machine, run: Run) -> Job:
+def make_job(machine: Machine, run: Run, *, measured: Profile | None = None) -> Job:
     """The choice's view of `run` on `machine`."""
     sizes = ByteSizes.of(run.dtype)
 
     @cache
     def profile_of(tokens: int) -> Profile:
+        if measured is not None:
+            _check_measured(measured, run.shape, num_ranks=machine.num_ranks, tokens=tokens)
+            return measured
         return machine_profile(machine, run.shape, microbatch_tokens=tokens, seq_length=run.seq_length)
 
     return Job(
@@ -222,6 +228,14 @@ def _check(machine: Machine, run: Run) -> None:
         raise PlanError(f"--batch_size {run.batch_size} cannot be cut into --num_chunks {run.num_chunks} equal parts.")
     if run.num_resident and not run.use_offload:
         raise PlanError("--resident_stages has no meaning with --no_offload, where all stages are resident.")
+
+
+def _check_measured(measured: Profile, shape: ModelShape, *, num_ranks: int, tokens: int) -> None:
+    given = (measured.num_ranks, measured.microbatch_tokens, len(measured.kind_of_layer))
+    wanted = (num_ranks, tokens, shape.num_layers)
+    if given != wanted:
+        parts = "ranks, tokens of a microbatch and layers"
+        raise PlanError(f"the profile is of another run: its {parts} are {given}, {wanted} are asked for.")
 
 
 def _tokens(run: Run, num_chunks: int) -> StepTokens:

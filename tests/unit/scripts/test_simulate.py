@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+from mobius.planner.cards import CARDS, estimate_profile
+from mobius.planner.model_files import shape_of_model
+from mobius.planner.profile import Source
 from mobius.training.timeline import read_trace
 
 ROOT = Path(__file__).parents[3]
@@ -53,3 +57,19 @@ def test_the_predicted_step_is_drawn_and_written_like_a_measured_one(tmp_path: P
     assert trace.steps == [1, 2, 3]
     lanes = trace.lane_seconds(3)[0]
     assert {"compute", "load", "offload", "optimizer"} <= lanes.keys()
+
+
+def test_a_measured_profile_takes_the_place_of_estimates_if_it_is_of_this_run(tmp_path: Path) -> None:
+    shape = shape_of_model("1b")
+    profile = estimate_profile(CARDS["H200"], shape, microbatch_tokens=1024, seq_length=512, num_ranks=2)
+    file = tmp_path / "profile.json"
+    file.write_text(replace(profile, source=Source.MEASURED, basis="2 x here").to_json())
+
+    finished = simulate(*SMALL, "--profile", str(file))
+    assert "measured: 2 x here" in finished.stdout, finished.stderr
+
+    other = simulate(*SMALL, "--profile", str(file), "--seq_length", "1024")
+    assert other.returncode == 2
+    assert "the profile is of another run" in other.stderr
+    file.write_text("{}")
+    assert simulate(*SMALL, "--profile", str(file)).stderr.startswith("error: not a profile")
