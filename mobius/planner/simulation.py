@@ -76,6 +76,26 @@ def simulate_steps(
     return _describe(builder, used)
 
 
+def stash_over_time(prediction: Prediction, rank: int, stage_bytes: Mapping[int, int]) -> list[tuple[float, int]]:
+    """What the stages of `rank` keep from forward to backward in the last step: (seconds from its start, bytes) pairs.
+
+    `stage_bytes` has for each stage what it keeps of one microbatch: its layers' inputs, or their graphs. It is there
+    from the start of the forward to the end of the backward. The first pair is (0, 0), and each holds until the next.
+    """
+    start = prediction.step_ends[-2] if len(prediction.step_ends) > 1 else 0.0
+    changes = []
+    for span in prediction.spans[rank]:
+        if span.lane is Lane.COMPUTE and span.step == len(prediction.step_ends) and span.name[0] in "FB":
+            stage = int(span.name[1:].partition(".")[0])
+            taken = (span.start - start, stage_bytes[stage])
+            changes.append(taken if span.name[0] == "F" else (span.end - start, -stage_bytes[stage]))
+    held, course = 0, [(0.0, 0)]
+    for seconds, change in sorted(changes):
+        held += change
+        course.append((seconds, held))
+    return course
+
+
 def _describe(builder: StepTasks, used: Mapping[Hashable, float]) -> Prediction:
     ends = tuple(task.end for task in builder.step_ends)
     last = len(ends) - 1
@@ -83,7 +103,7 @@ def _describe(builder: StepTasks, used: Mapping[Hashable, float]) -> Prediction:
     busy, waits = [], []
     spans: list[list[PredictedSpan]] = [[] for _ in builder.ranks]
     for task, (rank, lane, name, step, peer) in builder.names.items():
-        if task.end > task.start:
+        if task.end > task.start or lane is Lane.COMPUTE:
             spans[rank].append(PredictedSpan(lane, name, step, task.start, task.end, peer))
     for rank, state in enumerate(builder.ranks):
         rank_waits = dict.fromkeys(WaitFor, 0.0)

@@ -70,6 +70,12 @@ class Run:
     loss_chunk_tokens: int = 2048
     dtype: Dtype = Dtype.BF16
     """A format of two bytes; the cards' rates are for those."""
+    has_fp32_gradients: bool = False
+    """On their way to the host."""
+
+    @property
+    def sizes(self) -> ByteSizes:
+        return ByteSizes.of(self.dtype, has_fp32_gradients=self.has_fp32_gradients)
 
     @property
     def step_tokens(self) -> int:
@@ -136,7 +142,7 @@ def answer(machine: Machine, run: Run, *, measured: Profile | None = None) -> An
 
 def make_job(machine: Machine, run: Run, *, measured: Profile | None = None) -> Job:
     """The choice's view of `run` on `machine`."""
-    sizes = ByteSizes.of(run.dtype)
+    sizes = run.sizes
 
     @cache
     def profile_of(tokens: int) -> Profile:
@@ -183,7 +189,7 @@ def fit(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunks: in
     num_ranks = machine.num_ranks
     slots = None if not run.use_offload else min(2 if run.use_prefetch else 1, len(spans) // num_ranks)
     plan = Plan(num_ranks, num_chunks, slots, spans)
-    sizes, tokens = ByteSizes.of(run.dtype), _tokens(run, num_chunks)
+    sizes, tokens = run.sizes, _tokens(run, num_chunks)
     message = tokens.microbatch * run.shape.hidden_size * sizes.weight
     graph_bytes = _graph_bytes(run, num_chunks)
     resident = frozenset(s for rank in range(num_ranks) for s in plan.stages_of(rank)[: run.num_resident])
@@ -243,7 +249,7 @@ def _tokens(run: Run, num_chunks: int) -> StepTokens:
 
 
 def _graph_bytes(run: Run, num_chunks: int) -> int:
-    sizes = ByteSizes.of(run.dtype)
+    sizes = run.sizes
     return int(GRAPH_SHARE * layer_activation_bytes(run.shape, sizes, run.step_tokens // num_chunks))
 
 
@@ -254,7 +260,7 @@ def _usable_bytes(machine: Machine, run: Run) -> int:
 
 def _gpu_bytes(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunks: int, fitting: Fitting) -> int:
     """By the arithmetic of planner/budget.py, with what is kept and what is resident."""
-    sizes, tokens, num_ranks = ByteSizes.of(run.dtype), _tokens(run, num_chunks), machine.num_ranks
+    sizes, tokens, num_ranks = run.sizes, _tokens(run, num_chunks), machine.num_ranks
     graph_bytes = _graph_bytes(run, num_chunks)
     keeps_all = run.recompute is Recompute.NONE
     need = gpu_need(
@@ -287,5 +293,5 @@ def _num_graphs(span: StageSpan, num_chunks: int) -> int:
 def _host_bytes(machine: Machine, run: Run, candidate: Candidate) -> int:
     streamed = [span for span in candidate.spans if span.stage not in candidate.fitting.resident]
     parameters = sum(span.num_parameters(run.shape) for span in streamed)
-    per_node = math.ceil(parameters * ByteSizes.of(run.dtype).host / machine.num_nodes)
+    per_node = math.ceil(parameters * run.sizes.host / machine.num_nodes)
     return per_node + machine.num_gpus * GPU_PROCESS_BYTES

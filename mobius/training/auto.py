@@ -91,11 +91,13 @@ def _run_of(config: Config, shape: ModelShape) -> Run:
         gpu_memory_limit=pipeline.gpu_memory_limit,
         use_offload=pipeline.use_offload,
         recompute=pipeline.recompute,
-        clips=config.optim.max_grad_norm > 0,
+        # Loss scaling waits for all gradients as clipping does.
+        clips=config.optim.max_grad_norm > 0 or config.model.dtype is Dtype.FP16,
         overlaps_optimizer=pipeline.overlap_optimizer,
         use_prefetch=pipeline.use_prefetch,
         loss_chunk_tokens=pipeline.loss_chunk_tokens,
         dtype=config.model.dtype,
+        has_fp32_gradients=pipeline.fp32_gradients,
     )
 
 

@@ -14,7 +14,7 @@ from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profil
 from mobius.planner.sensitivity import Resource, limiting_resource, with_faster
 from mobius.planner.shape import ModelShape
 from mobius.planner.shared_rates import SharedRates
-from mobius.planner.simulation import Prediction, simulate_steps
+from mobius.planner.simulation import Prediction, simulate_steps, stash_over_time
 from mobius.planner.stage_costs import StageCost, StepRules, stage_costs
 from mobius.planner.step_tasks import Lane, WaitFor
 from mobius.planner.tasks import share_rates
@@ -277,9 +277,9 @@ def test_a_faster_part_never_makes_a_step_slower(
 
 
 def test_a_step_of_many_microbatches_is_simulated_in_less_than_a_second(llama_7b: ModelShape) -> None:
-    start = time.perf_counter()
+    start = time.process_time()  # a busy machine must not fail it
     predict_llama(llama_7b, microbatches=16)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_the_limiting_resource_is_what_gains_most() -> None:
@@ -293,6 +293,19 @@ def test_the_limiting_resource_is_what_gains_most() -> None:
     by_messages = plain_profile(2, messages=MessageRates(0.1, 0, is_through_host=False))
     assert limiting_resource(by_messages, seconds)[0] is Resource.MESSAGES
     assert limiting_resource(plain_profile(2), seconds)[0] is Resource.COMPUTE
+
+
+def course(prediction: Prediction, stage: int, num_bytes: int) -> list[tuple[float, int]]:
+    pairs = stash_over_time(prediction, stage, {stage: num_bytes})
+    return [(round(seconds, 9), held) for seconds, held in pairs]
+
+
+def test_the_stash_grows_with_forwards_and_shrinks_with_backwards() -> None:
+    prediction = predict(resident(2), num_ranks=2, microbatches=2)
+    # Rank 0: F0.0 at 0, F0.1 at 1, B0.0 until 6, B0.1 until 9. Rank 1 keeps its inputs from 1 and 2 until 4 and 7;
+    # an input that arrives while it computes is noticed when its turn comes.
+    assert course(prediction, 0, 5) == [(0, 0), (0, 5), (1, 10), (6, 5), (9, 0)]
+    assert course(prediction, 1, 7) == [(0, 0), (1, 7), (4, 0), (4, 7), (7, 0)]
 
 
 def test_spans_carry_the_names_of_the_grid_and_lie_in_order() -> None:
