@@ -18,6 +18,8 @@ class Bounds:
     minimum: float = -math.inf
     above: float = -math.inf
     below: float = math.inf
+    allows_auto: bool = False
+    """Whether the word auto may stand for a number that is chosen later; it is kept as None."""
 
     def allow(self, value: float) -> bool:
         """Whether `value` is finite and inside."""
@@ -31,6 +33,7 @@ class Bounds:
 _STEPS = re.compile(r"(\d+)(?:\s*-\s*(\d+))?", re.ASCII)
 
 Count = Annotated[int, Bounds(minimum=1)]
+AutoCount = Annotated[int, Bounds(minimum=1, allows_auto=True)]
 Port = Annotated[int, Bounds(minimum=1, below=65_536)]
 Seed = Annotated[int, Bounds(minimum=0, below=2**32)]
 Positive = Annotated[float, Bounds(above=0)]
@@ -129,13 +132,14 @@ class PipelineConfig:
     batch_size: Count = 128
     """Sequences per optimizer step, over all microbatches; a multiple of num_chunks."""
 
-    num_chunks: Count = 4
+    num_chunks: AutoCount | None = 4
     """Microbatches that a batch is cut into; at least the number of GPUs keeps all of them busy, more need less
-    activation memory per microbatch."""
+    activation memory per microbatch. auto: by the predicted step time, where the GPU is known."""
 
-    num_stages: Count = 8
+    num_stages: AutoCount | None = 8
     """Pipeline stages; a multiple of the number of ranks (GPUs). Stage s runs on rank s modulo ranks; more stages need
-    less GPU memory for weights."""
+    less GPU memory for weights. auto: by the predicted step time, where the GPU is known; layers are then cut
+    unevenly if that is faster."""
 
     use_prefetch: bool = True
     """Load the next stage's weights while this one computes, into a second buffer on the GPU. Has no effect with
@@ -204,13 +208,20 @@ class PipelineConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """M; `num_chunks` under the name the code uses."""
+        """M; `num_chunks` under the name the code uses, once it is chosen."""
+        assert self.num_chunks is not None, "auto is resolved before anything asks"
         return self.num_chunks
+
+    @property
+    def stages(self) -> int:
+        """`num_stages`, once it is chosen."""
+        assert self.num_stages is not None, "auto is resolved before anything asks"
+        return self.num_stages
 
     @property
     def microbatch_size(self) -> int:
         """Sequences per microbatch."""
-        return self.batch_size // self.num_chunks
+        return self.batch_size // self.num_microbatches
 
     @property
     def num_slots(self) -> int:

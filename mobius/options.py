@@ -61,18 +61,25 @@ class Option:
             return "one of " + ", ".join(self.choices)
         names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
         limits = f" {self.bounds}" if self.bounds else ""
-        return names[self.value_type] + limits
+        return names[self.value_type] + limits + (", or auto" if self.allows_auto else "")
+
+    @property
+    def allows_auto(self) -> bool:
+        """Whether the word auto is a value; in a config it is None."""
+        return self.bounds is not None and self.bounds.allows_auto
 
     def from_text(self, text: str) -> OptionValue:
         """Value of an option typed on the command line; raises ValueError if it does not have the type."""
         if self.value_type is str and not text.strip():
             raise ValueError(text)
+        if text == "auto" and self.allows_auto:
+            return None
         value: OptionValue = self.value_type(text)
         return value
 
     def from_yaml(self, value: object) -> OptionValue:
         """Value of a YAML key, whose type must already fit; raises ValueError if it does not."""
-        if value is None and self.is_optional:
+        if value == "auto" if self.allows_auto else value is None and self.is_optional:
             return None
         if isinstance(value, bool) and {"on", "off"} <= set(self.choices):
             value = "on" if value else "off"  # YAML reads the bare words as booleans

@@ -44,7 +44,7 @@ def find_problems(config: Config, *, num_ranks: int | None = None, unreadable: I
 
 def _batch_splits_evenly(config: Config) -> str | None:
     batch, chunks = config.pipeline.batch_size, config.pipeline.num_chunks
-    if batch % chunks == 0:
+    if chunks is None or batch % chunks == 0:
         return None
     divisors = [number for number in range(1, batch + 1) if batch % number == 0]
     near_chunks = _nearest(chunks, divisors)
@@ -57,7 +57,7 @@ def _batch_splits_evenly(config: Config) -> str | None:
 
 def _stages_fit_ranks(config: Config, num_ranks: int) -> str | None:
     stages, layers = config.pipeline.num_stages, config.model.num_layers
-    if stages % num_ranks == 0:
+    if stages is None or stages % num_ranks == 0:
         return None
     lower = stages // num_ranks * num_ranks
     valid = [number for number in (lower, lower + num_ranks) if layers is None or number <= layers]
@@ -69,7 +69,7 @@ def _stages_fit_ranks(config: Config, num_ranks: int) -> str | None:
 
 def _stages_fit_layers(config: Config) -> str | None:
     stages, layers = config.pipeline.num_stages, config.model.num_layers
-    if layers is None or stages <= layers:
+    if layers is None or stages is None or stages <= layers:
         return None
     return f"`--num_stages` {stages} is more than `--num_layers` {layers}; use at most {layers} stages, one layer each"
 

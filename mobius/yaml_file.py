@@ -10,7 +10,16 @@ from pathlib import Path
 import yaml
 
 from mobius.config import Config
-from mobius.options import Source, Spelling, nearest_name, option_values, options, section_titles, spellings
+from mobius.options import (
+    OptionValue,
+    Source,
+    Spelling,
+    nearest_name,
+    option_values,
+    options,
+    section_titles,
+    spellings,
+)
 
 
 def read_yaml(path: str) -> Source:
@@ -44,12 +53,16 @@ def to_yaml(config: Config) -> str:
     blocks = []
     for section, title in section_titles().items():
         values = {
-            name: value.value if isinstance(value, Enum) else value
+            name: value.value if isinstance(value, Enum) else _auto_if_none(name, value)
             for name, value in option_values(config).items()
             if options()[name].section == section
         }
         blocks.append(f"# {title}\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10_000))
     return "\n".join(blocks)
+
+
+def _auto_if_none(name: str, value: OptionValue) -> OptionValue:
+    return "auto" if value is None and options()[name].allows_auto else value
 
 
 class _YamlLoader(yaml.SafeLoader):

@@ -32,7 +32,8 @@ from mobius.log import setup_logging  # noqa: E402
 from mobius.memory.available import huge_page_share  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.runtime.devices import set_host_threads  # noqa: E402
-from mobius.training.build import assemble, connect, draw_blueprint, load_state, rehearse, trace_facts  # noqa: E402
+from mobius.training.blueprint import draw_blueprint  # noqa: E402
+from mobius.training.build import assemble, connect, load_state, rehearse, trace_facts  # noqa: E402
 from mobius.training.recordings import Recordings  # noqa: E402
 
 

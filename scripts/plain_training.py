@@ -72,7 +72,7 @@ def train(config: Config, device: torch.device) -> list[float]:
             master.grad = torch.zeros_like(master)
         total = 0.0
         tokens, labels = torch.from_numpy(batch.input_ids).to(device), torch.from_numpy(batch.labels).to(device)
-        chunks = config.pipeline.num_chunks
+        chunks = config.pipeline.num_microbatches
         for part, part_labels in zip(tokens.chunk(chunks), labels.chunk(chunks), strict=True):
             loss = model(input_ids=part, labels=part_labels, num_items_in_batch=batch.num_targets).loss
             loss.backward()

@@ -1,7 +1,7 @@
 """The optimizer's thread: updates of stages wait here for their turn, and who needs a stage's new weights waits for it.
 
 It does not know what an update is. It consists of pieces, and before each piece the thread turns to the lowest stage
-that can go on: the next step's forward needs that one first.
+that can go on: the next step's forward needs that one first. Where none can, it waits for the one submitted first.
 
     main thread        submit(2)    submit(0)  load(0): when_updated       weights(0): wait        load(1) ...
                            |            |           |                          |
@@ -47,7 +47,8 @@ class UpdateQueue:
     ) -> None:
         """Add an update of one piece or more; returns at once. The stage's update before must have been waited for.
 
-        While `can_begin` says no, others go first; an update that is alone begins anyhow and waits by itself.
+        While `can_begin` says no, others go first. Where none can begin, the one submitted first does, and waits by
+        itself: its gradients come first.
         """
         with self._lock:
             self._updates[stage] = self._pending[stage] = _Update(deque(pieces), can_begin)
@@ -85,7 +86,8 @@ class UpdateQueue:
             waiting = sorted(self._pending)
             if not waiting:
                 return  # what is left of a failed update
-            stage = next((stage for stage in waiting if self._pending[stage].can_begin()), waiting[0])
+            first = next(iter(self._pending))
+            stage = next((stage for stage in waiting if self._pending[stage].can_begin()), first)
             entry = self._pending[stage]
             piece = entry.pieces.popleft()
             if not entry.pieces:

@@ -203,7 +203,7 @@ def _num_graphs(plan: Plan, stage: int, tokens: StepTokens) -> int:
     Of the model's last stage one microbatch is under way at a time.
     """
     span = plan.spans[stage]
-    return len(span.layers) - 1 if span.is_last else len(span.layers) * tokens.num_microbatches
+    return max(0, len(span.layers) - 1) if span.is_last else len(span.layers) * tokens.num_microbatches
 
 
 def _refuse_what_cannot_fit(request: FitRequest, graph_bytes: int | None) -> None:

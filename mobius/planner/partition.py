@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mobius.errors import PlanError
@@ -43,10 +44,14 @@ def balanced_partition(num_layers: int, num_stages: int) -> tuple[StageSpan, ...
         )
     base, left_over = divmod(num_layers, num_stages)
     inner_first = [*range(1, num_stages - 1), num_stages - 1, 0][:left_over] if num_stages > 1 else [0][:left_over]
-    sizes = [base + (stage in inner_first) for stage in range(num_stages)]
+    return partition_of([base + (stage in inner_first) for stage in range(num_stages)])
+
+
+def partition_of(sizes: Sequence[int]) -> tuple[StageSpan, ...]:
+    """The spans of stages with that many layers each; the first and the last may have none if there are others."""
     spans = []
     first = 0
     for stage, size in enumerate(sizes):
-        spans.append(StageSpan(stage, first, first + size, stage == 0, stage == num_stages - 1))
+        spans.append(StageSpan(stage, first, first + size, stage == 0, stage == len(sizes) - 1))
         first += size
     return tuple(spans)

@@ -67,7 +67,7 @@ class Plan:
         for span in self.spans:
             owns = [
                 *(["embedding"] if span.is_first else []),
-                f"layers {span.first_layer}-{span.end_layer - 1}",
+                *([f"layers {span.first_layer}-{span.end_layer - 1}"] if span.layers else []),
                 *(["norm, head"] if span.is_last else []),
             ]
             count = span.num_parameters(shape)
@@ -80,13 +80,20 @@ class Plan:
 
 
 def make_plan(
-    shape: ModelShape, *, num_ranks: int, num_stages: int, num_microbatches: int, num_slots: int | None
+    shape: ModelShape,
+    *,
+    num_ranks: int,
+    num_stages: int,
+    num_microbatches: int,
+    num_slots: int | None,
+    spans: Sequence[StageSpan] | None = None,
 ) -> Plan:
-    """Cut the model evenly, all stages streamed through `num_slots` slots, or with None all resident.
+    """Cut the model evenly, unless `spans` say how; all stages streamed through `num_slots` slots, None: resident.
 
     Raises PlanError if there are more stages than layers.
     """
-    spans: Sequence[StageSpan] = balanced_partition(shape.num_layers, num_stages)
+    spans = balanced_partition(shape.num_layers, num_stages) if spans is None else spans
+    assert len(spans) == num_stages
     plan = Plan(num_ranks, num_microbatches, num_slots, tuple(spans), frozenset())
     num_resident = plan.stages_per_rank if num_slots is None else 0
     return plan.with_resident([num_resident] * num_ranks, num_slots)

@@ -10,18 +10,16 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import PretrainedConfig
 
-from mobius.config import Compile, Config, Dtype, Recompute
+from mobius.config import Dtype
 from mobius.data.batches import Batch, Batches
-from mobius.memory.available import available_host_bytes
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.mixed import take_memory
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
-from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.blocks import LayerInputs
 from mobius.models.families import folder_has_weights
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
@@ -30,177 +28,24 @@ from mobius.optim.grad_scaler import LossScale
 from mobius.optim.kernel import load_kernel
 from mobius.optim.stepper import Stepper
 from mobius.optim.tied import TiedPair
-from mobius.planner.budget import (
-    CPU_PROCESS_BYTES,
-    GIB,
-    GPU_PROCESS_BYTES,
-    ByteSizes,
-    StepTokens,
-    check_host_memory,
-    host_need,
-    waiting_stages,
-)
-from mobius.planner.fit import FitRequest, FittedPlan, fit_plan
-from mobius.planner.plan import Plan, make_plan
-from mobius.planner.shape import ModelShape
-from mobius.ranks import Ranks, allows_peer_copies, cache_folder, separate_device_queues
+from mobius.ranks import allows_peer_copies, cache_folder
 from mobius.runtime.cuda_copies import CudaCopyEngine
 from mobius.runtime.devices import (
-    TORCH_DTYPES,
     MemoryMeter,
-    cap_gpu_memory,
-    check_dtype,
-    choose_device,
-    has_gpus,
     optimizer_threads,
 )
 from mobius.runtime.distributed_transport import DistributedTransport
 from mobius.runtime.executor import Executor, StepBatch
-from mobius.runtime.mailbox_setup import NUM_MAILBOXES, Meeting, open_mailboxes
+from mobius.runtime.mailbox_setup import Meeting, open_mailboxes
 from mobius.runtime.mailboxes import Mailboxes
 from mobius.runtime.rehearsal import RehearsalTransport
-from mobius.runtime.stage import StageModule, measure_graph_bytes
-from mobius.runtime.store_meeting import meet_at_store
+from mobius.runtime.stage import StageModule
 from mobius.runtime.transport import SingleRankTransport, Transport
 from mobius.runtime.waits import WaitClock
-from mobius.schedule.build import build_schedule
-from mobius.schedule.schedule import Schedule
-from mobius.training.placement import order_devices, send_by_host_if_broken
+from mobius.training.blueprint import Blueprint
+from mobius.training.placement import send_by_host_if_broken
 from mobius.training.timeline import TraceFacts
 from mobius.training.trainer import StepWatch, Trainer
-
-MAX_INCOMING_EDGES = 2
-"""From the ranks before and behind."""
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """What is known before any large memory is taken or any rank is spoken to.
-
-    It is the same on all ranks but for `ranks`, `device`, `graph_stages`, the resident stages and the number of slots,
-    which go by what is free on the rank's GPU. Of other ranks the plan tells what they do if their GPUs have as much
-    memory as this one's; compute and messages are the same whatever they do.
-    """
-
-    config: Config
-    ranks: Ranks
-    device: torch.device
-    device_order: tuple[int, ...] | None
-    """The index of every rank's GPU; None: no GPUs, or only one rank."""
-    meeting: Meeting | None
-    """Where ranks with GPUs can meet before they have communicators."""
-    dtype: torch.dtype
-    parts: ModelParts
-    shape: ModelShape
-    plan: Plan
-    schedule: Schedule
-    graph_stages: frozenset[int]
-    """Own stages that keep their activations from forward to backward instead of recomputing them."""
-    waiting: frozenset[int]
-    """Stages whose gradients are kept until all of the step's are known; the others are updated behind their backward.
-    """
-
-    @property
-    def message_shape(self) -> tuple[int, int, int]:
-        """Shape [B, L, H] of every activation and activation gradient between stages."""
-        return _message_shape(self.config, self.shape)
-
-
-def _message_shape(config: Config, shape: ModelShape) -> tuple[int, int, int]:
-    return (config.pipeline.microbatch_size, config.data.seq_length, shape.hidden_size)
-
-
-def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig) -> Blueprint:
-    """Plan the run and check that it fits into GPU and host memory; collective if ranks have GPUs.
-
-    Raises PlanError, GpuMemoryError or HostMemoryError, each with its arithmetic.
-    """
-    pipeline = config.pipeline
-    if pipeline.copy_messages:
-        separate_device_queues()
-    meeting = meet_at_store(ranks) if ranks.num_ranks > 1 and has_gpus(pipeline.device, ranks) else None
-    device_order = order_devices(config, meeting) if meeting is not None else None
-    device = choose_device(pipeline.device, ranks, device_order)
-    check_dtype(config.model.dtype, device)
-    gpu_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
-    parts = ModelParts(model_config, device, compiled=_wants_graphs(config, device))
-    shape = parts.shape()
-    plan = make_plan(
-        shape,
-        num_ranks=ranks.num_ranks,
-        num_stages=pipeline.num_stages,
-        num_microbatches=pipeline.num_microbatches,
-        num_slots=pipeline.num_slots if pipeline.use_offload else None,
-    )
-    dtype = TORCH_DTYPES[config.model.dtype]
-    message = _message_shape(config, shape)
-    request = FitRequest(
-        plan,
-        shape,
-        ByteSizes.of(config.model.dtype, has_fp32_gradients=pipeline.fp32_gradients),
-        tokens=StepTokens(
-            step=pipeline.batch_size * config.data.seq_length,
-            microbatch=pipeline.microbatch_size * config.data.seq_length,
-            loss_chunk=pipeline.loss_chunk_tokens,
-        ),
-        gpu_bytes=gpu_bytes,
-        recompute=pipeline.recompute,
-        num_resident=plan.stages_per_rank if pipeline.resident_stages == "all" else pipeline.num_resident_stages,
-        waiting=waiting_stages(
-            plan.num_stages,
-            clips=config.optim.max_grad_norm > 0,
-            scales_loss=config.model.dtype is Dtype.FP16,
-            is_tied=parts.is_tied,
-        ),
-        reserved_bytes=MAX_INCOMING_EDGES * NUM_MAILBOXES * math.prod(message) * dtype.itemsize,
-    )
-    # By guess: what cannot fit is refused before anything is compiled.
-    fitted = _fit(request, config, ranks, device, graph_bytes=None)
-    if device.type == "cuda" and pipeline.recompute is not Recompute.FULL:
-        measured = measure_graph_bytes(parts, shape=message, dtype=dtype, device=device)
-        fitted = _fit(request, config, ranks, device, graph_bytes=measured)
-    plan = fitted.plan
-    schedule = build_schedule(
-        ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots, plan.resident
-    )
-    return Blueprint(
-        config,
-        ranks,
-        device,
-        device_order,
-        meeting,
-        dtype,
-        parts,
-        shape,
-        plan,
-        schedule,
-        fitted.graph_stages,
-        request.waiting,
-    )
-
-
-def _fit(
-    request: FitRequest, config: Config, ranks: Ranks, device: torch.device, *, graph_bytes: int | None
-) -> FittedPlan:
-    """Fit the plan into GPU memory, and check that what it leaves to the host fits there."""
-    fitted = fit_plan(request, rank=ranks.rank, graph_bytes=graph_bytes)
-    on_cpu, limit = device.type == "cpu", config.pipeline.host_memory_limit
-    if on_cpu or fitted.plan.num_slots is not None:
-        need = host_need(
-            fitted.plan,
-            request.shape,
-            request.sizes,
-            process_bytes=CPU_PROCESS_BYTES if on_cpu else GPU_PROCESS_BYTES,
-            waiting=request.waiting,
-            on_cpu=on_cpu,
-        )
-        check_host_memory(need, available_bytes=available_host_bytes() if limit is None else int(limit * GIB))
-    return fitted
-
-
-def _wants_graphs(config: Config, device: torch.device) -> bool:
-    wanted = config.pipeline.compile
-    return wanted is Compile.ON or (wanted is Compile.AUTO and device.type == "cuda")
 
 
 def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:
@@ -364,7 +209,7 @@ def assemble(
     settings = AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)
     has_kernel = has_kernel and (state.arena is not None or blueprint.device.type == "cpu")
     kernel = load_kernel(cache_folder(), num_threads=optimizer_threads()) if has_kernel else None
-    adamw = FlatAdamW(settings, kernel, FusedUpdate() if _wants_graphs(config, blueprint.device) else None)
+    adamw = FlatAdamW(settings, kernel, FusedUpdate() if blueprint.compiles else None)
     adamw.warm_up(state.memory.states.values())
     stepper = Stepper(
         adamw,

@@ -14,7 +14,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from mobius.memory.stage_memory import StageMemory
 from mobius.runtime.transport import Transport
-from mobius.training.build import Blueprint, RankState
+from mobius.training.blueprint import Blueprint
+from mobius.training.build import RankState
 from mobius.training.checkpoint import (
     SavedParameter,
     plan_shards,

@@ -21,16 +21,9 @@ from mobius.planner.budget import GIB
 from mobius.ranks import Ranks, cache_folder
 from mobius.runtime.devices import MemoryMeter, set_host_threads
 from mobius.runtime.transport import Transport
-from mobius.training.build import (
-    Blueprint,
-    RankState,
-    assemble,
-    connect,
-    draw_blueprint,
-    load_state,
-    rehearse,
-    trace_facts,
-)
+from mobius.training.auto import check_agreement
+from mobius.training.blueprint import Blueprint, draw_blueprint
+from mobius.training.build import RankState, assemble, connect, load_state, rehearse, trace_facts
 from mobius.training.export import export_bytes, export_model
 from mobius.training.metrics import MetricsLog, StepMetrics, step_line
 from mobius.training.output_folder import OutputFolder
@@ -66,6 +59,7 @@ def _run(config: Config, ranks: Ranks) -> None:
     tokenizer = _load_tokenizer(model_folder, model_config.vocab_size)
     generation_config = load_generation_config(model_folder)
     blueprint = draw_blueprint(config, ranks, model_config)
+    config = blueprint.config  # what was auto is a number now
     _log_model(blueprint, model_folder)
     output = _prepare_output(config, ranks, blueprint)
     try:
@@ -75,6 +69,7 @@ def _run(config: Config, ranks: Ranks) -> None:
         set_host_threads(ranks, blueprint.device, blueprint.device_order)  # not before: tokenization uses every CPU
         recordings = Recordings(config, rank=ranks.rank, device=blueprint.device, folder=output.partial)
         transport = connect(blueprint, recordings.spans)
+        check_agreement(blueprint.plan, transport)
         state = load_state(blueprint, model_folder, spans=recordings.spans)
         _warn_of_small_pages(state)
         if blueprint.device.type == "cuda" and ranks.num_ranks > 1:

@@ -32,6 +32,8 @@ class TraceFacts:
     """None where all weights stay on the device."""
     device: str
     """Name of the device of each rank, `cpu` without a GPU."""
+    is_predicted: bool = False
+    """Whether the spans were simulated, not measured."""
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,8 @@ def _draw_frame(
     )
     if facts.device == "cpu":
         sizes = sizes.replace("GPUs", "CPU processes").replace("GPU", "CPU process")
-    axes.set_title(f"Step {step} as measured ({facts.device}), {duration:,.0f} ms: {sizes}", fontsize=11, loc="left")
+    how = "as predicted" if facts.is_predicted else "as measured"
+    axes.set_title(f"Step {step} {how} ({facts.device}), {duration:,.0f} ms: {sizes}", fontsize=11, loc="left")
 
 
 def _draw_legend(

@@ -27,7 +27,8 @@ from mobius.data.store import TokenizedDataset  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.runtime.devices import MemoryMeter  # noqa: E402
 from mobius.runtime.transport import Transport  # noqa: E402
-from mobius.training.build import assemble, connect, draw_blueprint, load_state, rehearse  # noqa: E402
+from mobius.training.blueprint import draw_blueprint  # noqa: E402
+from mobius.training.build import assemble, connect, load_state, rehearse  # noqa: E402
 
 
 def train(folder: Path, options: list[str], ranks: Ranks, transport: Transport | None) -> tuple[Transport, float, str]:

@@ -25,7 +25,7 @@ from mobius.memory.mixed import take_memory
 from mobius.memory.stage_memory import StageMemory
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.optim.tied import TiedPair
-from mobius.planner.partition import balanced_partition
+from mobius.planner.partition import balanced_partition, partition_of
 from mobius.runtime.executor import Executor, StepBatch, StepSums
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.stage import StageModule
@@ -74,6 +74,8 @@ class Pipeline:
     resident: frozenset[int] = frozenset()
     """Stages that stay on the device though others are streamed."""
     loss_chunk_tokens: int = 4096
+    sizes: tuple[int, ...] | None = None
+    """Layers of each stage; None cuts evenly."""
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -90,7 +92,8 @@ class Pipeline:
 
     def _run_rank(self, transport: LocalTransport, batch: StepBatch) -> tuple[dict[str, Tensor], StepSums]:
         parts = ModelParts(self.model.config, self.device)
-        spans = balanced_partition(len(parts.layers), self.num_ranks * self.stages_per_rank)
+        num_stages = self.num_ranks * self.stages_per_rank
+        spans = partition_of(self.sizes) if self.sizes else balanced_partition(len(parts.layers), num_stages)
         inputs = LayerInputs(parts, device=self.device, dtype=self.dtype)
         stages = {
             span.stage: StageModule(parts, span, inputs, loss_chunk_tokens=self.loss_chunk_tokens)

@@ -13,7 +13,8 @@ from mobius.data.store import TokenizedDataset
 from mobius.models.families import load_model_config
 from mobius.ranks import Ranks
 from mobius.runtime.transport import SingleRankTransport
-from mobius.training.build import RankState, assemble, draw_blueprint, load_state
+from mobius.training.blueprint import draw_blueprint
+from mobius.training.build import RankState, assemble, load_state
 from mobius.training.trainer import Trainer
 
 

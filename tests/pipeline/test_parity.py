@@ -68,6 +68,23 @@ def test_a_mixture_of_resident_and_streamed_stages_equals_the_plain_model_bit_by
                 _assert_equal(pipeline.gradients[name], gradient, is_reordered, f"{where} {name}")
 
 
+@pytest.mark.parametrize("sizes", [(0, 4, 8, 0), (0, 6, 5, 1), (1, 5, 6, 0), (3, 1, 6, 2)])
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_stages_of_unequal_size_and_outer_ones_without_layers_compute_the_same_bits(
+    sizes: tuple[int, ...], case: str
+) -> None:
+    model = make_model("llama")
+    batch = make_batch(3)
+    expected_loss, expected = plain_step(model, batch, 3)
+    num_slots, keeps_graphs = CASES[case]
+    for num_ranks in (1, 2, 4):
+        pipeline = Pipeline(model, num_ranks, 4 // num_ranks, 3, num_slots, keeps_graphs, sizes=sizes)
+        assert torch.equal(pipeline.run(batch), expected_loss), num_ranks
+        assert pipeline.gradients.keys() == expected.keys(), num_ranks
+        for name, gradient in expected.items():
+            assert torch.equal(pipeline.gradients[name], gradient), f"N={num_ranks} {name}"
+
+
 def _assert_equal(actual: torch.Tensor, expected: torch.Tensor, is_reordered: bool, where: str) -> None:
     """Bit-equal, but for a tied matrix under several microbatches.
 

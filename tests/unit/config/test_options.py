@@ -146,3 +146,19 @@ def test_bounds_exclude_what_they_say() -> None:
     ]  # fmt: skip
     assert not Bounds(above=0).allow(0)
     assert str(bounds) == "at least 0 and below 1"
+
+
+@pytest.mark.parametrize("name", ["num_stages", "num_chunks"])
+def test_auto_is_a_number_that_is_chosen_later(name: str) -> None:
+    option = options()[name]
+    assert option.from_text("auto") is None
+    assert option.from_yaml("auto") is None
+    assert option.expectation == "a whole number at least 1, or auto"
+    for nothing in (None, "", "none"):
+        with pytest.raises(ValueError):
+            option.from_yaml(nothing)
+
+
+def test_other_numbers_know_no_auto() -> None:
+    with pytest.raises(ValueError):
+        options()["batch_size"].from_text("auto")

@@ -7,6 +7,8 @@ import pytest
 from mobius.cli import parse_args
 from mobius.config import Compile, Dtype
 from mobius.errors import ConfigError
+from mobius.options import config_from
+from mobius.yaml_file import to_yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -111,3 +113,11 @@ def test_a_file_that_is_not_text_or_not_a_file_is_told(tmp_path: Path) -> None:
     for path, part in ((tmp_path / "binary.yaml", "not a UTF-8"), (tmp_path, "cannot be read")):
         with pytest.raises(ConfigError, match=part):
             parse_args(["--config", str(path)])
+
+
+def test_auto_is_written_as_auto_and_read_back(tmp_path: Path) -> None:
+    config = config_from({"num_stages": None, "num_chunks": None})
+    text = to_yaml(config)
+    assert "num_stages: auto\n" in text
+    (tmp_path / "auto.yaml").write_text(text)
+    assert parse_args(["--config", str(tmp_path / "auto.yaml")], num_ranks=3) == config

@@ -71,6 +71,30 @@ def test_an_update_that_cannot_begin_lets_others_go_first_and_runs_when_it_is_al
     assert order == ["3", "0"]
 
 
+def test_where_none_can_begin_the_one_submitted_first_is_waited_for_and_not_the_lowest() -> None:
+    queue, arrived, order = (
+        UpdateQueue(),
+        {2: threading.Event(), 1: threading.Event(), 0: threading.Event()},
+        list[int](),
+    )
+
+    def update(stage: int) -> None:
+        assert arrived[stage].wait(10)
+        order.append(stage)
+
+    queue.submit(3, held(arrived[2], lambda: None))  # the thread is busy while the others are submitted
+    for stage in (2, 1, 0):
+        queue.submit(stage, [partial(update, stage)], can_begin=arrived[stage].is_set)
+    arrived[2].set()
+    queue.wait(2)
+    assert order == [2], "before the lower ones, whose gradients are still to come"
+    arrived[1].set()
+    queue.wait(1)
+    arrived[0].set()
+    queue.drain()
+    assert order == [2, 1, 0]
+
+
 def test_a_lower_stage_comes_between_the_pieces_of_a_higher_one(busy: UpdateQueue, gate: threading.Event) -> None:
     order: list[str] = []
 

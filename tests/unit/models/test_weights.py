@@ -20,7 +20,8 @@ from mobius.models.blocks import ModelParts
 from mobius.models.families import load_model_config
 from mobius.models.weights import CheckpointWeights, InitialWeights
 from mobius.ranks import Ranks
-from mobius.training.build import draw_blueprint, load_state
+from mobius.training.blueprint import draw_blueprint
+from mobius.training.build import load_state
 
 INDEX = "model.safetensors.index.json"
 

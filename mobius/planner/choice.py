@@ -1,0 +1,220 @@
+"""Chooses the number of stages and microbatches, and the cut, by simulating what fits.
+
+It knows no machine: a profile for each microbatch shape, and what fits into memory, are handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mobius.errors import GpuMemoryError, PlanError, ScheduleError
+from mobius.planner.partition import StageSpan, balanced_partition
+from mobius.planner.profile import Profile
+from mobius.planner.shape import ModelShape
+from mobius.planner.simulation import Prediction, simulate_steps
+from mobius.planner.stage_costs import StepRules, stage_costs
+from mobius.planner.uneven_partition import TIME_LIMIT, PartitionTask, uneven_partition
+from mobius.schedule.build import build_schedule
+from mobius.schedule.schedule import Schedule
+
+MOST_CHUNKS_PER_RANK = 4
+"""More microbatches than this many times the ranks fill the pipeline no better; each has its own costs."""
+NUM_RECUT = 3
+"""How many of the best settings are cut anew."""
+NOTICEABLE = 0.005
+"""An uneven cut must gain this share of a step, and so must more stages or chunks."""
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """How a cut fits into memory: what stays where."""
+
+    num_slots: int | None
+    resident: frozenset[int]
+    graph_stages: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run, as far as the choice goes."""
+
+    shape: ModelShape
+    num_ranks: int
+    batch_size: int
+    seq_length: int
+    clips: bool
+    weight_bytes: int
+    gradient_bytes: int
+    overlaps_optimizer: bool
+    profile_of: Callable[[int], Profile]
+    """Of a microbatch of that many tokens."""
+    fit: Callable[[tuple[StageSpan, ...], int], Fitting]
+    """(cut, number of microbatches) -> what stays where; raises GpuMemoryError if it does not fit."""
+    max_parameters: int | None = None
+    """Of one stage, by memory."""
+
+    def rules(self, num_chunks: int) -> StepRules:
+        """How a step of that many microbatches goes."""
+        message = self.batch_size // num_chunks * self.seq_length * self.shape.hidden_size * self.weight_bytes
+        return StepRules(
+            clips=self.clips,
+            message_bytes=message,
+            overlaps_optimizer=self.overlaps_optimizer,
+            weight_bytes=self.weight_bytes,
+            gradient_bytes=self.gradient_bytes,
+            is_tied=self.shape.is_tied,
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting that fits, and what it is predicted to do."""
+
+    spans: tuple[StageSpan, ...]
+    num_chunks: int
+    fitting: Fitting
+    schedule: Schedule
+    profile: Profile
+    prediction: Prediction
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.spans)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best candidate, all that were simulated, and lines for the log."""
+
+    best: Candidate
+    tried: tuple[Candidate, ...]
+    notices: tuple[str, ...]
+
+
+def predict(job: Job, spans: tuple[StageSpan, ...], num_chunks: int) -> Candidate:
+    """Simulate one cut. Raises GpuMemoryError if it does not fit."""
+    fitting = job.fit(spans, num_chunks)
+    profile = job.profile_of(job.batch_size // num_chunks * job.seq_length)
+    per_rank = len(spans) // job.num_ranks
+    schedule = build_schedule(job.num_ranks, per_rank, num_chunks, fitting.num_slots, fitting.resident)
+    prediction = simulate_again(job, spans, num_chunks, fitting, schedule, profile)
+    return Candidate(spans, num_chunks, fitting, schedule, profile, prediction)
+
+
+def simulate_again(
+    job: Job,
+    spans: tuple[StageSpan, ...],
+    num_chunks: int,
+    fitting: Fitting,
+    schedule: Schedule,
+    profile: Profile,
+) -> Prediction:
+    """The prediction of a setting on the machine of `profile`."""
+    costs = stage_costs(spans, job.shape, profile, resident=fitting.resident, graph_stages=fitting.graph_stages)
+    return simulate_steps(schedule, costs, profile, job.rules(num_chunks))
+
+
+def choose_stages_and_chunks(
+    job: Job,
+    *,
+    num_stages: int | None,
+    num_chunks: int | None,
+    cuts_unevenly: bool = True,
+    time_limit: float = TIME_LIMIT,
+) -> Choice:
+    """The fastest setting by prediction; what is not None stays as given.
+
+    All numbers of stages and chunks are tried with even cuts, then the best of them with uneven ones, if
+    `cuts_unevenly`. Between settings that are alike within `NOTICEABLE`, the one with fewer stages and chunks is taken.
+    Raises GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
+    """
+    tried: list[Candidate] = []
+    refusal: GpuMemoryError | ScheduleError | None = None
+    for chunks in _chunk_numbers(job, num_chunks):
+        for stages in _stage_numbers(job, num_stages):
+            try:
+                tried.append(predict(job, balanced_partition(job.shape.num_layers, stages), chunks))
+            except GpuMemoryError as error:
+                refusal = error
+    if not tried:
+        raise refusal or PlanError(
+            f"no number of stages and chunks is possible: {job.shape.num_layers} layers on {job.num_ranks} ranks, "
+            f"--batch_size {job.batch_size}."
+        )
+    notices: list[str] = []
+    for candidate in sorted(tried, key=_seconds)[: NUM_RECUT if cuts_unevenly else 0]:
+        tried += _recut(job, candidate, notices, time_limit)
+    fastest = min(map(_seconds, tried))
+    alike = [candidate for candidate in tried if _seconds(candidate) <= fastest * (1 + NOTICEABLE)]
+    return Choice(min(alike, key=_simplicity), tuple(tried), tuple(dict.fromkeys(notices)))
+
+
+def recut(job: Job, spans: tuple[StageSpan, ...], num_chunks: int, *, time_limit: float = TIME_LIMIT) -> Choice:
+    """The best cut into as many stages as `spans` has, that one included."""
+    notices: list[str] = []
+    candidate = predict(job, spans, num_chunks)
+    tried = [candidate, *_recut(job, candidate, notices, time_limit)]
+    return Choice(min(tried, key=_seconds), tuple(tried), tuple(dict.fromkeys(notices)))
+
+
+def _recut(job: Job, candidate: Candidate, notices: list[str], time_limit: float) -> list[Candidate]:
+    """Uneven cuts of the same number of stages that gain something."""
+    task = _task(job, candidate)
+    cuts = []
+    for pace in dict.fromkeys((1.0, min(1.0, job.num_ranks / candidate.num_chunks), 0.5, 0.0)):
+        cut = uneven_partition(task, pace=pace, time_limit=time_limit)
+        notices += [] if cut.notice is None else [cut.notice]
+        cuts.append(cut.spans)
+    better = []
+    for spans in dict.fromkeys(cuts):
+        try:
+            found = predict(job, spans, candidate.num_chunks)
+        except GpuMemoryError:
+            continue
+        if _seconds(found) < _seconds(candidate) * (1 - NOTICEABLE):
+            better.append(found)
+    return better
+
+
+def _task(job: Job, candidate: Candidate) -> PartitionTask:
+    shape, profile, spans = job.shape, candidate.profile, candidate.spans
+    kept = candidate.fitting.graph_stages
+    stage_of = {layer: span.stage for span in spans for layer in span.layers}
+    # A layer's backward depends on whether its stage keeps activations: as it is in the candidate, on the average.
+    share = sum(stage_of[layer] in kept for layer in stage_of) / max(1, len(stage_of))
+    kinds = [profile.of_layer(layer) for layer in range(shape.num_layers)]
+    return PartitionTask(
+        layer_seconds=tuple(k.forward + share * k.backward + (1 - share) * k.recomputed_backward for k in kinds),
+        first_seconds=profile.embedding_forward + profile.embedding_backward,
+        last_seconds=profile.loss,
+        layer_parameters=shape.layer_parameters,
+        first_parameters=shape.embedding_parameters,
+        last_parameters=shape.head_parameters,
+        num_ranks=job.num_ranks,
+        num_stages=candidate.num_stages,
+        max_parameters=job.max_parameters,
+    )
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.prediction.step_seconds
+
+
+def _simplicity(candidate: Candidate) -> tuple[int, int, float]:
+    return candidate.num_stages, candidate.num_chunks, _seconds(candidate)
+
+
+def _stage_numbers(job: Job, given: int | None) -> Iterable[int]:
+    """Multiples of the ranks, up to a layer per stage."""
+    if given is not None:
+        return (given,)
+    return range(job.num_ranks, job.shape.num_layers + 1, job.num_ranks)
+
+
+def _chunk_numbers(job: Job, given: int | None) -> list[int]:
+    """Divisors of the batch, up to a few per rank."""
+    if given is not None:
+        return [given]
+    most = max(MOST_CHUNKS_PER_RANK * job.num_ranks, 2 * MOST_CHUNKS_PER_RANK)
+    return [number for number in range(1, min(job.batch_size, most) + 1) if job.batch_size % number == 0]

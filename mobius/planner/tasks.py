@@ -1,0 +1,183 @@
+"""Plays tasks that depend on each other over lanes and shared rates: a discrete-event simulation, in seconds.
+
+It does not know what a task stands for (simulation.py).
+
+    lane      works on one task at a time: of those that are ready, the lowest priority, then the one ready longest
+    Work      a fixed number of seconds
+    Flow      an amount that runs at a rate; flows that use the same resource share it by their weights (max-min fair)
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+_NEGLIGIBLE = 1e-12
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a task moves: `amount` at most at rate `limit`, `weight` against the others, a unit of it using `uses`."""
+
+    amount: float
+    limit: float
+    uses: Mapping[Hashable, float]
+    """Resource -> how much of it one unit of the amount takes."""
+    weight: float = 1.0
+
+
+@dataclass(eq=False)
+class Task:
+    """One thing that is done once; `run` fills in when it was."""
+
+    lane: Hashable | None
+    """None: no lane, it begins when everything it needs is done."""
+    work: float | Flow
+    needs: Sequence[Task] = ()
+    priority: int = 0
+    start: float = math.nan
+    end: float = math.nan
+    _num_missing: int = 0
+    _followers: list[Task] = field(default_factory=list)
+
+
+def run(tasks: Sequence[Task], capacities: Mapping[Hashable, float]) -> dict[Hashable, float]:
+    """Play `tasks` from time 0 and set their start and end; `capacities` are the resources' units per second.
+
+    Returns how much of each resource was used up in all. What a task needs must be among the tasks, without circles.
+    """
+    return _Run(tasks, capacities).play()
+
+
+class _Run:
+    def __init__(self, tasks: Sequence[Task], capacities: Mapping[Hashable, float]) -> None:
+        self._tasks, self._capacities = tasks, capacities
+        self._now = 0.0
+        self._ready: dict[Hashable, list[tuple[int, int, Task]]] = {}
+        self._num_ready = 0
+        self._busy: set[Hashable] = set()
+        self._ends: list[tuple[float, int, Task]] = []
+        self._remaining: dict[Task, float] = {}
+        self._rates: dict[Task, float] = {}
+        self._counted_at = 0.0
+        self._known_rates: dict[frozenset[Hashable], dict[Hashable, float]] = {}
+
+    def play(self) -> dict[Hashable, float]:
+        for task in self._tasks:
+            task._num_missing = len(task.needs)
+            for needed in task.needs:
+                needed._followers.append(task)
+        self._release([task for task in self._tasks if not task.needs])
+        num_done = 0
+        while num_done < len(self._tasks):
+            done = self._advance()
+            assert done, "tasks wait for each other in a circle"
+            num_done += len(done)
+            released = []
+            for task in done:
+                task.end = self._now
+                if task.lane is not None:
+                    self._busy.discard(task.lane)
+                for follower in task._followers:
+                    follower._num_missing -= 1
+                    if follower._num_missing == 0:
+                        released.append(follower)
+            # Before a lane takes its next task: what becomes ready now may be the more urgent one.
+            self._release(released, freed=[task.lane for task in done if task.lane is not None])
+        used: dict[Hashable, float] = dict.fromkeys(self._capacities, 0.0)
+        for task in self._tasks:
+            if isinstance(task.work, Flow):
+                for resource, share in task.work.uses.items():
+                    used[resource] += share * task.work.amount
+        return used
+
+    def _release(self, tasks: Sequence[Task], freed: Sequence[Hashable] = ()) -> None:
+        lanes = dict.fromkeys(freed)
+        for task in tasks:
+            if task.lane is None:
+                self._begin(task)
+                continue
+            self._num_ready += 1
+            heapq.heappush(self._ready.setdefault(task.lane, []), (task.priority, self._num_ready, task))
+            lanes[task.lane] = None
+        for lane in lanes:
+            if lane not in self._busy and self._ready.get(lane):
+                self._busy.add(lane)
+                self._begin(heapq.heappop(self._ready[lane])[2])
+
+    def _begin(self, task: Task) -> None:
+        task.start = self._now
+        if isinstance(task.work, Flow):
+            self._count()
+            self._remaining[task] = task.work.amount
+            self._share()
+        else:
+            self._num_ready += 1
+            heapq.heappush(self._ends, (self._now + task.work, self._num_ready, task))
+
+    def _advance(self) -> list[Task]:
+        """Go to the next moment at which something ends, and return what does."""
+        flow_end = min((self._counted_at + self._left(task) for task in self._remaining), default=math.inf)
+        self._now = max(self._now, min(self._ends[0][0] if self._ends else math.inf, flow_end))
+        done = []
+        while self._ends and self._ends[0][0] <= self._now:
+            done.append(heapq.heappop(self._ends)[2])
+        if flow_end <= self._now + _NEGLIGIBLE:
+            self._count()
+            ended = [task for task in self._remaining if self._left(task) <= _NEGLIGIBLE]
+            for task in ended:
+                del self._remaining[task]
+            self._share()
+            done += ended
+        return done
+
+    def _left(self, task: Task) -> float:
+        """Seconds until the flow ends at its rate, from the last count on."""
+        return self._remaining[task] / self._rates[task]
+
+    def _count(self) -> None:
+        """Take off what flowed since the last count."""
+        for task in self._remaining:
+            self._remaining[task] -= (self._now - self._counted_at) * self._rates[task]
+        self._counted_at = self._now
+
+    def _share(self) -> None:
+        flows = {task.lane: task.work for task in self._remaining if isinstance(task.work, Flow)}
+        key = frozenset(flows)
+        # Tasks of a lane flow alike, one at a time, so the lanes at work tell all rates.
+        if key not in self._known_rates:
+            self._known_rates[key] = share_rates(flows, self._capacities)
+        rates = self._known_rates[key]
+        self._rates = {task: rates[task.lane] for task in self._remaining}
+
+
+def share_rates(flows: Mapping[Hashable, Flow], capacities: Mapping[Hashable, float]) -> dict[Hashable, float]:
+    """The weighted max-min fair rate of each flow.
+
+    All rates grow in proportion to their weights until a flow reaches its limit or a resource is used up; those stop,
+    the others go on (Bertsekas and Gallager, Data Networks, section 6.5.2).
+    """
+    rates = dict.fromkeys(flows, 0.0)
+    free = dict(capacities)
+    growing = set(flows)
+    while growing:
+        demand: dict[Hashable, float] = {}
+        for name in growing:
+            for resource, share in flows[name].uses.items():
+                demand[resource] = demand.get(resource, 0.0) + share * flows[name].weight
+        growth = min(free[resource] / units for resource, units in demand.items()) if demand else math.inf
+        growth = min(growth, *((flows[name].limit - rates[name]) / flows[name].weight for name in growing))
+        growth = max(growth, 0.0)
+        for name in growing:
+            rates[name] += growth * flows[name].weight
+        for resource, units in demand.items():
+            free[resource] -= growth * units
+        full = {resource for resource in demand if free[resource] <= 1e-9 * capacities[resource]}
+        growing = {
+            name
+            for name in growing
+            if rates[name] < flows[name].limit * (1 - 1e-9) and not full & flows[name].uses.keys()
+        }
+    return rates

@@ -1,0 +1,309 @@
+"""Answers what a run would do on a machine one does not have: an estimated profile, what fits, a predicted step.
+
+Nothing is measured here, so every number is an estimate. Several nodes exist on paper only: one ring of ranks goes
+through all of them, all messages are as slow as those between nodes, and the hosts' memory counts as one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+from mobius.config import Dtype, Recompute
+from mobius.errors import PlanError
+from mobius.planner.budget import (
+    GIB,
+    GPU_PROCESS_BYTES,
+    ByteSizes,
+    StepTokens,
+    gpu_need,
+    layer_activation_bytes,
+    waiting_stages,
+)
+from mobius.planner.cards import GIGA, LATENCY, TERA, Card, Host, estimate_profile
+from mobius.planner.choice import Candidate, Choice, Fitting, Job, choose_stages_and_chunks, predict, simulate_again
+from mobius.planner.fit import FitRequest, fit_plan
+from mobius.planner.partition import StageSpan, balanced_partition
+from mobius.planner.plan import Plan, make_plan
+from mobius.planner.profile import MessageRates, Profile
+from mobius.planner.sensitivity import Resource, limiting_resource
+from mobius.planner.shape import ModelShape
+
+CONTEXT_BYTES = GIB
+"""Of a card's memory, what the driver and libraries take before a run does. A guess."""
+GRAPH_SHARE = 0.7
+"""What a compiled Llama layer's graph holds, over the guess by widths (planner/budget.py)."""
+MESSAGES_UNDER_WAY = 4
+"""Activations that are being received, per rank."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs and what is around them; `num_gpus` are those of one node."""
+
+    card: Card
+    num_gpus: int
+    host: Host
+    pcie: int | None = None
+    """None: the card's own generation."""
+    num_nodes: int = 1
+    node_link: float = 25.0
+    """GB/s between neighbouring nodes, in one direction; 25 is 200 Gbit/s."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_gpus * self.num_nodes
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is to be trained, and how."""
+
+    shape: ModelShape
+    batch_size: int
+    seq_length: int
+    num_stages: int | None
+    """None: chosen, as is the number of chunks."""
+    num_chunks: int | None
+    gpu_memory_limit: float | None = None
+    """GiB; None: the card's memory."""
+    use_offload: bool = True
+    num_resident: int | None = None
+    """Stages of each rank, the first ones, that stay on the GPU while the others are streamed; None: what pays."""
+    recompute: Recompute = Recompute.AUTO
+    clips: bool = True
+    overlaps_optimizer: bool = True
+    use_prefetch: bool = True
+    loss_chunk_tokens: int = 2048
+    dtype: Dtype = Dtype.BF16
+    """A format of two bytes; the cards' rates are for those."""
+    has_fp32_gradients: bool = False
+    """On their way to the host."""
+
+    @property
+    def sizes(self) -> ByteSizes:
+        return ByteSizes.of(self.dtype, has_fp32_gradients=self.has_fp32_gradients)
+
+    @property
+    def step_tokens(self) -> int:
+        return self.batch_size * self.seq_length
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A predicted run, with what it takes and what holds it up."""
+
+    machine: Machine
+    run: Run
+    choice: Choice
+    gpu_bytes: int
+    """Of the fullest rank, fragments and workspaces not counted."""
+    host_bytes: int
+    """Of all ranks of a node."""
+    limit: Resource
+    gain: float
+    """The share of a step that `limit` would save if it were 1.1 times as fast."""
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.choice.best
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.run.step_tokens / self.candidate.prediction.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Operations of the model without recompute, over what the cards' data sheets give in a step.
+
+        Six for each parameter but the embedding's and per token, and those of causal attention.
+        """
+        shape = self.run.shape
+        parameters = sum(shape.layer_parameters) + shape.head_parameters
+        attention = shape.num_layers * shape.hidden_size * self.run.seq_length
+        operations = 6 * (parameters + attention) * self.tokens_per_second
+        return operations / (self.machine.card.tera_flops * TERA * self.machine.num_ranks)
+
+
+def answer(machine: Machine, run: Run, *, measured: Profile | None = None) -> Answer:
+    """Predict `run` on `machine`, by a profile that was measured there if there is one.
+
+    Raises GpuMemoryError or PlanError, each with what to change.
+    """
+    _check(machine, run)
+    job = make_job(machine, run, measured=measured)
+    if run.num_stages is not None and run.num_chunks is not None:
+        choice = _as_given(job, run.num_stages, run.num_chunks)
+    else:
+        choice = choose_stages_and_chunks(job, num_stages=run.num_stages, num_chunks=run.num_chunks)
+    best = choice.best
+
+    def seconds(profile: Profile) -> float:
+        again = simulate_again(job, best.spans, best.num_chunks, best.fitting, best.schedule, profile)
+        return again.step_seconds
+
+    limit, gain = limiting_resource(best.profile, seconds)
+    memory = _gpu_bytes(machine, run, best.spans, best.num_chunks, best.fitting)
+    return Answer(machine, run, choice, memory, _host_bytes(machine, run, best), limit, gain)
+
+
+def make_job(machine: Machine, run: Run, *, measured: Profile | None = None) -> Job:
+    """The choice's view of `run` on `machine`."""
+    sizes = run.sizes
+
+    @cache
+    def profile_of(tokens: int) -> Profile:
+        if measured is not None:
+            _check_measured(measured, run.shape, num_ranks=machine.num_ranks, tokens=tokens)
+            return measured
+        return machine_profile(machine, run.shape, microbatch_tokens=tokens, seq_length=run.seq_length)
+
+    return Job(
+        shape=run.shape,
+        num_ranks=machine.num_ranks,
+        batch_size=run.batch_size,
+        seq_length=run.seq_length,
+        clips=run.clips,
+        weight_bytes=sizes.weight,
+        gradient_bytes=sizes.gradient,
+        overlaps_optimizer=run.overlaps_optimizer,
+        profile_of=profile_of,
+        fit=lambda spans, num_chunks: fit(machine, run, spans, num_chunks),
+    )
+
+
+def machine_profile(machine: Machine, shape: ModelShape, *, microbatch_tokens: int, seq_length: int) -> Profile:
+    """The estimate of all nodes together."""
+    nodes = machine.num_nodes
+    profile = estimate_profile(
+        machine.card,
+        shape,
+        microbatch_tokens=microbatch_tokens,
+        seq_length=seq_length,
+        num_ranks=machine.num_ranks,
+        pcie=machine.pcie,
+        host=replace(machine.host, bandwidth=machine.host.bandwidth * nodes),
+    )
+    if nodes == 1:
+        return profile
+    between = min(machine.node_link * GIGA, profile.messages.bandwidth)
+    messages = MessageRates(between, LATENCY, profile.messages.is_through_host)
+    return replace(profile, messages=messages, basis=f"{nodes} nodes on paper, together {profile.basis}")
+
+
+def fit(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunks: int) -> Fitting:
+    """What stays on the GPUs. Raises GpuMemoryError if the cut does not fit."""
+    num_ranks = machine.num_ranks
+    request = _request(machine, run, spans, num_chunks)
+    graph_bytes = _graph_bytes(run, num_chunks)
+    fits = [fit_plan(request, rank=rank, graph_bytes=graph_bytes) for rank in range(num_ranks)]
+    graphs = frozenset[int]().union(*(each.graph_stages for each in fits))
+    if not run.use_offload:
+        return Fitting(None, frozenset(range(len(spans))), graphs)
+    own = [(each.plan, each.plan.stages_of(rank)) for rank, each in enumerate(fits)]
+    resident = frozenset(stage for plan, stages in own for stage in stages if stage in plan.resident)
+    # One schedule for all ranks: the fewest slots, and no more kept activations than they allow.
+    slots = [plan.num_slots for plan, stages in own if plan.num_slots is not None and not resident.issuperset(stages)]
+    fewest = min(slots, default=None)
+    in_slots = {s for _, stages in own for s in [s for s in stages if s not in resident][-(fewest or 1) :]}
+    return Fitting(fewest, resident, graphs & (resident | in_slots))
+
+
+def _request(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunks: int) -> FitRequest:
+    slots = None if not run.use_offload else min(2 if run.use_prefetch else 1, len(spans) // machine.num_ranks)
+    plan = make_plan(
+        run.shape,
+        num_ranks=machine.num_ranks,
+        num_stages=len(spans),
+        num_microbatches=num_chunks,
+        num_slots=slots,
+        spans=spans,
+    )
+    tokens = _tokens(run, num_chunks)
+    message = tokens.microbatch * run.shape.hidden_size * run.sizes.weight
+    return FitRequest(
+        plan,
+        run.shape,
+        run.sizes,
+        tokens,
+        gpu_bytes=_usable_bytes(machine, run),
+        recompute=run.recompute,
+        num_resident=plan.stages_per_rank if slots is None else run.num_resident,
+        waiting=_waiting(run, len(spans)),
+        reserved_bytes=MESSAGES_UNDER_WAY * message,
+    )
+
+
+def _waiting(run: Run, num_stages: int) -> frozenset[int]:
+    return waiting_stages(num_stages, clips=run.clips, scales_loss=False, is_tied=run.shape.is_tied)
+
+
+def _as_given(job: Job, num_stages: int, num_chunks: int) -> Choice:
+    candidate = predict(job, balanced_partition(job.shape.num_layers, num_stages), num_chunks)
+    return Choice(candidate, (candidate,), ())
+
+
+def _check(machine: Machine, run: Run) -> None:
+    if run.num_stages is not None and run.num_stages % machine.num_ranks:
+        raise PlanError(f"--num_stages {run.num_stages} is not a multiple of the {machine.num_ranks} GPUs.")
+    if run.num_chunks is not None and run.batch_size % run.num_chunks:
+        raise PlanError(f"--batch_size {run.batch_size} cannot be cut into --num_chunks {run.num_chunks} equal parts.")
+    if run.num_resident and not run.use_offload:
+        raise PlanError("--resident_stages has no meaning with --no_offload, where all stages are resident.")
+
+
+def _check_measured(measured: Profile, shape: ModelShape, *, num_ranks: int, tokens: int) -> None:
+    given = (measured.num_ranks, measured.microbatch_tokens, len(measured.kind_of_layer))
+    wanted = (num_ranks, tokens, shape.num_layers)
+    if given != wanted:
+        parts = "ranks, tokens of a microbatch and layers"
+        raise PlanError(f"the profile is of another run: its {parts} are {given}, {wanted} are asked for.")
+
+
+def _tokens(run: Run, num_chunks: int) -> StepTokens:
+    return StepTokens(step=run.step_tokens, microbatch=run.step_tokens // num_chunks, loss_chunk=run.loss_chunk_tokens)
+
+
+def _graph_bytes(run: Run, num_chunks: int) -> int:
+    sizes = run.sizes
+    return int(GRAPH_SHARE * layer_activation_bytes(run.shape, sizes, run.step_tokens // num_chunks))
+
+
+def _usable_bytes(machine: Machine, run: Run) -> int:
+    card = int(machine.card.memory_gb * GIB) - CONTEXT_BYTES
+    return card if run.gpu_memory_limit is None else min(card, int(run.gpu_memory_limit * GIB))
+
+
+def _gpu_bytes(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunks: int, fitting: Fitting) -> int:
+    """By the arithmetic of planner/budget.py, with what is kept and what is resident."""
+    graph_bytes, keeps_all = _graph_bytes(run, num_chunks), run.recompute is Recompute.NONE
+    plan = Plan(machine.num_ranks, num_chunks, fitting.num_slots, spans, fitting.resident)
+    fullest = 0
+    for rank in range(machine.num_ranks):
+        need = gpu_need(
+            plan,
+            run.shape,
+            run.sizes,
+            _tokens(run, num_chunks),
+            rank=rank,
+            waiting=_waiting(run, len(spans)),
+            keeps_activations=keeps_all,
+            graph_bytes=graph_bytes,
+        )
+        kept = [spans[stage] for stage in plan.stages_of(rank) if stage in fitting.graph_stages]
+        graphs = 0 if keeps_all else sum(_num_graphs(span, num_chunks) for span in kept)
+        fullest = max(fullest, need.total + graphs * graph_bytes)
+    return fullest
+
+
+def _num_graphs(span: StageSpan, num_chunks: int) -> int:
+    """Graphs of layers that exist at a time beside the one that always does; of the last stage those of one chunk."""
+    return max(0, len(span.layers) - 1) if span.is_last else len(span.layers) * num_chunks
+
+
+def _host_bytes(machine: Machine, run: Run, candidate: Candidate) -> int:
+    streamed = [span for span in candidate.spans if span.stage not in candidate.fitting.resident]
+    parameters = sum(span.num_parameters(run.shape) for span in streamed)
+    per_node = math.ceil(parameters * run.sizes.host / machine.num_nodes)
+    return per_node + machine.num_gpus * GPU_PROCESS_BYTES

@@ -1,0 +1,130 @@
+"""Resolves `--num_stages auto` and `--num_chunks auto` before a run is planned, and checks that all ranks agree.
+
+It only asks planner/choice.py, with an estimate for the GPU that is there. Every rank asks for itself, so the question
+must be the same on all of them: it goes by the card's memory, not by what is free on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mobius.config import Config, Dtype, PipelineConfig
+from mobius.errors import PlanError
+from mobius.planner.budget import GIB
+from mobius.planner.cards import Host, card_of_device
+from mobius.planner.choice import choose_stages_and_chunks
+from mobius.planner.partition import StageSpan
+from mobius.planner.plan import Plan
+from mobius.planner.shape import ModelShape
+from mobius.planner.what_if import Machine, Run, make_job
+from mobius.runtime.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+DIGEST_BITS = 20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What each rank computes on, the same on all of them."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A config without auto, and the cut that goes with it; None: an even one."""
+
+    config: Config
+    spans: Sequence[StageSpan] | None
+
+
+def resolve_auto(config: Config, shape: ModelShape, *, num_ranks: int, gpu: Gpu | None) -> Resolved:
+    """Put numbers in the place of auto, and tell which; without auto, nothing changes.
+
+    Where there is no estimate (a CPU, an unknown GPU, fp32) the numbers are the defaults, or the nearest that are
+    possible. Raises GpuMemoryError if no setting fits.
+    """
+    pipeline = config.pipeline
+    if pipeline.num_stages is not None and pipeline.num_chunks is not None:
+        return Resolved(config, None)
+    card = None if gpu is None or config.model.dtype is Dtype.FP32 else card_of_device(gpu.name)
+    if card is None or gpu is None:
+        return _resolve_without_estimate(config, shape, num_ranks)
+    cores = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    machine = Machine(replace(card, memory_gb=gpu.num_bytes / GIB), num_ranks, Host(cores_per_rank=cores))
+    job = make_job(machine, _run_of(config, shape))
+    cuts_unevenly = pipeline.num_stages is None  # who gives the number of stages gets even ones
+    choice = choose_stages_and_chunks(
+        job, num_stages=pipeline.num_stages, num_chunks=pipeline.num_chunks, cuts_unevenly=cuts_unevenly
+    )
+    best = choice.best
+    for notice in choice.notices:
+        logger.info("%s", notice)
+    chosen = replace(pipeline, num_stages=best.num_stages, num_chunks=best.num_chunks)
+    logger.info(
+        "chosen: --num_stages %d --num_chunks %d, layers per stage %s; %.3g s per step by %s",
+        best.num_stages,
+        best.num_chunks,
+        " ".join(str(len(span.layers)) for span in best.spans),
+        best.prediction.step_seconds,
+        best.profile.describe(),
+    )
+    return Resolved(replace(config, pipeline=chosen), best.spans)
+
+
+def _run_of(config: Config, shape: ModelShape) -> Run:
+    pipeline = config.pipeline
+    return Run(
+        shape,
+        batch_size=pipeline.batch_size,
+        seq_length=config.data.seq_length,
+        num_stages=pipeline.num_stages,
+        num_chunks=pipeline.num_chunks,
+        gpu_memory_limit=pipeline.gpu_memory_limit,
+        use_offload=pipeline.use_offload,
+        num_resident=pipeline.num_resident_stages,
+        recompute=pipeline.recompute,
+        # Loss scaling waits for all gradients as clipping does.
+        clips=config.optim.max_grad_norm > 0 or config.model.dtype is Dtype.FP16,
+        overlaps_optimizer=pipeline.overlap_optimizer,
+        use_prefetch=pipeline.use_prefetch,
+        loss_chunk_tokens=pipeline.loss_chunk_tokens,
+        dtype=config.model.dtype,
+        has_fp32_gradients=pipeline.fp32_gradients,
+    )
+
+
+def _resolve_without_estimate(config: Config, shape: ModelShape, num_ranks: int) -> Resolved:
+    """The defaults' numbers where they are possible, else the largest below them that are."""
+    pipeline, usual = config.pipeline, PipelineConfig()
+    assert usual.num_stages is not None
+    stages, chunks = pipeline.num_stages, pipeline.num_chunks
+    if stages is None:
+        most = min(max(usual.num_stages, num_ranks), shape.num_layers)
+        stages = max(num_ranks, most // num_ranks * num_ranks)
+    if chunks is None:
+        most = max(usual.num_microbatches, num_ranks)
+        chunks = max(n for n in range(1, most + 1) if pipeline.batch_size % n == 0)
+    logger.info("chosen without an estimate for this device: --num_stages %d --num_chunks %d", stages, chunks)
+    return Resolved(replace(config, pipeline=replace(pipeline, num_stages=stages, num_chunks=chunks)), None)
+
+
+def check_agreement(plan: Plan, transport: Transport) -> None:
+    """Raise PlanError if the ranks have cut the model or the batch differently; collective."""
+    facts = repr((plan.num_microbatches, plan.spans)).encode()
+    own = int(hashlib.sha256(facts).hexdigest(), 16) % 2**DIGEST_BITS
+    # All are equal if and only if their variance is 0; the numbers are small enough to be exact.
+    sums = transport.sum_over_ranks(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
+    if transport.num_ranks * int(sums[1]) != int(sums[0]) ** 2:
+        raise PlanError(
+            "the ranks came to different plans, so their GPUs or CPUs differ. Give the numbers instead of auto: "
+            f"--num_stages {plan.num_stages} --num_chunks {plan.num_microbatches} (rank {transport.rank}'s)."
+        )

@@ -1,0 +1,38 @@
+"""Measuring a profile on one GPU: plausible rates, all memory given back, and not for long."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from mobius.models.blocks import ModelParts
+from mobius.runtime.transport import SingleRankTransport
+from mobius.training.measure import MicrobatchShape, measure_profile
+
+pytestmark = pytest.mark.gpu
+
+
+def test_one_gpu_is_measured_within_thirty_seconds_and_gives_its_memory_back() -> None:
+    torch.use_deterministic_algorithms(False)  # the embedding's backward is slower with them
+    device = torch.device("cuda", 0)
+    config = LlamaConfig(num_hidden_layers=4, use_cache=False)  # Llama-2-7B's widths
+    config._attn_implementation = "sdpa"
+    parts = ModelParts(config, device)
+    shape = MicrobatchShape(batch=8, seq_length=512, dtype=torch.bfloat16, loss_chunk_tokens=2048)
+    before = torch.cuda.memory_allocated(device)
+
+    start = time.perf_counter()
+    profile = measure_profile(parts, shape, device=device, transport=SingleRankTransport(), kernel=None)
+    seconds = time.perf_counter() - start
+
+    print(profile.to_json())
+    assert seconds < 30
+    assert torch.cuda.memory_allocated(device) - before < 2**26
+    (layer,) = profile.layer_kinds
+    assert layer.forward < layer.backward < layer.recomputed_backward < 5 * layer.forward
+    assert profile.copies.down > 2e9
+    assert profile.gpu_bandwidth > profile.copies.down
+    assert profile.cpu_adamw_beside_copies <= 1.2 * profile.cpu_adamw

@@ -1,0 +1,121 @@
+"""A profile of the real thing on a CPU: plausible, the same on all ranks, kept, and made anew where it is broken."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness.pipelines import FAMILIES
+
+from mobius.models.blocks import ModelParts
+from mobius.planner.profile import Profile, Source
+from mobius.runtime.local_transport import LocalTransport, run_rank_threads
+from mobius.runtime.transport import SingleRankTransport
+from mobius.training import measure
+from mobius.training.measure import Amounts, MicrobatchShape, measure_profile
+from mobius.training.profile_cache import cached_profile, profile_key, profile_path
+
+CPU = torch.device("cpu")
+SHAPE = MicrobatchShape(batch=2, seq_length=8, dtype=torch.float32, loss_chunk_tokens=64)
+SMALL = Amounts(copy_bytes=2**16, cpu_parameters=2**12, gpu_parameters=2**12)
+
+
+@pytest.fixture(autouse=True)
+def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "PART_SECONDS", 0.01)
+
+
+def parts_of(family: str) -> ModelParts:
+    return ModelParts(FAMILIES[family](), CPU)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_one_rank_measures_every_kind_of_layer(family: str) -> None:
+    parts = parts_of(family)
+    profile = measure_profile(parts, SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None, amounts=SMALL)
+    assert profile.source is Source.MEASURED
+    assert len(profile.kind_of_layer) == len(parts.layers)
+    assert len(profile.layer_kinds) == len({id(layer.module) for layer in parts.layers})
+    for layer in profile.layer_kinds:
+        assert 0 < layer.forward < layer.recomputed_backward
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_all_ranks_get_the_same_profile() -> None:
+    def measure_rank(transport: LocalTransport) -> Profile:
+        return measure_profile(parts_of("llama"), SHAPE, device=CPU, transport=transport, kernel=None, amounts=SMALL)
+
+    first, second = run_rank_threads(2, measure_rank)
+    assert first == second
+    assert first.num_ranks == 2
+    assert first.messages.bandwidth > 0
+
+
+@pytest.fixture
+def profile() -> Profile:
+    return measure_profile(
+        parts_of("llama"), SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None, amounts=SMALL
+    )
+
+
+def never() -> Profile:
+    raise AssertionError("measured again")
+
+
+def test_a_profile_is_measured_once_and_then_read(tmp_path: Path, profile: Profile) -> None:
+    path = tmp_path / "cache" / "profile.json"
+    assert cached_profile(path, lambda: profile, SingleRankTransport()) == profile
+    assert cached_profile(path, never, SingleRankTransport()) == profile
+    assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe\x00", b'{"format": 1, "loss": 1}'])
+def test_a_broken_file_is_told_of_and_measured_again(
+    tmp_path: Path, profile: Profile, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert cached_profile(path, lambda: profile, SingleRankTransport()) == profile
+    assert "measured again" in caplog.text
+    assert cached_profile(path, never, SingleRankTransport()) == profile
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line_only(
+    tmp_path: Path, profile: Profile, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with caplog.at_level(logging.WARNING):
+        assert cached_profile(tmp_path / "cache" / "p.json", lambda: profile, SingleRankTransport()) == profile
+    assert "cannot be kept" in caplog.text
+
+
+def test_if_one_rank_has_no_profile_all_measure(tmp_path: Path, profile: Profile) -> None:
+    measured = []
+
+    def rank(transport: LocalTransport) -> Profile:
+        path = tmp_path / f"rank{transport.rank}" / "profile.json"
+        if transport.rank == 0:
+            path.parent.mkdir()
+            path.write_text(profile.to_json())
+
+        def again() -> Profile:
+            measured.append(transport.rank)
+            return profile
+
+        return cached_profile(path, again, transport)
+
+    run_rank_threads(2, rank)
+    assert sorted(measured) == [0, 1]
+
+
+def test_another_shape_model_or_number_of_ranks_is_another_file(tmp_path: Path) -> None:
+    model = parts_of("llama").shape()
+    shapes = [SHAPE, replace(SHAPE, batch=4), replace(SHAPE, dtype=torch.bfloat16)]
+    keys = [profile_key(model, s, device=CPU, num_ranks=n, is_compiled=False) for s in shapes for n in (1, 2)]
+    keys.append(profile_key(replace(model, vocab_size=7), SHAPE, device=CPU, num_ranks=1, is_compiled=False))
+    assert len({profile_path(tmp_path, key) for key in keys}) == len(keys)
+    assert profile_path(tmp_path, keys[0]) == profile_path(tmp_path, dict(keys[0]))
