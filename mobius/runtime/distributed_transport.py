@@ -146,7 +146,8 @@ class DistributedTransport:
     def finish_step(self) -> None:
         assert not any(self._posted.values()), "a posted receive was not used"
         while self._sent:
-            self._wait(self._sent.popleft()[1], None)
+            self._wait(self._sent[0][1], None)
+            self._sent.popleft()  # not before: its tensor is being read until then
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         summed = values.clone()
