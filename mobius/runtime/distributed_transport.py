@@ -19,8 +19,8 @@ from torch import Tensor
 
 from mobius.errors import TransportError
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
-from mobius.runtime.mailbox_setup import Meeting
 from mobius.runtime.mailboxes import Mailboxes
+from mobius.runtime.meeting import Meeting
 from mobius.runtime.transport import ring_edges
 
 TIMEOUT = timedelta(minutes=10)
