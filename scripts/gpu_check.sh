@@ -2,7 +2,7 @@
 # Checks Mobius on the GPUs of this machine and prints one table last:  bash scripts/gpu_check.sh PART...
 #
 #   tests      pytest -m gpu (1 GPU; more where there are more)
-#   losses     20 steps of a 1.1B checkpoint with each of offload x prefetch, against plain training on one GPU
+#   losses     20 steps of a 1.1B checkpoint, streamed, resident and mixed, against plain training on one GPU
 #   messages   activations of 256 MiB between ranks
 #   7b         Llama-2-7B's shape, batch 64 x 512, 32 stages, under 24 GiB per GPU
 #   13b        Llama-2-13B's shape, batch 64 x 128, 40 stages, under 24 GiB per GPU
@@ -40,6 +40,7 @@ run() {
     fi
 }
 
+declare -A MODES=([streamed]="--use_offload --resident_stages 0" [resident]="--no_offload")
 SIZE=${SIZE:-1b}
 make_1b() { [ -d "$WORK/1b" ] || $PYTHON scripts/make_model.py "$SIZE" "$WORK/1b"; }
 
@@ -50,29 +51,31 @@ part_losses() {
     local options="--model_path $WORK/1b --num_iterations=${STEPS:-20} --batch_size=64 --seq_length ${LENGTH:-256} --num_chunks 8"
     [ -f "$WORK/losses.json" ] || $PYTHON scripts/plain_training.py --output "$WORK/losses.json" $options \
         --dataset assets/docstrings/train.jsonl >"$WORK/plain.log" 2>&1 || { tail -n 12 "$WORK/plain.log"; failed=1; }
-    for offload in use_offload no_offload; do
-        for prefetch in use_prefetch no_prefetch; do
-            run "1b-$GPUS-$offload-$prefetch" "$GPUS" $options --num_stage=$((GPUS * 2)) --$prefetch --$offload
+    local where
+    for prefetch in use_prefetch no_prefetch; do
+        for where in streamed resident; do
+            run "1b-$GPUS-$where-$prefetch" "$GPUS" $options --num_stage=$((GPUS * 2)) --$prefetch ${MODES[$where]}
         done
     done
+    run "1b-$GPUS-mixed" "$GPUS" $options --num_stage=$((GPUS * 2)) --use_offload --resident_stages 1
 }
 
 part_messages() {
     make_1b
     run "1b-$GPUS-256MiB-messages" "$GPUS" --model_path "$WORK/1b" --num_iterations 4 --batch_size 256 --seq_length 1024 \
-        --num_chunks 4 --num_stages $((GPUS * 2)) --use_prefetch --use_offload
+        --num_chunks 4 --num_stages $((GPUS * 2)) --use_prefetch ${MODES[streamed]}
 }
 
 part_7b() {
     $PYTHON scripts/make_model.py 7b "$WORK/7b" --config_only
     run "7b-$GPUS-24GiB" "$GPUS" --model_path "$WORK/7b" --num_iterations 6 --batch_size 64 --seq_length 512 --num_chunks 4 \
-        --num_stages 32 --use_prefetch --use_offload --gpu_memory_limit 24
+        --num_stages 32 --use_prefetch ${MODES[streamed]} --gpu_memory_limit 24
 }
 
 part_13b() {
     $PYTHON scripts/make_model.py 13b "$WORK/13b" --config_only
     run "13b-$GPUS-24GiB" "$GPUS" --model_path "$WORK/13b" --num_iterations 4 --batch_size 64 --seq_length 128 --num_chunks 4 \
-        --num_stages 40 --use_prefetch --use_offload --gpu_memory_limit 24
+        --num_stages 40 --use_prefetch ${MODES[streamed]} --gpu_memory_limit 24
 }
 
 part_size() {
@@ -82,7 +85,7 @@ part_size() {
         run "$layers-layers-no_offload" 1 --model_path "$WORK/1b-$layers" $options --num_stages 1 --no_offload
     done
     $PYTHON scripts/make_model.py 7b "$WORK/7b" --config_only
-    run "7b-1-use_offload" 1 --model_path "$WORK/7b" $options --num_stages 32 --use_offload
+    run "7b-1-use_offload" 1 --model_path "$WORK/7b" $options --num_stages 32 ${MODES[streamed]}
 }
 
 for part in "$@"; do
