@@ -5,22 +5,25 @@ It knows no machine: a profile for each microbatch shape, and what fits into mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
-from mobius.planner.partition import StageSpan, balanced_partition
+from mobius.planner.memory_use import schedule_of_slots
+from mobius.planner.partition import StageSpan, balanced_partition, partition_of
 from mobius.planner.profile import Profile
 from mobius.planner.shape import ModelShape
 from mobius.planner.simulation import Prediction, simulate_steps
 from mobius.planner.stage_costs import StepRules, stage_costs
 from mobius.planner.uneven_partition import TIME_LIMIT, PartitionTask, uneven_partition
-from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
 
 MOST_CHUNKS_PER_RANK = 4
 """More microbatches than this many times the ranks fill the pipeline no better; each has its own costs."""
-NUM_RECUT = 3
+NUM_FITTED_WELL = 4
+"""How many of the best settings, of different numbers of stages, have their use of memory chosen by simulation."""
+NUM_RECUT = 2
 """How many of the best settings are cut anew."""
 NOTICEABLE = 0.005
 """An uneven cut must gain this share of a step, and so must more stages or chunks."""
@@ -30,9 +33,15 @@ NOTICEABLE = 0.005
 class Fitting:
     """How a cut fits into memory: what stays where."""
 
-    num_slots: int | None
+    slots: tuple[int, ...]
+    """Of each rank; 0 where it streams nothing."""
     resident: frozenset[int]
     graph_stages: frozenset[int]
+
+    @property
+    def num_slots(self) -> int | None:
+        """The most of a rank; None where nothing is streamed."""
+        return max(self.slots) or None
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,9 @@ class Job:
     profile_of: Callable[[int], Profile]
     """Of a microbatch of that many tokens."""
     fit: Callable[[tuple[StageSpan, ...], int], Fitting]
-    """(cut, number of microbatches) -> what stays where; raises GpuMemoryError if it does not fit."""
+    """(cut, number of microbatches) -> what stays where, found quickly; raises GpuMemoryError if it does not fit."""
+    fit_well: Callable[[tuple[StageSpan, ...], int], Fitting] | None = None
+    """The same, found by simulating what fits; None: `fit` is as good."""
     max_parameters: int | None = None
     """Of one stage, by memory."""
 
@@ -92,12 +103,12 @@ class Choice:
     notices: tuple[str, ...]
 
 
-def predict(job: Job, spans: tuple[StageSpan, ...], num_chunks: int) -> Candidate:
-    """Simulate one cut. Raises GpuMemoryError if it does not fit."""
-    fitting = job.fit(spans, num_chunks)
+def predict(job: Job, spans: tuple[StageSpan, ...], num_chunks: int, *, is_quick: bool = False) -> Candidate:
+    """Simulate one cut, its memory used by `job.fit_well` or quickly. Raises GpuMemoryError if it does not fit."""
+    fit = job.fit if is_quick or job.fit_well is None else job.fit_well
+    fitting = fit(spans, num_chunks)
     profile = job.profile_of(job.batch_size // num_chunks * job.seq_length)
-    per_rank = len(spans) // job.num_ranks
-    schedule = build_schedule(job.num_ranks, per_rank, num_chunks, fitting.num_slots, fitting.resident)
+    schedule = schedule_of_slots(job.num_ranks, len(spans), num_chunks, fitting.slots, fitting.resident)
     prediction = simulate_again(job, spans, num_chunks, fitting, schedule, profile)
     return Candidate(spans, num_chunks, fitting, schedule, profile, prediction)
 
@@ -125,8 +136,9 @@ def choose_stages_and_chunks(
 ) -> Choice:
     """The fastest setting by prediction; what is not None stays as given.
 
-    All numbers of stages and chunks are tried with even cuts, then the best of them with uneven ones, if
-    `cuts_unevenly`. Between settings that are alike within `NOTICEABLE`, the one with fewer stages and chunks is taken.
+    All numbers of stages and chunks are tried with even cuts and a quick use of memory, the best of them then with what
+    the simulation finds for the memory and, if `cuts_unevenly`, with uneven cuts. Between settings that are alike
+    within `NOTICEABLE`, the one with fewer stages and chunks is taken.
     Raises GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
     """
     tried: list[Candidate] = []
@@ -134,7 +146,7 @@ def choose_stages_and_chunks(
     for chunks in _chunk_numbers(job, num_chunks):
         for stages in _stage_numbers(job, num_stages):
             try:
-                tried.append(predict(job, balanced_partition(job.shape.num_layers, stages), chunks))
+                tried.append(predict(job, even_cut(job.shape.num_layers, stages), chunks, is_quick=True))
             except GpuMemoryError as error:
                 refusal = error
     if not tried:
@@ -142,12 +154,34 @@ def choose_stages_and_chunks(
             f"no number of stages and chunks is possible: {job.shape.num_layers} layers on {job.num_ranks} ranks, "
             f"--batch_size {job.batch_size}."
         )
+    if job.fit_well is not None:
+        quick, tried = tried, []
+        for candidate in _best_of_each(quick):
+            tried.append(predict(job, candidate.spans, candidate.num_chunks))
     notices: list[str] = []
     for candidate in sorted(tried, key=_seconds)[: NUM_RECUT if cuts_unevenly else 0]:
         tried += _recut(job, candidate, notices, time_limit)
     fastest = min(map(_seconds, tried))
     alike = [candidate for candidate in tried if _seconds(candidate) <= fastest * (1 + NOTICEABLE)]
     return Choice(min(alike, key=_simplicity), tuple(tried), tuple(dict.fromkeys(notices)))
+
+
+def _best_of_each(tried: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest of each number of stages, of those the best few, and the second of the best."""
+    ordered = sorted(tried, key=_seconds)
+    fastest = {candidate.num_stages: candidate for candidate in reversed(ordered)}
+    chosen = sorted(fastest.values(), key=_seconds)[:NUM_FITTED_WELL]
+    return chosen + [candidate for candidate in ordered if candidate.num_stages == chosen[0].num_stages][1:2]
+
+
+def even_cut(num_layers: int, num_stages: int) -> tuple[StageSpan, ...]:
+    """As even as it goes; with two stages more than layers or even more, embedding and head have their own.
+
+    Stages without anything stand right behind the embedding.
+    """
+    if num_stages < num_layers + 2:
+        return balanced_partition(num_layers, num_stages)
+    return partition_of([0] * (num_stages - num_layers - 1) + [1] * num_layers + [0])
 
 
 def recut(job: Job, spans: tuple[StageSpan, ...], num_chunks: int, *, time_limit: float = TIME_LIMIT) -> Choice:
@@ -160,6 +194,8 @@ def recut(job: Job, spans: tuple[StageSpan, ...], num_chunks: int, *, time_limit
 
 def _recut(job: Job, candidate: Candidate, notices: list[str], time_limit: float) -> list[Candidate]:
     """Uneven cuts of the same number of stages that gain something."""
+    if candidate.num_stages > job.shape.num_layers:
+        return []
     task = _task(job, candidate)
     cuts = []
     for pace in dict.fromkeys((1.0, min(1.0, job.num_ranks / candidate.num_chunks), 0.5, 0.0)):
@@ -206,10 +242,11 @@ def _simplicity(candidate: Candidate) -> tuple[int, int, float]:
 
 
 def _stage_numbers(job: Job, given: int | None) -> Iterable[int]:
-    """Multiples of the ranks, up to a layer per stage."""
+    """Multiples of the ranks, up to a layer per stage, and one for embedding and head apart from the layers."""
     if given is not None:
         return (given,)
-    return range(job.num_ranks, job.shape.num_layers + 1, job.num_ranks)
+    apart = math.ceil((job.shape.num_layers + 2) / job.num_ranks) * job.num_ranks
+    return (*range(job.num_ranks, job.shape.num_layers + 1, job.num_ranks), apart)
 
 
 def _chunk_numbers(job: Job, given: int | None) -> list[int]:
