@@ -24,6 +24,7 @@ from mobius.planner.budget import (
 from mobius.planner.fit import FitRequest, FittedPlan, fit_plan
 from mobius.planner.memory_use import StepModel, by_simulation
 from mobius.planner.plan import Plan, make_plan
+from mobius.planner.preference import Candidate
 from mobius.planner.profile import Profile
 from mobius.planner.shape import ModelShape
 from mobius.ranks import Ranks, separate_device_queues
@@ -70,6 +71,8 @@ class Blueprint:
     asked: Config
     """What was asked for: `config` with what was auto."""
     gpu_bytes: int | None
+    uses: tuple[Candidate, ...]
+    """What every rank does with its memory, as far as this one knows."""
     forecast: Forecast | None
     """None where nothing is known of the device's speed."""
 
@@ -185,6 +188,7 @@ def _draw(
         request.waiting,
         asked,
         gpu_bytes,
+        fitted.uses,
         None if model is None else forecast(plan, fitted.uses, shape, model),
     )
 
