@@ -56,22 +56,15 @@ def _batch_splits_evenly(config: Config) -> str | None:
 
 
 def _stages_fit_ranks(config: Config, num_ranks: int) -> str | None:
-    stages, layers = config.pipeline.num_stages, config.model.num_layers
+    stages = config.pipeline.num_stages
     if stages is None or stages % num_ranks == 0:
         return None
     lower = stages // num_ranks * num_ranks
-    valid = [number for number in (lower, lower + num_ranks) if layers is None or number <= layers]
     return (
         f"`--num_stages` {stages} is not a multiple of the number of ranks, {num_ranks}; "
-        f"use --num_stages {_nearest(stages, valid or [num_ranks])}, or another number of ranks (--nproc_per_node)"
+        f"use --num_stages {_nearest(stages, [max(lower, num_ranks), lower + num_ranks])}, or another number of ranks "
+        "(--nproc_per_node)"
     )
-
-
-def _stages_fit_layers(config: Config) -> str | None:
-    stages, layers = config.pipeline.num_stages, config.model.num_layers
-    if layers is None or stages is None or stages <= layers:
-        return None
-    return f"`--num_stages` {stages} is more than `--num_layers` {layers}; use at most {layers} stages, one layer each"
 
 
 def _heads_share_the_width(config: Config) -> str | None:
@@ -179,7 +172,6 @@ def _nearest(value: int, valid: Iterable[int]) -> str:
 _Rule = tuple[tuple[str, ...], Callable[[Config], str | None]]
 _RULES: Final[tuple[_Rule, ...]] = (
     (("batch_size", "num_chunks"), _batch_splits_evenly),
-    (("num_stages", "num_layers"), _stages_fit_layers),
     (("embedding_dim", "num_heads"), _heads_share_the_width),
     (("warmup_steps", "num_iterations"), _warmup_fits_run),
     (("gpu_memory_limit", "device"), _limit_has_a_gpu),

@@ -51,7 +51,7 @@ SCRIPTS = Path(__file__).parent
 ABLATION = {
     "optimizer not hidden": "--no_overlap_optimizer",
     "no prefetch": "--no_prefetch",
-    "nothing resident": "--resident_stages 0",
+    "messages over NCCL": "--no_copy_messages",
     "layers not compiled": "--compile off",
     "torch's AdamW": "--torch_adamw",
 }

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # The measurements of docs/benchmarks.md on the GPUs of this machine:  bash scripts/gpu_benchmarks.sh PART...
 #
-#   main       Llama-2-7B's shape, batch 64 x 512, no clipping, beside all peers that keep the optimizer on the CPU
-#   clip       the same with clipping 1.0 (RoundPipe has none)
+#   main       Llama-2-7B's shape, batch 64 x 512, all stages streamed under 12 GiB, without and with clipping, beside peers without
+#   stale      the same without clipping beside RoundPipe, whose start takes minutes
+#   clip       the same with clipping 1.0, peers too
+#   stages     the same with a stage per layer, and with embedding and head in stages of their own
 #   long       7B, 64 x 2048
 #   13b        Llama-2-13B's shape, 64 x 128
 #   nop2p      7B, 64 x 512, GPUs without direct access to each other, as consumer cards are
 #   resident   7B, 64 x 512, everything in GPU memory
-#   ablation   7B, 64 x 512, one part of Mobius switched off at a time
+#   ablation   main with clipping, one part of Mobius switched off at a time
+#   memory     7B, 64 x 512, what fits stays: limits of 16, 24, 48 and 80 GiB and none, beside a peer
 #
 # PYTHON (default python3) must have the requirements installed. ROWS (default benchmark_rows.jsonl) is appended to, row by
 # row. Each part takes minutes; RUN_SECONDS ends a run that hangs. Whatever is set below can be set in the environment.
@@ -22,21 +25,27 @@ BENCHMARK=${BENCHMARK:-}                                   # more options of ben
 MOBIUS=${MOBIUS:-}                                         # more options of Mobius for all parts
 SIZE=${SIZE:-7b}                                           # of all parts but 13b; smaller for a trial
 
-MAIN_MOBIUS=${MAIN_MOBIUS:---num_stages 32 --num_chunks 8 --gpu_memory_limit 12} # also of clip, nop2p and ablation
-MAIN_VARIANT=${MAIN_VARIANT:---gpu_memory_limit 130}
-MAIN_PEERS=${MAIN_PEERS:-fsdp2-offload roundpipe deepspeed-zero2}
+STREAMED="--resident_stages 0"
+SMALL_GPU="--gpu_memory_limit 12"
+MAIN_MOBIUS=${MAIN_MOBIUS:---num_stages 36 --num_chunks 8 $STREAMED $SMALL_GPU} # also of stale, clip, nop2p and ablation
+MAIN_PEERS=${MAIN_PEERS:-fsdp2-offload deepspeed-zero2}
+STALE_PEERS=${STALE_PEERS:-roundpipe}
 CLIP_PEERS=${CLIP_PEERS:-fsdp2-offload deepspeed-zero2}
-LONG_MOBIUS=${LONG_MOBIUS:---num_stages 32 --num_chunks 16}
-LONG_VARIANT=${LONG_VARIANT:---no_offload --recompute full}
+STAGES_VARIANT=${STAGES_VARIANT:---num_stages 32}
+LONG_MOBIUS=${LONG_MOBIUS:---num_stages 32 --num_chunks 16 $STREAMED}
+LONG_VARIANT=${LONG_VARIANT:---no_offload --resident_stages all --recompute full}
 LONG_PEERS=${LONG_PEERS:-fsdp2-offload}
 LONG_ACCUMULATIONS=${LONG_ACCUMULATIONS:-4}
 SIZE_13B=${SIZE_13B:-13b}
-MOBIUS_13B=${MOBIUS_13B:---num_stages 40 --num_chunks 4}
+MOBIUS_13B=${MOBIUS_13B:---num_stages 44 --num_chunks 4 $STREAMED}
 PEERS_13B=${PEERS_13B:-fsdp2-offload deepspeed-zero2}
 NOP2P_PEERS=${NOP2P_PEERS:-fsdp2-offload}
 NOP2P_VARIANT=${NOP2P_VARIANT:---no_copy_messages}
 RESIDENT_MOBIUS=${RESIDENT_MOBIUS:---num_stages 32 --num_chunks 8 --no_offload --recompute none --loss_chunk_tokens 8192}
 RESIDENT_PEERS=${RESIDENT_PEERS:-fsdp2-compile}
+MEMORY_MOBIUS=${MEMORY_MOBIUS:---num_stages 36 --num_chunks 8}
+MEMORY_LIMITS=${MEMORY_LIMITS:-16 24 48 80}
+MEMORY_PEERS=${MEMORY_PEERS:-fsdp2-offload}
 
 # peers NAME...: the words that ask benchmark.py for them
 peers() { for name in $1; do printf -- '--peer %s ' "$name"; done; }
@@ -54,9 +63,14 @@ benchmark() {
 # shellcheck disable=SC2046 # so are the words of peers
 part_main() {
     benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 \
-        --variant "all memory=$MAIN_VARIANT" $(peers "$MAIN_PEERS")
+        --variant "clipping 1.0=--max_grad_norm 1" $(peers "$MAIN_PEERS")
 }
+part_stale() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 $(peers "$STALE_PEERS"); }
 part_clip() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 1 $(peers "$CLIP_PEERS"); }
+part_stages() {
+    benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 \
+        --variant "a stage per layer=$STAGES_VARIANT" --variant "the same, clipping 1.0=$STAGES_VARIANT --max_grad_norm 1"
+}
 part_long() {
     benchmark "$SIZE" "$LONG_MOBIUS" --batch_size 64 --seq_length 2048 --max_grad_norm 0 \
         --variant "no offload=$LONG_VARIANT" --peer_accumulations "$LONG_ACCUMULATIONS" $(peers "$LONG_PEERS")
@@ -68,6 +82,12 @@ part_nop2p() {
 }
 part_resident() {
     benchmark "$SIZE" "$RESIDENT_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 $(peers "$RESIDENT_PEERS")
+}
+part_memory() {
+    local variants=()
+    for limit in $MEMORY_LIMITS; do variants+=(--variant "$limit GiB=--gpu_memory_limit $limit"); done
+    benchmark "$SIZE" "$MEMORY_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 "${variants[@]}" \
+        $(peers "$MEMORY_PEERS")
 }
 part_ablation() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 1 --ablation; }
 

@@ -45,11 +45,15 @@ class UpdateQueue:
     def submit(
         self, stage: int, pieces: Sequence[Callable[[], None]], *, can_begin: Callable[[], bool] = _always
     ) -> None:
-        """Add an update of one piece or more; returns at once. The stage's update before must have been waited for.
+        """Add an update; returns at once. The stage's update before must have been waited for.
+
+        Without pieces (a stage without parameters) there is nothing to do or to wait for.
 
         While `can_begin` says no, others go first. Where none can begin, the one submitted first does, and waits by
         itself: its gradients come first.
         """
+        if not pieces:
+            return
         with self._lock:
             self._updates[stage] = self._pending[stage] = _Update(deque(pieces), can_begin)
         for _ in pieces:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from mobius.errors import PlanError
 from mobius.planner.shape import ModelShape
 
+OUTER_STAGES = 2
+"""The embedding and the head can be stages of their own."""
+
 
 @dataclass(frozen=True)
 class StageSpan:
@@ -31,24 +34,30 @@ class StageSpan:
         return embedding + layers + head
 
 
-def balanced_partition(num_layers: int, num_stages: int) -> tuple[StageSpan, ...]:
+def balanced_partition(num_layers: int, num_stages: int, *, num_ranks: int = 1) -> tuple[StageSpan, ...]:
     """Cut `num_layers` into `num_stages` spans whose sizes differ by one at most.
 
     Layers that are left over go to the inner stages first: the outer two carry the embedding and the head already.
-    Raises PlanError if a stage would have no layer.
+    With more stages than layers, the head gets a stage of its own, then the embedding, and what is left over to a
+    multiple of `num_ranks` are stages behind it that pass messages on. The step's first stage is then ready sooner,
+    and its first gradients leave sooner. Raises PlanError for more stages than that makes sense for.
     """
-    if num_stages > num_layers:
+    most = -(-(num_layers + OUTER_STAGES) // num_ranks) * num_ranks
+    if num_stages > most:
         raise PlanError(
-            f"--num_stages {num_stages} is more than the model's {num_layers} layers; every stage needs at least one. "
-            f"Use --num_stages {num_layers} or less."
+            f"--num_stages {num_stages} is more than the model can be cut into: {num_layers} layers, the embedding and "
+            f"the head make {most} stages on {num_ranks} rank(s). Use --num_stages {most} or less."
         )
+    if num_stages > num_layers:
+        without = num_stages - num_layers
+        return partition_of([*[0] * (without - 1), *[1] * num_layers, 0])
     base, left_over = divmod(num_layers, num_stages)
     inner_first = [*range(1, num_stages - 1), num_stages - 1, 0][:left_over] if num_stages > 1 else [0][:left_over]
     return partition_of([base + (stage in inner_first) for stage in range(num_stages)])
 
 
 def partition_of(sizes: Sequence[int]) -> tuple[StageSpan, ...]:
-    """The spans of stages with that many layers each; the first and the last may have none if there are others."""
+    """The spans of stages with that many layers each, none among them."""
     spans = []
     first = 0
     for stage, size in enumerate(sizes):

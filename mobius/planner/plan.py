@@ -69,7 +69,7 @@ class Plan:
                 *(["embedding"] if span.is_first else []),
                 *([f"layers {span.first_layer}-{span.end_layer - 1}"] if span.layers else []),
                 *(["norm, head"] if span.is_last else []),
-            ]
+            ] or ["nothing, passes messages on"]
             count = span.num_parameters(shape)
             where = ", resident" if is_mixed and span.stage in self.resident else ""
             lines.append(
@@ -90,9 +90,9 @@ def make_plan(
 ) -> Plan:
     """Cut the model evenly, unless `spans` say how; all stages streamed through `num_slots` slots, None: resident.
 
-    Raises PlanError if there are more stages than layers.
+    Raises PlanError if there are more stages than can be.
     """
-    spans = balanced_partition(shape.num_layers, num_stages) if spans is None else spans
+    spans = balanced_partition(shape.num_layers, num_stages, num_ranks=num_ranks) if spans is None else spans
     assert len(spans) == num_stages
     plan = Plan(num_ranks, num_microbatches, num_slots, tuple(spans), frozenset())
     num_resident = plan.stages_per_rank if num_slots is None else 0

@@ -68,9 +68,9 @@ def test_a_mixture_of_resident_and_streamed_stages_equals_the_plain_model_bit_by
                 _assert_equal(pipeline.gradients[name], gradient, is_reordered, f"{where} {name}")
 
 
-@pytest.mark.parametrize("sizes", [(0, 4, 8, 0), (0, 6, 5, 1), (1, 5, 6, 0), (3, 1, 6, 2)])
+@pytest.mark.parametrize("sizes", [(0, 4, 8, 0), (0, 6, 5, 1), (1, 5, 6, 0), (3, 1, 6, 2), (0, 0, 12, 0), (0, 7, 0, 5)])
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_stages_of_unequal_size_and_outer_ones_without_layers_compute_the_same_bits(
+def test_stages_of_unequal_size_and_some_without_layers_compute_the_same_bits(
     sizes: tuple[int, ...], case: str
 ) -> None:
     model = make_model("llama")

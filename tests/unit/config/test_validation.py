@@ -13,10 +13,8 @@ from mobius.validation import find_problems, validate
     [
         ({"num_stages": 6}, 4, ["`--num_stages` 6", "ranks, 4", "use --num_stages 4 or 8,"]),
         ({"num_stages": 3}, 4, ["use --num_stages 4,"]),
-        ({"num_stages": 6, "num_layers": 7}, 4, ["use --num_stages 4,"]),
         ({"batch_size": 64, "num_chunks": 5}, 4, ["--num_chunks 4 or 8, or --batch_size 60 or 65"]),
         ({"batch_size": 2, "num_chunks": 4}, 4, ["--num_chunks 2, or --batch_size 4"]),
-        ({"num_stages": 8, "num_layers": 4}, 4, ["`--num_stages` 8 is more than `--num_layers` 4"]),
         ({"embedding_dim": 100, "num_heads": 8}, 4, ["--embedding_dim 96 or 104"]),
         ({"warmup_steps": 3.0, "num_iterations": 2}, 4, ["`--warmup_steps` 3", "`--num_iterations` 2"]),
         ({"warmup_steps": 1.5, "num_iterations": 9}, 4, ["whole number of steps"]),

@@ -41,11 +41,20 @@ def test_layers_left_over_go_to_inner_stages_first(num_layers: int, sizes: list[
     assert [len(span.layers) for span in balanced_partition(num_layers, 4)] == sizes
 
 
-def test_more_stages_than_layers_are_refused_with_the_numbers() -> None:
-    with pytest.raises(
-        PlanError, match=r"--num_stages 9 is more than the model's 8 layers.* Use --num_stages 8 or less"
-    ):
-        balanced_partition(8, 9)
+@pytest.mark.parametrize(
+    ("num_stages", "sizes"),
+    [(9, [*[1] * 8, 0]), (10, [0, *[1] * 8, 0]), (12, [0, 0, 0, *[1] * 8, 0])],
+    ids=["the head alone", "and the embedding", "and two that fill up to a multiple of four"],
+)
+def test_more_stages_than_layers_give_head_and_embedding_stages_of_their_own(num_stages: int, sizes: list[int]) -> None:
+    assert [len(span.layers) for span in balanced_partition(8, num_stages, num_ranks=4)] == sizes
+
+
+@pytest.mark.parametrize(("num_ranks", "most"), [(1, 10), (2, 10), (3, 12), (4, 12)])
+def test_more_stages_than_make_sense_are_refused_with_the_numbers(num_ranks: int, most: int) -> None:
+    balanced_partition(8, most, num_ranks=num_ranks)
+    with pytest.raises(PlanError, match=rf"--num_stages 13 is more .* 8 layers.* Use --num_stages {most} or less"):
+        balanced_partition(8, 13, num_ranks=num_ranks)
 
 
 def test_stages_hold_all_parameters_of_an_untied_model(llama_7b: ModelShape) -> None:

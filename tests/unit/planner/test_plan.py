@@ -43,9 +43,21 @@ def test_a_rank_has_no_more_slots_than_stages(
     assert plan.num_slots == slots
 
 
-def test_more_stages_than_layers_are_refused(small: ModelShape) -> None:
-    with pytest.raises(PlanError, match="--num_stages 6"):
-        make_plan(small, num_ranks=2, num_stages=6, num_microbatches=2, num_slots=2)
+def test_more_stages_than_layers_embedding_and_head_are_refused(small: ModelShape) -> None:
+    with pytest.raises(PlanError, match="--num_stages 10.* 5 layers.* Use --num_stages 8 or less"):
+        make_plan(small, num_ranks=2, num_stages=10, num_microbatches=2, num_slots=2)
+
+
+def test_a_stage_without_parameters_says_what_it_is_for(llama_7b: ModelShape) -> None:
+    plan = make_plan(llama_7b, num_ranks=4, num_stages=36, num_microbatches=4, num_slots=2)
+
+    lines = plan.describe(llama_7b).splitlines()
+    assert lines[1:4] == [
+        "  stage   0 on rank 0: embedding (131.1M)",
+        "  stage   1 on rank 1: nothing, passes messages on (0.0M)",
+        "  stage   2 on rank 2: nothing, passes messages on (0.0M)",
+    ]
+    assert lines[-1] == "  stage  35 on rank 3: norm, head (131.1M)"
 
 
 def test_the_description_has_a_line_per_stage_with_what_it_holds(llama_7b: ModelShape) -> None:

@@ -124,7 +124,7 @@ def test_an_ablation_switches_one_part_off_in_each_row() -> None:
     runs = planned("--ablation")
 
     assert [run.options for run in runs] == [
-        *("", "--no_overlap_optimizer", "--no_prefetch", "--resident_stages 0", "--compile off", "--torch_adamw")
+        *("", "--no_overlap_optimizer", "--no_prefetch", "--no_copy_messages", "--compile off", "--torch_adamw")
     ]
 
 
@@ -234,7 +234,9 @@ def test_a_free_port_is_one_that_can_be_listened_on() -> None:
     assert 1024 <= free_port() < 65536
 
 
-@pytest.mark.parametrize("part", ["main", "clip", "long", "13b", "nop2p", "resident", "ablation"])
+@pytest.mark.parametrize(
+    "part", ["main", "stale", "clip", "stages", "long", "13b", "nop2p", "resident", "ablation", "memory"]
+)
 def test_every_part_of_the_gpu_benchmarks_is_a_command_that_benchmark_understands(part: str, tmp_path: Path) -> None:
     # In the place of Python a program that writes down its words.
     fake = tmp_path / "python"
@@ -249,7 +251,7 @@ def test_every_part_of_the_gpu_benchmarks_is_a_command_that_benchmark_understand
     assert arguments.size == ("13b" if part == "13b" else "7b")
     assert arguments.mobius_options[-2:] == ["--host_memory_limit", "400"]
     assert arguments.env == ([("NCCL_P2P_DISABLE", "1")] if part == "nop2p" else [])
-    assert (len(arguments.peer) > 0) == (part != "ablation")
+    assert (len(arguments.peer) > 0) == (part not in ("ablation", "stages"))
 
 
 @pytest.mark.xdist_group("processes")
