@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.planner.memory_use import schedule_of_slots
-from mobius.planner.partition import StageSpan, balanced_partition, partition_of
+from mobius.planner.partition import OUTER_STAGES, StageSpan, balanced_partition
 from mobius.planner.profile import Profile
 from mobius.planner.shape import ModelShape
 from mobius.planner.simulation import Prediction, simulate_steps
@@ -21,7 +21,9 @@ from mobius.schedule.schedule import Schedule
 
 MOST_CHUNKS_PER_RANK = 4
 """More microbatches than this many times the ranks fill the pipeline no better; each has its own costs."""
-NUM_FITTED_WELL = 4
+QUICK_STEPS = 2
+"""Simulated for settings that are only compared; the second is the steady one."""
+NUM_FITTED_WELL = 3
 """How many of the best settings, of different numbers of stages, have their use of memory chosen by simulation."""
 NUM_RECUT = 2
 """How many of the best settings are cut anew."""
@@ -109,7 +111,8 @@ def predict(job: Job, spans: tuple[StageSpan, ...], num_chunks: int, *, is_quick
     fitting = fit(spans, num_chunks)
     profile = job.profile_of(job.batch_size // num_chunks * job.seq_length)
     schedule = schedule_of_slots(job.num_ranks, len(spans), num_chunks, fitting.slots, fitting.resident)
-    prediction = simulate_again(job, spans, num_chunks, fitting, schedule, profile)
+    num_steps = QUICK_STEPS if is_quick else 3
+    prediction = simulate_again(job, spans, num_chunks, fitting, schedule, profile, num_steps=num_steps)
     return Candidate(spans, num_chunks, fitting, schedule, profile, prediction)
 
 
@@ -120,10 +123,12 @@ def simulate_again(
     fitting: Fitting,
     schedule: Schedule,
     profile: Profile,
+    *,
+    num_steps: int = 3,
 ) -> Prediction:
     """The prediction of a setting on the machine of `profile`."""
     costs = stage_costs(spans, job.shape, profile, resident=fitting.resident, graph_stages=fitting.graph_stages)
-    return simulate_steps(schedule, costs, profile, job.rules(num_chunks))
+    return simulate_steps(schedule, costs, profile, job.rules(num_chunks), num_steps=num_steps)
 
 
 def choose_stages_and_chunks(
@@ -146,7 +151,14 @@ def choose_stages_and_chunks(
     for chunks in _chunk_numbers(job, num_chunks):
         for stages in _stage_numbers(job, num_stages):
             try:
-                tried.append(predict(job, even_cut(job.shape.num_layers, stages), chunks, is_quick=True))
+                tried.append(
+                    predict(
+                        job,
+                        balanced_partition(job.shape.num_layers, stages, num_ranks=job.num_ranks),
+                        chunks,
+                        is_quick=True,
+                    )
+                )
             except GpuMemoryError as error:
                 refusal = error
     if not tried:
@@ -174,16 +186,6 @@ def _best_of_each(tried: Sequence[Candidate]) -> list[Candidate]:
     return chosen + [candidate for candidate in ordered if candidate.num_stages == chosen[0].num_stages][1:2]
 
 
-def even_cut(num_layers: int, num_stages: int) -> tuple[StageSpan, ...]:
-    """As even as it goes; with two stages more than layers or even more, embedding and head have their own.
-
-    Stages without anything stand right behind the embedding.
-    """
-    if num_stages < num_layers + 2:
-        return balanced_partition(num_layers, num_stages)
-    return partition_of([0] * (num_stages - num_layers - 1) + [1] * num_layers + [0])
-
-
 def recut(job: Job, spans: tuple[StageSpan, ...], num_chunks: int, *, time_limit: float = TIME_LIMIT) -> Choice:
     """The best cut into as many stages as `spans` has, that one included."""
     notices: list[str] = []
@@ -202,14 +204,17 @@ def _recut(job: Job, candidate: Candidate, notices: list[str], time_limit: float
         cut = uneven_partition(task, pace=pace, time_limit=time_limit)
         notices += [] if cut.notice is None else [cut.notice]
         cuts.append(cut.spans)
-    better = []
+    quick = []
     for spans in dict.fromkeys(cuts):
         try:
-            found = predict(job, spans, candidate.num_chunks)
+            quick.append(predict(job, spans, candidate.num_chunks, is_quick=True))
         except GpuMemoryError:
             continue
-        if _seconds(found) < _seconds(candidate) * (1 - NOTICEABLE):
-            better.append(found)
+    better = []
+    for found in sorted(quick, key=_seconds)[:1]:
+        well = found if job.fit_well is None else predict(job, found.spans, found.num_chunks)
+        if _seconds(well) < _seconds(candidate) * (1 - NOTICEABLE):
+            better.append(well)
     return better
 
 
@@ -242,16 +247,17 @@ def _simplicity(candidate: Candidate) -> tuple[int, int, float]:
 
 
 def _stage_numbers(job: Job, given: int | None) -> Iterable[int]:
-    """Multiples of the ranks, up to a layer per stage, and one for embedding and head apart from the layers."""
+    """Multiples of the ranks, up to a layer per stage with embedding and head apart."""
     if given is not None:
         return (given,)
-    apart = math.ceil((job.shape.num_layers + 2) / job.num_ranks) * job.num_ranks
-    return (*range(job.num_ranks, job.shape.num_layers + 1, job.num_ranks), apart)
+    most = math.ceil((job.shape.num_layers + OUTER_STAGES) / job.num_ranks) * job.num_ranks
+    return range(job.num_ranks, most + 1, job.num_ranks)
 
 
 def _chunk_numbers(job: Job, given: int | None) -> list[int]:
-    """Divisors of the batch, up to a few per rank."""
+    """Divisors of the batch, from half as many as ranks, which leaves most of them idle, up to a few per rank."""
     if given is not None:
         return [given]
     most = max(MOST_CHUNKS_PER_RANK * job.num_ranks, 2 * MOST_CHUNKS_PER_RANK)
-    return [number for number in range(1, min(job.batch_size, most) + 1) if job.batch_size % number == 0]
+    divisors = [number for number in range(1, min(job.batch_size, most) + 1) if job.batch_size % number == 0]
+    return [number for number in divisors if 2 * number >= job.num_ranks] or divisors[-1:]

@@ -28,13 +28,12 @@ from mobius.planner.choice import (
     Fitting,
     Job,
     choose_stages_and_chunks,
-    even_cut,
     predict,
     simulate_again,
 )
 from mobius.planner.fit import FitRequest, memory_uses
 from mobius.planner.memory_use import StepModel, by_simulation, chosen_stages, score_by_profile
-from mobius.planner.partition import StageSpan
+from mobius.planner.partition import StageSpan, balanced_partition
 from mobius.planner.plan import Plan, make_plan
 from mobius.planner.profile import MessageRates, Profile
 from mobius.planner.sensitivity import Resource, limiting_resource
@@ -270,7 +269,7 @@ def _waiting(run: Run, num_stages: int) -> frozenset[int]:
 
 
 def _as_given(job: Job, num_stages: int, num_chunks: int) -> Choice:
-    candidate = predict(job, even_cut(job.shape.num_layers, num_stages), num_chunks)
+    candidate = predict(job, balanced_partition(job.shape.num_layers, num_stages, num_ranks=job.num_ranks), num_chunks)
     return Choice(candidate, (candidate,), ())
 
 
