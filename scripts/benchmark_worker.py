@@ -31,6 +31,7 @@ from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 from mobius.memory.available import huge_page_share  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
+from mobius.planner.budget import GIB, GPU_PROCESS_BYTES, ByteSizes, host_need  # noqa: E402
 from mobius.runtime.devices import set_host_threads  # noqa: E402
 from mobius.training.blueprint import Blueprint, draw_blueprint  # noqa: E402
 from mobius.training.build import assemble, connect, load_state, rehearse, trace_facts  # noqa: E402
@@ -101,6 +102,10 @@ class PlanFacts:
     step_seconds: float | None
     """Predicted; None where nothing is known of the device's speed."""
     basis: str | None
+    gpu_gib: float
+    """Predicted for the fullest rank."""
+    host_gib: float
+    """Predicted for all ranks; 0 where they compute on the CPU."""
 
 
 def facts_of(blueprint: Blueprint) -> PlanFacts:
@@ -114,7 +119,25 @@ def facts_of(blueprint: Blueprint) -> PlanFacts:
         [use.num_slots for use in uses],
         None if forecast is None else forecast.step_seconds,
         None if forecast is None else forecast.basis,
+        max(blueprint.need_bytes) / GIB,
+        host_bytes(blueprint) / GIB,
     )
+
+
+def host_bytes(blueprint: Blueprint) -> int:
+    """What all ranks are predicted to take of the host's memory."""
+    if blueprint.device.type == "cpu":
+        return 0
+    config = blueprint.config
+    need = host_need(
+        blueprint.plan,
+        blueprint.shape,
+        ByteSizes.of(config.model.dtype, has_fp32_gradients=config.pipeline.fp32_gradients),
+        process_bytes=GPU_PROCESS_BYTES,
+        waiting=blueprint.waiting,
+        on_cpu=False,
+    )
+    return need.total
 
 
 class RandomWeights:

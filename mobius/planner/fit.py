@@ -216,6 +216,14 @@ def _need(request: FitRequest, rank: int, candidate: Candidate, graph_bytes: int
     )
 
 
+def need_bytes(request: FitRequest, uses: Sequence[Candidate], graph_bytes: int | None) -> tuple[int, ...]:
+    """GPU bytes of every rank that uses its memory as `uses` says, all ranks having the memory of this one."""
+    return tuple(
+        _need(request, rank, use, graph_bytes).total + _kept_bytes(request, rank, use.num_graphs, graph_bytes)
+        for rank, use in enumerate(uses)
+    )
+
+
 def _kept_bytes(request: FitRequest, rank: int, num_graphs: int, graph_bytes: int | None) -> int:
     """What the graphs of the last stages hold beside the one that is anyhow; with `Recompute.NONE` `_need` has them."""
     if request.recompute is Recompute.NONE:

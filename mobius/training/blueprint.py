@@ -21,7 +21,7 @@ from mobius.planner.budget import (
     host_need,
     waiting_stages,
 )
-from mobius.planner.fit import FitRequest, FittedPlan, fit_plan
+from mobius.planner.fit import FitRequest, FittedPlan, fit_plan, need_bytes
 from mobius.planner.memory_use import StepModel, by_simulation
 from mobius.planner.plan import Plan, make_plan
 from mobius.planner.preference import Candidate
@@ -73,6 +73,8 @@ class Blueprint:
     gpu_bytes: int | None
     uses: tuple[Candidate, ...]
     """What every rank does with its memory, as far as this one knows."""
+    need_bytes: tuple[int, ...]
+    """GPU memory of every rank by the planner's arithmetic, as far as this one knows."""
     forecast: Forecast | None
     """None where nothing is known of the device's speed."""
 
@@ -164,11 +166,12 @@ def _draw(
         reserved_bytes=MAX_INCOMING_EDGES * NUM_MAILBOXES * math.prod(message) * dtype.itemsize,
     )
     # By guess: what cannot fit is refused before anything is compiled.
-    fitted = _fit(request, config, ranks, device, graph_bytes=None)
+    graph_bytes = None
+    fitted = _fit(request, config, ranks, device, graph_bytes=graph_bytes)
     if device.type == "cuda":
-        keeps = pipeline.recompute is not Recompute.FULL
-        measured = measure_graph_bytes(parts, shape=message, dtype=dtype, device=device) if keeps else None
-        fitted = _fit(request, config, ranks, device, graph_bytes=measured, model=model)
+        if pipeline.recompute is not Recompute.FULL:
+            graph_bytes = measure_graph_bytes(parts, shape=message, dtype=dtype, device=device)
+        fitted = _fit(request, config, ranks, device, graph_bytes=graph_bytes, model=model)
     plan = fitted.plan
     schedule = build_schedule(
         ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots, plan.resident
@@ -189,6 +192,7 @@ def _draw(
         asked,
         gpu_bytes,
         fitted.uses,
+        need_bytes(request, fitted.uses, graph_bytes),
         None if model is None else forecast(plan, fitted.uses, shape, model),
     )
 
