@@ -18,8 +18,9 @@ from mobius.schedule.schedule import Schedule
 
 PIECE_PARAMETERS = 2**26
 """As optim/stepper.py cuts an update."""
-STREAMED_SEAL_BYTES, RESIDENT_SEAL_BYTES = 14, 8
-"""GPU memory traffic per parameter around a stage's backward: sums cleared 4, norm 4, cast into the slot 6."""
+SEAL_BYTES = 14
+"""GPU memory traffic per parameter around a stage's backward: sums cleared 4, norm 4, rounded to the format in which
+gradients travel 6."""
 
 
 class Lane(StrEnum):
@@ -132,8 +133,7 @@ class StepTasks:
         ends_stage = is_backward and action.microbatch == self.schedule.num_microbatches - 1
         seconds = cost.backward if is_backward else cost.forward
         if ends_stage:
-            seal = RESIDENT_SEAL_BYTES if cost.is_resident else STREAMED_SEAL_BYTES
-            seconds += seal * cost.parameters / self.profile.gpu_bandwidth
+            seconds += SEAL_BYTES * cost.parameters / self.profile.gpu_bandwidth
         task = self._compute(rank, str(action), seconds, waits)
         state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
         target = outgoing(action, self.schedule.num_stages)
