@@ -46,9 +46,10 @@ MAX_INCOMING_EDGES = 2
 class Blueprint:
     """What is known before any large memory is taken or any rank is spoken to.
 
-    It is the same on all ranks but for `ranks`, `device`, `graph_stages`, the resident stages and the number of slots,
-    which go by what is free on the rank's GPU. Of other ranks the plan tells what they do if their GPUs have as much
-    memory as this one's; compute and messages are the same whatever they do.
+    It is the same on all ranks but for `ranks`, `device`, and what goes by the memory that is free on the rank's GPU:
+    `graph_stages`, the resident stages, the number of slots, and what is predicted from those. Of other ranks the plan
+    tells what they do if their GPUs have as much memory as this one's; compute and messages are the same whatever they
+    do.
     """
 
     config: Config
