@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from mobius.planner.mapping import choose_order
 from mobius.planner.topology import Topology
-from mobius.runtime.mailbox_setup import Meeting
+from mobius.runtime.meeting import Meeting
 
 logger = logging.getLogger(__name__)
 

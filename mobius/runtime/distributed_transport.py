@@ -19,8 +19,8 @@ from torch import Tensor
 
 from mobius.errors import TransportError
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
-from mobius.runtime.mailbox_setup import Meeting
 from mobius.runtime.mailboxes import Mailboxes
+from mobius.runtime.meeting import Meeting
 from mobius.runtime.transport import ring_edges
 
 TIMEOUT = timedelta(minutes=10)
@@ -146,7 +146,8 @@ class DistributedTransport:
     def finish_step(self) -> None:
         assert not any(self._posted.values()), "a posted receive was not used"
         while self._sent:
-            self._wait(self._sent.popleft()[1], None)
+            self._wait(self._sent[0][1], None)
+            self._sent.popleft()  # not before: its tensor is being read until then
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         summed = values.clone()

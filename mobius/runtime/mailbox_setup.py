@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from mobius.errors import TransportError
 from mobius.memory.streams import Event, record_current
 from mobius.runtime.mailboxes import CopyQueue, Inbox, Mailboxes, Outbox, Ring
+from mobius.runtime.meeting import Meeting, take_together
 from mobius.runtime.shared_memory import SharedMemory, SharedName
 from mobius.runtime.transport import ring_edges
 
@@ -34,16 +35,6 @@ PATIENCE_SECONDS = 30.0
 
 _ARRIVED, _FREED, _COUNTERS_BYTES = 0, 128, 4096
 _PAGE = 4096
-
-
-class Meeting(Protocol):
-    """How ranks tell each other what they found."""
-
-    rank: int
-    num_ranks: int
-
-    def gather(self, value: object) -> list[Any]:
-        """Every rank's value (it is pickled) in the order of ranks; blocks until all have given theirs."""
 
 
 class CopyEngine(Protocol):
@@ -131,21 +122,12 @@ class _Setup:
         self._num_peer_edges = 0
 
     def run(self) -> Mailboxes | None:
-        answers: list[Any] = []
-        for part in (self._start, self._reach, self._offer, self._accept, self._post, self._send):
-            given, problem = None, None
-            try:
-                given = part(answers)
-            except (OSError, RuntimeError) as error:
-                lines = str(error).strip().splitlines()
-                problem = f"rank {self._meeting.rank}: {lines[0] if lines else type(error).__name__}"
-            found = self._meeting.gather((problem, given))
-            problems = [problem for problem, _ in found if problem is not None]
-            if problems:
-                logger.info("messages travel over NCCL: %s", problems[0])
-                self._give_up()
-                return None
-            answers = [given for _, given in found]
+        steps = (self._start, self._reach, self._offer, self._accept, self._post, self._send)
+        problem = take_together(self._meeting, steps).problem
+        if problem is not None:
+            logger.info("messages travel over NCCL: %s", problem)
+            self._give_up()
+            return None
         self._received.clear()
         del self._probe
         num_edges = len(ring_edges(self._meeting.num_ranks))

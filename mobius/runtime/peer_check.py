@@ -20,8 +20,9 @@ from torch import Tensor
 
 from mobius.errors import TransportError
 from mobius.memory.streams import Event
-from mobius.runtime.mailbox_setup import CopyEngine, Meeting
+from mobius.runtime.mailbox_setup import CopyEngine
 from mobius.runtime.mailboxes import CopyQueue
+from mobius.runtime.meeting import Meeting, take_together
 from mobius.runtime.transport import ring_edges
 
 logger = logging.getLogger(__name__)
@@ -86,21 +87,11 @@ class _Check:
         for number, size in enumerate(self._sizes):
             steps += [partial(step, number, size) for step in (self._overwrite, self._send, self._compare)]
         steps.append(lambda _: (sorted(self._incoming), sorted(self._broken)))
-        answers: list[Any] = []
-        for step in steps:
-            given, problem = None, None
-            try:
-                given = step(answers)
-            except (OSError, RuntimeError) as error:
-                lines = str(error).strip().splitlines()
-                problem = f"rank {self._meeting.rank}: {lines[0] if lines else type(error).__name__}"
-            found = self._meeting.gather((problem, given))
-            problems = [problem for problem, _ in found if problem is not None]
-            if problems:
-                self._close()
-                return PeerVerdict(problem=problems[0])
-            answers = [given for _, given in found]
+        outcome = take_together(self._meeting, steps)
         self._close()
+        if outcome.problem is not None:
+            return PeerVerdict(problem=outcome.problem)
+        answers = outcome.answers
         return PeerVerdict(
             checked=tuple((source, rank) for rank, (sources, _) in enumerate(answers) for source in sources),
             broken=tuple((source, rank) for rank, (_, sources) in enumerate(answers) for source in sources),

@@ -22,7 +22,7 @@ _PREFIX = "mobius"
 
 
 class StoreMeeting:
-    """A `Meeting` (mailbox_setup.py) by way of a store; every rank makes the same calls in the same order."""
+    """A `Meeting` (meeting.py) by way of a store; every rank makes the same calls in the same order."""
 
     def __init__(self, store: Store, *, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks

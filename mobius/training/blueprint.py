@@ -29,7 +29,8 @@ from mobius.planner.profile import Profile
 from mobius.planner.shape import ModelShape
 from mobius.ranks import Ranks, separate_device_queues
 from mobius.runtime.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
-from mobius.runtime.mailbox_setup import NUM_MAILBOXES, Meeting
+from mobius.runtime.mailbox_setup import NUM_MAILBOXES
+from mobius.runtime.meeting import Meeting
 from mobius.runtime.stage import measure_graph_bytes
 from mobius.runtime.store_meeting import meet_at_store
 from mobius.schedule.build import build_schedule

@@ -36,8 +36,9 @@ from mobius.runtime.devices import (
 )
 from mobius.runtime.distributed_transport import DistributedTransport
 from mobius.runtime.executor import Executor, StepBatch
-from mobius.runtime.mailbox_setup import Meeting, open_mailboxes
+from mobius.runtime.mailbox_setup import open_mailboxes
 from mobius.runtime.mailboxes import Mailboxes
+from mobius.runtime.meeting import Meeting
 from mobius.runtime.rehearsal import RehearsalTransport
 from mobius.runtime.stage import StageModule
 from mobius.runtime.transport import SingleRankTransport, Transport

@@ -16,7 +16,8 @@ from mobius.planner.topology import Topology
 from mobius.ranks import allows_peer_copies, cache_folder, forbid_peer_copies, visible_devices
 from mobius.runtime.device_order import agree_on_order, device_names
 from mobius.runtime.load_probe import add_measurement, measure_in_process
-from mobius.runtime.mailbox_setup import CopyEngine, Meeting
+from mobius.runtime.mailbox_setup import CopyEngine
+from mobius.runtime.meeting import Meeting
 from mobius.runtime.peer_check import SIZES, PeerVerdict, check_peer_copies
 from mobius.runtime.topology import read_topology
 

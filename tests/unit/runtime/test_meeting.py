@@ -1,0 +1,68 @@
+"""Steps that ranks take together: each sees what all gave, and one that fails ends it for all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mobius.runtime.meeting import Outcome, take_together
+
+
+class Board:
+    """What `num_ranks` threads tell each other."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.values: list[Any] = [None] * num_ranks
+        self.barrier = threading.Barrier(num_ranks, timeout=10)
+
+
+class ThreadMeeting:
+    """One thread's seat at a board."""
+
+    def __init__(self, board: Board, rank: int) -> None:
+        self.rank, self.num_ranks, self._board = rank, len(board.values), board
+
+    def gather(self, value: object) -> list[Any]:
+        self._board.values[self.rank] = value
+        self._board.barrier.wait()
+        values = list(self._board.values)
+        self._board.barrier.wait()
+        return values
+
+
+def together(steps_of: Callable[[int], list[Callable[[list[Any]], object]]], num_ranks: int = 3) -> list[Outcome]:
+    board, outcomes = Board(num_ranks), dict[int, Outcome]()
+
+    def run(rank: int) -> None:
+        outcomes[rank] = take_together(ThreadMeeting(board, rank), steps_of(rank))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [outcomes[rank] for rank in range(num_ranks)]
+
+
+def test_each_step_is_given_what_all_ranks_gave_in_the_one_before() -> None:
+    outcomes = together(lambda rank: [lambda _: rank, lambda answers: (rank, sum(answers))])
+
+    assert outcomes == [Outcome([(0, 3), (1, 3), (2, 3)])] * 3
+
+
+@pytest.mark.parametrize("error", [OSError("no\nmore"), RuntimeError("no")])
+def test_what_fails_on_one_rank_ends_it_on_all_and_no_later_step_is_taken(error: Exception) -> None:
+    taken: list[int] = []
+
+    def steps_of(rank: int) -> list[Callable[[list[Any]], object]]:
+        def fail(_: list[Any]) -> None:
+            if rank == 1:
+                raise error
+
+        return [fail, lambda _: taken.append(rank)]
+
+    assert together(steps_of) == [Outcome([], "rank 1: no")] * 3
+    assert taken == []
