@@ -31,9 +31,11 @@ from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 from mobius.memory.available import huge_page_share  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
+from mobius.planner.budget import GIB, GPU_PROCESS_BYTES, ByteSizes, host_need  # noqa: E402
 from mobius.runtime.devices import set_host_threads  # noqa: E402
-from mobius.training.blueprint import draw_blueprint  # noqa: E402
+from mobius.training.blueprint import Blueprint, draw_blueprint  # noqa: E402
 from mobius.training.build import assemble, connect, load_state, rehearse, trace_facts  # noqa: E402
+from mobius.training.measured_plan import plan_by_measurement  # noqa: E402
 from mobius.training.recordings import Recordings  # noqa: E402
 
 
@@ -51,6 +53,7 @@ def main() -> None:
     if config.output.trace:
         Path(config.output.save_dir).mkdir(parents=True, exist_ok=True)
     transport = connect(blueprint, recordings.spans)
+    blueprint = plan_by_measurement(blueprint, transport)
     state = load_state(blueprint, folder, source=RandomWeights(blueprint.device), spans=recordings.spans)
     if blueprint.device.type == "cuda":  # what making the weights took does not count
         torch.cuda.empty_cache()
@@ -76,12 +79,65 @@ def main() -> None:
     load_seconds = seconds_since_launch()
     steps = [dataclasses.asdict(metrics) for metrics in trainer.train()]
     if ranks.is_first:
-        told = {"steps": steps, "load_seconds": load_seconds, "huge_page_share": huge_page_share()}
+        told: dict[str, object] = {"steps": steps, "load_seconds": load_seconds, "huge_page_share": huge_page_share()}
+        told["plan"] = dataclasses.asdict(facts_of(blueprint))
         output.write_text(json.dumps(told))
     recordings.write(trace_facts(blueprint), transport)
     transport.barrier()
     state.close()
     transport.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanFacts:
+    """What was planned, beside which what was measured can be laid."""
+
+    num_stages: int
+    num_chunks: int
+    resident: list[int]
+    """Resident stages of each rank, as rank 0 supposes."""
+    kept: list[int]
+    """Stages of each rank that keep their activations."""
+    slots: list[int]
+    step_seconds: float | None
+    """Predicted; None where nothing is known of the device's speed."""
+    basis: str | None
+    gpu_gib: float
+    """Predicted for the fullest rank."""
+    host_gib: float
+    """Predicted for all ranks; 0 where they compute on the CPU."""
+
+
+def facts_of(blueprint: Blueprint) -> PlanFacts:
+    """The plan of a run, for the record."""
+    plan, forecast, uses = blueprint.plan, blueprint.forecast, blueprint.uses
+    return PlanFacts(
+        plan.num_stages,
+        plan.num_microbatches,
+        [use.num_resident for use in uses],
+        [use.num_graphs for use in uses],
+        [use.num_slots for use in uses],
+        None if forecast is None else forecast.step_seconds,
+        None if forecast is None else forecast.basis,
+        max(blueprint.need_bytes) / GIB,
+        host_bytes(blueprint) / GIB,
+    )
+
+
+def host_bytes(blueprint: Blueprint) -> int:
+    """What all ranks are predicted to take of the host's memory."""
+    if blueprint.device.type == "cpu":
+        return 0
+    config = blueprint.config
+    need = host_need(
+        blueprint.plan,
+        blueprint.shape,
+        ByteSizes.of(config.model.dtype, has_fp32_gradients=config.pipeline.fp32_gradients),
+        process_bytes=GPU_PROCESS_BYTES,
+        waiting=blueprint.waiting,
+        on_cpu=False,
+    )
+    return need.total
 
 
 class RandomWeights:

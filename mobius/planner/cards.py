@@ -23,22 +23,20 @@ GEMM_SHARE = 0.805
 """Large matrix products over the data sheet: 796 of 989 TFLOP/s."""
 FORWARD_SHARE = 0.84
 """A layer's forward over large products: 2.47 ms, 671 TFLOP/s."""
-BACKWARD_SHARE = 0.81
-"""A layer's backward over large products: 8.1 less 2.47 ms, less what additions to fp32 sums take."""
-ACCUMULATION_BYTES = 10
-"""GPU memory traffic of such an addition, per parameter and microbatch: gradient 2, sum read 4, written 4."""
+BACKWARD_SHARE = 0.755
+"""A layer's backward over large products: 8.40 less 2.47 ms, less what the fp32 sums take."""
+ACCUMULATION_BYTES = 8
+"""GPU memory traffic of products that add to fp32 sums, per parameter and microbatch: sum read 4, written 4."""
 FORWARD_LAUNCH, BACKWARD_LAUNCH = 0.6e-3, 1.2e-3
 """Seconds of Python and launches for a layer, the least that it takes: 2.4 ms with recompute, split by guess."""
-LOSS_SHARE = 0.675
-"""Head and loss with their backward: 6.0 ms for 3.22 TFLOP, 537 TFLOP/s."""
-SUSTAINED_SHARE = 0.90
-"""Within a whole step over alone: 8 layers and the loss on one H200 take 0.644 s where their parts add up to 0.58."""
-RANKS_SHARE = 0.95
-"""With several ranks, where waiting receives occupy multiprocessors: a stage's backward took 19 instead of 17.6 ms."""
+LOSS_SHARE = 0.748
+"""Head and loss with their backward: 5.41 ms for 3.22 TFLOP in chunks of 2048 tokens, 595 TFLOP/s."""
+SUSTAINED_SHARE = 0.94
+"""Within a whole step over alone: near what 7B on 4 x H200 with everything on the GPUs takes, 0.665 s measured."""
 MEMORY_SHARE = 0.8
 """Of the GPU's memory bandwidth, what passes over long tensors reach. A guess, not measured."""
-GPU_ADAMW_BYTES = 34
-"""Moved per parameter by AdamW on the GPU: gradient 4, master 8, moments 16, then master to bf16 weight 6."""
+GPU_ADAMW_BYTES = 28
+"""Moved per parameter by AdamW on the GPU in one pass: gradient 4, weights 4, remainder 4, moments 16."""
 CPU_ADAMW_BYTES = 26
 """The C kernel on a split master with bf16 gradients (docs/decisions.md)."""
 CPU_ADAMW_PER_CORE = 0.335e9
@@ -162,7 +160,7 @@ def estimate_profile(
     if generation not in PCIE_BYTES:
         known = ", ".join(map(str, PCIE_BYTES))
         raise PlanError(f"PCIe generation {generation} is not known; known are {known}.")
-    rate = card.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE * (RANKS_SHARE if num_ranks > 1 else 1.0)
+    rate = card.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE
     # Products of parameters take 2 operations for each and per token, of causal attention 2 x L x H per token.
     counts = list(dict.fromkeys(shape.layer_parameters))
     copies = estimate_copies(PCIE_BYTES[generation], host.bandwidth, num_ranks)

@@ -5,22 +5,27 @@ It knows no machine: a profile for each microbatch shape, and what fits into mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
-from mobius.planner.partition import StageSpan, balanced_partition
+from mobius.planner.memory_use import schedule_of_slots
+from mobius.planner.partition import OUTER_STAGES, StageSpan, balanced_partition
 from mobius.planner.profile import Profile
 from mobius.planner.shape import ModelShape
 from mobius.planner.simulation import Prediction, simulate_steps
 from mobius.planner.stage_costs import StepRules, stage_costs
 from mobius.planner.uneven_partition import TIME_LIMIT, PartitionTask, uneven_partition
-from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
 
 MOST_CHUNKS_PER_RANK = 4
 """More microbatches than this many times the ranks fill the pipeline no better; each has its own costs."""
-NUM_RECUT = 3
+QUICK_STEPS = 2
+"""Simulated for settings that are only compared; the second is the steady one."""
+NUM_FITTED_WELL = 3
+"""How many of the best settings, of different numbers of stages, have their use of memory chosen by simulation."""
+NUM_RECUT = 2
 """How many of the best settings are cut anew."""
 NOTICEABLE = 0.005
 """An uneven cut must gain this share of a step, and so must more stages or chunks."""
@@ -30,9 +35,15 @@ NOTICEABLE = 0.005
 class Fitting:
     """How a cut fits into memory: what stays where."""
 
-    num_slots: int | None
+    slots: tuple[int, ...]
+    """Of each rank; 0 where it streams nothing."""
     resident: frozenset[int]
     graph_stages: frozenset[int]
+
+    @property
+    def num_slots(self) -> int | None:
+        """The most of a rank; None where nothing is streamed."""
+        return max(self.slots) or None
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,9 @@ class Job:
     profile_of: Callable[[int], Profile]
     """Of a microbatch of that many tokens."""
     fit: Callable[[tuple[StageSpan, ...], int], Fitting]
-    """(cut, number of microbatches) -> what stays where; raises GpuMemoryError if it does not fit."""
+    """(cut, number of microbatches) -> what stays where, found quickly; raises GpuMemoryError if it does not fit."""
+    fit_well: Callable[[tuple[StageSpan, ...], int], Fitting] | None = None
+    """The same, found by simulating what fits; None: `fit` is as good."""
     max_parameters: int | None = None
     """Of one stage, by memory."""
 
@@ -92,13 +105,14 @@ class Choice:
     notices: tuple[str, ...]
 
 
-def predict(job: Job, spans: tuple[StageSpan, ...], num_chunks: int) -> Candidate:
-    """Simulate one cut. Raises GpuMemoryError if it does not fit."""
-    fitting = job.fit(spans, num_chunks)
+def predict(job: Job, spans: tuple[StageSpan, ...], num_chunks: int, *, is_quick: bool = False) -> Candidate:
+    """Simulate one cut, its memory used by `job.fit_well` or quickly. Raises GpuMemoryError if it does not fit."""
+    fit = job.fit if is_quick or job.fit_well is None else job.fit_well
+    fitting = fit(spans, num_chunks)
     profile = job.profile_of(job.batch_size // num_chunks * job.seq_length)
-    per_rank = len(spans) // job.num_ranks
-    schedule = build_schedule(job.num_ranks, per_rank, num_chunks, fitting.num_slots, fitting.resident)
-    prediction = simulate_again(job, spans, num_chunks, fitting, schedule, profile)
+    schedule = schedule_of_slots(job.num_ranks, len(spans), num_chunks, fitting.slots, fitting.resident)
+    num_steps = QUICK_STEPS if is_quick else 3
+    prediction = simulate_again(job, spans, num_chunks, fitting, schedule, profile, num_steps=num_steps)
     return Candidate(spans, num_chunks, fitting, schedule, profile, prediction)
 
 
@@ -109,10 +123,12 @@ def simulate_again(
     fitting: Fitting,
     schedule: Schedule,
     profile: Profile,
+    *,
+    num_steps: int = 3,
 ) -> Prediction:
     """The prediction of a setting on the machine of `profile`."""
     costs = stage_costs(spans, job.shape, profile, resident=fitting.resident, graph_stages=fitting.graph_stages)
-    return simulate_steps(schedule, costs, profile, job.rules(num_chunks))
+    return simulate_steps(schedule, costs, profile, job.rules(num_chunks), num_steps=num_steps)
 
 
 def choose_stages_and_chunks(
@@ -125,8 +141,9 @@ def choose_stages_and_chunks(
 ) -> Choice:
     """The fastest setting by prediction; what is not None stays as given.
 
-    All numbers of stages and chunks are tried with even cuts, then the best of them with uneven ones, if
-    `cuts_unevenly`. Between settings that are alike within `NOTICEABLE`, the one with fewer stages and chunks is taken.
+    All numbers of stages and chunks are tried with even cuts and a quick use of memory, the best of them then with what
+    the simulation finds for the memory and, if `cuts_unevenly`, with uneven cuts. Between settings that are alike
+    within `NOTICEABLE`, the one with fewer stages and chunks is taken.
     Raises GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
     """
     tried: list[Candidate] = []
@@ -134,7 +151,14 @@ def choose_stages_and_chunks(
     for chunks in _chunk_numbers(job, num_chunks):
         for stages in _stage_numbers(job, num_stages):
             try:
-                tried.append(predict(job, balanced_partition(job.shape.num_layers, stages), chunks))
+                tried.append(
+                    predict(
+                        job,
+                        balanced_partition(job.shape.num_layers, stages, num_ranks=job.num_ranks),
+                        chunks,
+                        is_quick=True,
+                    )
+                )
             except GpuMemoryError as error:
                 refusal = error
     if not tried:
@@ -142,12 +166,24 @@ def choose_stages_and_chunks(
             f"no number of stages and chunks is possible: {job.shape.num_layers} layers on {job.num_ranks} ranks, "
             f"--batch_size {job.batch_size}."
         )
+    if job.fit_well is not None:
+        quick, tried = tried, []
+        for candidate in _best_of_each(quick):
+            tried.append(predict(job, candidate.spans, candidate.num_chunks))
     notices: list[str] = []
     for candidate in sorted(tried, key=_seconds)[: NUM_RECUT if cuts_unevenly else 0]:
         tried += _recut(job, candidate, notices, time_limit)
     fastest = min(map(_seconds, tried))
     alike = [candidate for candidate in tried if _seconds(candidate) <= fastest * (1 + NOTICEABLE)]
     return Choice(min(alike, key=_simplicity), tuple(tried), tuple(dict.fromkeys(notices)))
+
+
+def _best_of_each(tried: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest of each number of stages, of those the best few, and the second of the best."""
+    ordered = sorted(tried, key=_seconds)
+    fastest = {candidate.num_stages: candidate for candidate in reversed(ordered)}
+    chosen = sorted(fastest.values(), key=_seconds)[:NUM_FITTED_WELL]
+    return chosen + [candidate for candidate in ordered if candidate.num_stages == chosen[0].num_stages][1:2]
 
 
 def recut(job: Job, spans: tuple[StageSpan, ...], num_chunks: int, *, time_limit: float = TIME_LIMIT) -> Choice:
@@ -160,20 +196,25 @@ def recut(job: Job, spans: tuple[StageSpan, ...], num_chunks: int, *, time_limit
 
 def _recut(job: Job, candidate: Candidate, notices: list[str], time_limit: float) -> list[Candidate]:
     """Uneven cuts of the same number of stages that gain something."""
+    if candidate.num_stages > job.shape.num_layers:
+        return []
     task = _task(job, candidate)
     cuts = []
     for pace in dict.fromkeys((1.0, min(1.0, job.num_ranks / candidate.num_chunks), 0.5, 0.0)):
         cut = uneven_partition(task, pace=pace, time_limit=time_limit)
         notices += [] if cut.notice is None else [cut.notice]
         cuts.append(cut.spans)
-    better = []
+    quick = []
     for spans in dict.fromkeys(cuts):
         try:
-            found = predict(job, spans, candidate.num_chunks)
+            quick.append(predict(job, spans, candidate.num_chunks, is_quick=True))
         except GpuMemoryError:
             continue
-        if _seconds(found) < _seconds(candidate) * (1 - NOTICEABLE):
-            better.append(found)
+    better = []
+    for found in sorted(quick, key=_seconds)[:1]:
+        well = found if job.fit_well is None else predict(job, found.spans, found.num_chunks)
+        if _seconds(well) < _seconds(candidate) * (1 - NOTICEABLE):
+            better.append(well)
     return better
 
 
@@ -206,15 +247,17 @@ def _simplicity(candidate: Candidate) -> tuple[int, int, float]:
 
 
 def _stage_numbers(job: Job, given: int | None) -> Iterable[int]:
-    """Multiples of the ranks, up to a layer per stage."""
+    """Multiples of the ranks, up to a layer per stage with embedding and head apart."""
     if given is not None:
         return (given,)
-    return range(job.num_ranks, job.shape.num_layers + 1, job.num_ranks)
+    most = math.ceil((job.shape.num_layers + OUTER_STAGES) / job.num_ranks) * job.num_ranks
+    return range(job.num_ranks, most + 1, job.num_ranks)
 
 
 def _chunk_numbers(job: Job, given: int | None) -> list[int]:
-    """Divisors of the batch, up to a few per rank."""
+    """Divisors of the batch, from half as many as ranks, which leaves most of them idle, up to a few per rank."""
     if given is not None:
         return [given]
     most = max(MOST_CHUNKS_PER_RANK * job.num_ranks, 2 * MOST_CHUNKS_PER_RANK)
-    return [number for number in range(1, min(job.batch_size, most) + 1) if job.batch_size % number == 0]
+    divisors = [number for number in range(1, min(job.batch_size, most) + 1) if job.batch_size % number == 0]
+    return [number for number in divisors if 2 * number >= job.num_ranks] or divisors[-1:]

@@ -14,14 +14,15 @@ streamed stages the last `num_slots` stay.
     stages                 F0 F2 F4 F6 F8   B8 B6 B4 B2 B0
     weights of 6 and 8 stay         ===========
 
-What fits is counted exactly (budget.py); which of it is best is asked of a score (preference.py).
+What fits is counted exactly (budget.py); which of it is best is asked of a score (preference.py), or for all ranks
+together (memory_use.py, by simulation).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from mobius.config import Recompute
 from mobius.errors import GpuMemoryError, PlanError
@@ -46,6 +47,8 @@ class FittedPlan:
     plan: Plan
     """With the rank's own slots; for the other ranks as if their GPUs had as much memory as this one's."""
     graph_stages: frozenset[int]
+    uses: tuple[Candidate, ...] = ()
+    """What every rank does with its memory if all have as much as this one."""
 
 
 @dataclass(frozen=True)
@@ -68,37 +71,65 @@ class FitRequest:
     """Left for what is not in the plan."""
 
 
+Choose = Callable[[FitRequest, Sequence[Sequence[Candidate]]], Sequence[Candidate]]
+"""From what fits on each rank, which is not empty, to what each rank does."""
+
+
 def fit_plan(
-    request: FitRequest, *, rank: int, graph_bytes: int | None = None, score: Score | None = None
+    request: FitRequest,
+    *,
+    rank: int,
+    graph_bytes: int | None = None,
+    score: Score | None = None,
+    choose: Choose | None = None,
 ) -> FittedPlan:
     """Check that the plan fits and use what is left of the memory as `score` likes best.
 
     Of the candidates that fit (first stages resident, last stages with activations, slots) each rank takes the one
     with the least score, by default `estimated_seconds`; of equal ones that with more resident stages, then more
-    activations, then more slots. Residency and slots of a rank change nothing that another one sees. `graph_bytes` is
-    what a layer's graph holds for a microbatch, measured; without it nothing is kept but what is asked for.
+    activations, then more slots; with `choose` that decides instead. Residency and slots of a rank change nothing that
+    another one sees. `graph_bytes` is what a layer's graph holds for a microbatch, measured; without it nothing is kept
+    but what is asked for.
 
     Raises PlanError for more resident stages than a rank has, and GpuMemoryError if the least does not fit, the
     resident stages that are asked for do not, or with `Recompute.NONE` all activations do not.
     """
+    chosen = memory_uses(request, graph_bytes=graph_bytes, score=score, choose=choose)
+    return fitted_plan(request.plan, chosen, rank=rank)
+
+
+def memory_uses(
+    request: FitRequest, *, graph_bytes: int | None = None, score: Score | None = None, choose: Choose | None = None
+) -> tuple[Candidate, ...]:
+    """What every rank does with its memory if all have as much; errors as `fit_plan`."""
     plan, per_rank = request.plan, request.plan.stages_per_rank
     if request.num_resident is not None and request.num_resident > per_rank:
         raise PlanError(
             f"--resident_stages {request.num_resident}: each rank has {per_rank} stage(s). Use {per_rank} or less, or "
             "raise --num_stages."
         )
-    score = score or _default_score(request)
     if request.gpu_bytes is None:
-        chosen = [_least(request)] * plan.num_ranks
-    else:
-        _refuse_what_cannot_fit(request, graph_bytes)
-        chosen = [_best(request, r, graph_bytes, score) for r in range(plan.num_ranks)]
+        return (_least(request),) * plan.num_ranks
+    _refuse_what_cannot_fit(request, graph_bytes)
+    fitting = [_fitting(request, rank, graph_bytes) for rank in range(plan.num_ranks)]
+    if choose is not None:
+        return tuple(choose(request, fitting))
+    score = score or _default_score(request)
+
+    def key(rank: int, candidate: Candidate) -> tuple[float, int, int, int]:
+        return score(rank, candidate), -candidate.num_resident, -candidate.num_graphs, -candidate.num_slots
+
+    return tuple(min(fitting[rank], key=partial(key, rank)) for rank in range(plan.num_ranks))
+
+
+def fitted_plan(plan: Plan, chosen: Sequence[Candidate], *, rank: int) -> FittedPlan:
+    """The plan of `rank` where all ranks do as `chosen` says."""
     own = chosen[rank]
     # Where this rank streams nothing, what the others do must still make a schedule.
     slots = own.num_slots or max((candidate.num_slots for candidate in chosen), default=0) or None
     fitted = plan.with_resident([candidate.num_resident for candidate in chosen], slots)
     stages = plan.stages_of(rank)
-    return FittedPlan(fitted, frozenset(stages[len(stages) - own.num_graphs :]))
+    return FittedPlan(fitted, frozenset(stages[len(stages) - own.num_graphs :]), tuple(chosen))
 
 
 def _default_score(request: FitRequest) -> Score:
@@ -148,8 +179,8 @@ def _candidates(request: FitRequest, *, knows_graphs: bool) -> Iterator[Candidat
                 yield from (Candidate(num_resident, num_graphs, s) for s in {min(w, num_streamed) for w in wanted})
 
 
-def _best(request: FitRequest, rank: int, graph_bytes: int | None, score: Score) -> Candidate:
-    """Of the candidates that fit the one with the least score; the least candidate if no other does."""
+def _fitting(request: FitRequest, rank: int, graph_bytes: int | None) -> list[Candidate]:
+    """The candidates that fit; the least candidate if no other does."""
     assert request.gpu_bytes is not None
     usable = int(request.gpu_bytes * FILLED_SHARE) - WORKSPACE_BYTES - request.reserved_bytes
 
@@ -167,10 +198,7 @@ def _best(request: FitRequest, rank: int, graph_bytes: int | None, score: Score)
         if stages_take(candidate.num_resident, candidate.num_slots) + graphs_take(candidate.num_graphs) <= usable
     ]
 
-    def key(candidate: Candidate) -> tuple[float, int, int, int]:
-        return score(rank, candidate), -candidate.num_resident, -candidate.num_graphs, -candidate.num_slots
-
-    return min(fitting, key=key, default=_least(request))
+    return fitting or [_least(request)]
 
 
 def _need(request: FitRequest, rank: int, candidate: Candidate, graph_bytes: int | None) -> GpuNeed:
@@ -185,6 +213,14 @@ def _need(request: FitRequest, rank: int, candidate: Candidate, graph_bytes: int
         waiting=request.waiting,
         keeps_activations=request.recompute is Recompute.NONE,
         graph_bytes=graph_bytes,
+    )
+
+
+def need_bytes(request: FitRequest, uses: Sequence[Candidate], graph_bytes: int | None) -> tuple[int, ...]:
+    """GPU bytes of every rank that uses its memory as `uses` says, all ranks having the memory of this one."""
+    return tuple(
+        _need(request, rank, use, graph_bytes).total + _kept_bytes(request, rank, use.num_graphs, graph_bytes)
+        for rank, use in enumerate(uses)
     )
 
 

@@ -1,13 +1,16 @@
 """What a rank may do with its GPU memory, and an estimate of how long a step then takes, to prefer one by.
 
-It does not know what fits (fit.py). The estimate is a few lines of arithmetic with rates that were measured on one kind
-of machine; where a cost model is at hand, that is to be asked instead (`Score`).
+It does not know what fits (fit.py). The estimate is a few lines of arithmetic, at the rates of a profile or, where
+there is none, at those of one kind of machine; with a profile, memory_use.py asks the simulation for what matters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from mobius.planner.profile import Profile
+from mobius.planner.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,20 @@ class Rates:
     """Parameters per second and rank, updated on the CPU while the GPU computes and gradients travel."""
     updates_behind_step: float = 2.2e9
     """The same with clipping, when gradients have arrived."""
+
+    @classmethod
+    def of(
+        cls, profile: Profile, shape: ModelShape, *, num_ranks: int, stages_per_rank: int, num_microbatches: int
+    ) -> Rates:
+        """Those of a profile; the bubble is that of equal stages, which fill and drain the ranks once per step."""
+        turns = stages_per_rank * num_microbatches
+        kinds = [profile.of_layer(layer) for layer in range(shape.num_layers)]
+        layers = sum(kind.forward + kind.backward for kind in kinds) * (turns + num_ranks - 1) / turns
+        return cls(
+            flops=6 * sum(shape.layer_parameters) * profile.microbatch_tokens / layers,
+            updates_in_step=profile.cpu_adamw_beside_copies,
+            updates_behind_step=profile.cpu_adamw_together,
+        )
 
 
 def estimated_seconds(

@@ -18,8 +18,9 @@ from mobius.schedule.schedule import Schedule
 
 PIECE_PARAMETERS = 2**26
 """As optim/stepper.py cuts an update."""
-STREAMED_SEAL_BYTES, RESIDENT_SEAL_BYTES = 14, 8
-"""GPU memory traffic per parameter around a stage's backward: sums cleared 4, norm 4, cast into the slot 6."""
+SEAL_BYTES = 14
+"""GPU memory traffic per parameter around a stage's backward: sums cleared 4, norm 4, rounded to the format in which
+gradients travel 6."""
 
 
 class Lane(StrEnum):
@@ -68,6 +69,7 @@ class _RankTasks:
     loads: dict[int, Task] = field(default_factory=dict)
     updates: dict[int, Task] = field(default_factory=dict)
     last_of_stage: dict[int, Task] = field(default_factory=dict)
+    last_is_backward: dict[int, bool] = field(default_factory=dict)
     computes: list[ComputeTask] = field(default_factory=list)
 
 
@@ -127,13 +129,13 @@ class StepTasks:
             WaitFor.OPTIMIZER: state.updates.get(stage) if needs_weights else None,
             WaitFor.WEIGHTS: state.loads.get(stage) if needs_weights else None,
         }
-        ends_stage = action.kind.is_backward and action.microbatch == self.schedule.num_microbatches - 1
-        seconds = cost.backward if action.kind.is_backward else cost.forward
+        is_backward = action.kind.is_backward
+        ends_stage = is_backward and action.microbatch == self.schedule.num_microbatches - 1
+        seconds = cost.backward if is_backward else cost.forward
         if ends_stage:
-            seal = RESIDENT_SEAL_BYTES if cost.is_resident else STREAMED_SEAL_BYTES
-            seconds += seal * cost.parameters / self.profile.gpu_bandwidth
+            seconds += SEAL_BYTES * cost.parameters / self.profile.gpu_bandwidth
         task = self._compute(rank, str(action), seconds, waits)
-        state.last_of_stage[stage] = task
+        state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
         target = outgoing(action, self.schedule.num_stages)
         if target is not None:
             self._send(rank, self.schedule.rank_of(target), action, task)
@@ -182,8 +184,7 @@ class StepTasks:
             self._update_on_host(rank, stage, [home])
 
     def _has_gradients(self, rank: int, stage: int) -> bool:
-        last = self.ranks[rank].last_of_stage[stage]
-        return self.names[last][2].startswith("B")
+        return self.ranks[rank].last_is_backward[stage]
 
     def _updates_at_once(self, stage: int) -> bool:
         """Whether neither the norm over all ranks nor a tied matrix's other half has to be waited for."""
@@ -200,7 +201,7 @@ class StepTasks:
                         self._update_on_gpu(rank, stage)
                 elif not self._updates_at_once(stage) or not self.rules.overlaps_optimizer:
                     self._update_on_host(rank, stage, [self._homes[stage], state.begin])
-                    if not self.rules.overlaps_optimizer:
+                    if not self.rules.overlaps_optimizer and stage in state.updates:
                         state.begin = state.updates[stage]
 
     def _update_on_gpu(self, rank: int, stage: int) -> None:

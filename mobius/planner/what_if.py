@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from mobius.config import Dtype, Recompute
 from mobius.errors import PlanError
@@ -22,13 +22,23 @@ from mobius.planner.budget import (
     waiting_stages,
 )
 from mobius.planner.cards import GIGA, LATENCY, TERA, Card, Host, estimate_profile
-from mobius.planner.choice import Candidate, Choice, Fitting, Job, choose_stages_and_chunks, predict, simulate_again
-from mobius.planner.fit import FitRequest, fit_plan
+from mobius.planner.choice import (
+    Candidate,
+    Choice,
+    Fitting,
+    Job,
+    choose_stages_and_chunks,
+    predict,
+    simulate_again,
+)
+from mobius.planner.fit import FitRequest, memory_uses
+from mobius.planner.memory_use import StepModel, by_simulation, chosen_stages, score_by_profile
 from mobius.planner.partition import StageSpan, balanced_partition
 from mobius.planner.plan import Plan, make_plan
 from mobius.planner.profile import MessageRates, Profile
 from mobius.planner.sensitivity import Resource, limiting_resource
 from mobius.planner.shape import ModelShape
+from mobius.planner.stage_costs import StepRules
 
 CONTEXT_BYTES = GIB
 """Of a card's memory, what the driver and libraries take before a run does. A guess."""
@@ -88,6 +98,18 @@ class Run:
     @property
     def step_tokens(self) -> int:
         return self.batch_size * self.seq_length
+
+    def rules(self, num_chunks: int) -> StepRules:
+        """How a step of that many microbatches goes."""
+        sizes = self.sizes
+        return StepRules(
+            clips=self.clips,
+            message_bytes=self.step_tokens // num_chunks * self.shape.hidden_size * sizes.weight,
+            overlaps_optimizer=self.overlaps_optimizer,
+            weight_bytes=sizes.weight,
+            gradient_bytes=sizes.gradient,
+            is_tied=self.shape.is_tied,
+        )
 
 
 @dataclass(frozen=True)
@@ -159,6 +181,10 @@ def make_job(machine: Machine, run: Run, *, measured: Profile | None = None) -> 
             return measured
         return machine_profile(machine, run.shape, microbatch_tokens=tokens, seq_length=run.seq_length)
 
+    def fit_cut(spans: tuple[StageSpan, ...], num_chunks: int, *, is_quick: bool) -> Fitting:
+        model = StepModel(profile_of(run.step_tokens // num_chunks), run.rules(num_chunks))
+        return fit(machine, run, spans, num_chunks, model, is_quick=is_quick)
+
     return Job(
         shape=run.shape,
         num_ranks=machine.num_ranks,
@@ -169,7 +195,8 @@ def make_job(machine: Machine, run: Run, *, measured: Profile | None = None) -> 
         gradient_bytes=sizes.gradient,
         overlaps_optimizer=run.overlaps_optimizer,
         profile_of=profile_of,
-        fit=lambda spans, num_chunks: fit(machine, run, spans, num_chunks),
+        fit=partial(fit_cut, is_quick=True),
+        fit_well=partial(fit_cut, is_quick=False),
     )
 
 
@@ -192,22 +219,24 @@ def machine_profile(machine: Machine, shape: ModelShape, *, microbatch_tokens: i
     return replace(profile, messages=messages, basis=f"{nodes} nodes on paper, together {profile.basis}")
 
 
-def fit(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunks: int) -> Fitting:
-    """What stays on the GPUs. Raises GpuMemoryError if the cut does not fit."""
-    num_ranks = machine.num_ranks
+def fit(
+    machine: Machine,
+    run: Run,
+    spans: tuple[StageSpan, ...],
+    num_chunks: int,
+    model: StepModel,
+    *,
+    is_quick: bool = False,
+) -> Fitting:
+    """What stays on the GPUs, by simulation or quickly. Raises GpuMemoryError if the cut does not fit."""
     request = _request(machine, run, spans, num_chunks)
     graph_bytes = _graph_bytes(run, num_chunks)
-    fits = [fit_plan(request, rank=rank, graph_bytes=graph_bytes) for rank in range(num_ranks)]
-    graphs = frozenset[int]().union(*(each.graph_stages for each in fits))
-    if not run.use_offload:
-        return Fitting(None, frozenset(range(len(spans))), graphs)
-    own = [(each.plan, each.plan.stages_of(rank)) for rank, each in enumerate(fits)]
-    resident = frozenset(stage for plan, stages in own for stage in stages if stage in plan.resident)
-    # One schedule for all ranks: the fewest slots, and no more kept activations than they allow.
-    slots = [plan.num_slots for plan, stages in own if plan.num_slots is not None and not resident.issuperset(stages)]
-    fewest = min(slots, default=None)
-    in_slots = {s for _, stages in own for s in [s for s in stages if s not in resident][-(fewest or 1) :]}
-    return Fitting(fewest, resident, graphs & (resident | in_slots))
+    if is_quick:
+        chosen = memory_uses(request, graph_bytes=graph_bytes, score=score_by_profile(request, model))
+    else:
+        chosen = memory_uses(request, graph_bytes=graph_bytes, choose=by_simulation(model))
+    resident, graphs = chosen_stages(machine.num_ranks, len(spans), chosen)
+    return Fitting(tuple(each.num_slots for each in chosen), resident, graphs)
 
 
 def _request(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunks: int) -> FitRequest:
@@ -240,7 +269,7 @@ def _waiting(run: Run, num_stages: int) -> frozenset[int]:
 
 
 def _as_given(job: Job, num_stages: int, num_chunks: int) -> Choice:
-    candidate = predict(job, balanced_partition(job.shape.num_layers, num_stages), num_chunks)
+    candidate = predict(job, balanced_partition(job.shape.num_layers, num_stages, num_ranks=job.num_ranks), num_chunks)
     return Choice(candidate, (candidate,), ())
 
 

@@ -36,11 +36,11 @@ class ActionKind(StrEnum):
 
     @property
     def is_forward(self) -> bool:
-        return self.value.startswith("forward")
+        return self in _FORWARD_KINDS
 
     @property
     def is_backward(self) -> bool:
-        return self.value.startswith("backward")
+        return self in _BACKWARD_KINDS
 
     @property
     def is_compute(self) -> bool:

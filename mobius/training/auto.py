@@ -1,7 +1,7 @@
 """Resolves `--num_stages auto` and `--num_chunks auto` before a run is planned, and checks that all ranks agree.
 
-It only asks planner/choice.py, with an estimate for the GPU that is there. Every rank asks for itself, so the question
-must be the same on all of them: it goes by the card's memory, not by what is free on it.
+It only asks planner/choice.py, with an estimate for the GPU that is there, or with what was measured on it. Every rank
+asks for itself, so the question must be the same on all of them: it goes by the card's memory, not by what is free.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import torch
 from mobius.config import Config, Dtype, PipelineConfig
 from mobius.errors import PlanError
 from mobius.planner.budget import GIB
-from mobius.planner.cards import Host, card_of_device
+from mobius.planner.cards import Card, Host, card_of_device
 from mobius.planner.choice import choose_stages_and_chunks
 from mobius.planner.partition import StageSpan
 from mobius.planner.plan import Plan
+from mobius.planner.profile import Profile
 from mobius.planner.shape import ModelShape
-from mobius.planner.what_if import Machine, Run, make_job
+from mobius.planner.stage_costs import StepRules
+from mobius.planner.what_if import Machine, Run, machine_profile, make_job
+from mobius.ranks import allows_peer_copies
 from mobius.runtime.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -46,21 +49,24 @@ class Resolved:
     spans: Sequence[StageSpan] | None
 
 
-def resolve_auto(config: Config, shape: ModelShape, *, num_ranks: int, gpu: Gpu | None) -> Resolved:
+def resolve_auto(
+    config: Config, shape: ModelShape, *, num_ranks: int, gpu: Gpu | None, measured: Profile | None = None
+) -> Resolved:
     """Put numbers in the place of auto, and tell which; without auto, nothing changes.
 
-    Where there is no estimate (a CPU, an unknown GPU, fp32) the numbers are the defaults, or the nearest that are
-    possible. Raises GpuMemoryError if no setting fits.
+    By `measured` if there is a profile, whose microbatches `config` must then have, else by an estimate. Where there is
+    none (a CPU, an unknown GPU, fp32) the numbers are the defaults, or the nearest that are possible. Raises
+    GpuMemoryError if no setting fits.
     """
     pipeline = config.pipeline
     if pipeline.num_stages is not None and pipeline.num_chunks is not None:
         return Resolved(config, None)
-    card = None if gpu is None or config.model.dtype is Dtype.FP32 else card_of_device(gpu.name)
-    if card is None or gpu is None:
+    card = known_card(config, gpu)
+    if gpu is None or (card is None and measured is None):
         return _resolve_without_estimate(config, shape, num_ranks)
-    cores = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-    machine = Machine(replace(card, memory_gb=gpu.num_bytes / GIB), num_ranks, Host(cores_per_rank=cores))
-    job = make_job(machine, _run_of(config, shape))
+    # Of a card that is not known only the memory counts: its rates are measured.
+    card = card or Card(gpu.name, tera_flops=1, memory_gb=gpu.num_bytes / GIB, memory_bandwidth=1, pcie=3)
+    job = make_job(_machine(card, gpu, num_ranks), _run_of(config, shape), measured=measured)
     cuts_unevenly = pipeline.num_stages is None  # who gives the number of stages gets even ones
     choice = choose_stages_and_chunks(
         job, num_stages=pipeline.num_stages, num_chunks=pipeline.num_chunks, cuts_unevenly=cuts_unevenly
@@ -78,6 +84,33 @@ def resolve_auto(config: Config, shape: ModelShape, *, num_ranks: int, gpu: Gpu 
         best.profile.describe(),
     )
     return Resolved(replace(config, pipeline=chosen), best.spans)
+
+
+def known_card(config: Config, gpu: Gpu | None) -> Card | None:
+    """The card of which there is an estimate for this run; not for fp32, which data sheets give no rate for."""
+    return None if gpu is None or config.model.dtype is Dtype.FP32 else card_of_device(gpu.name)
+
+
+def estimate_of(config: Config, shape: ModelShape, *, num_ranks: int, gpu: Gpu | None) -> Profile | None:
+    """The estimate for a run whose microbatches are known; None where there is none."""
+    card = known_card(config, gpu)
+    if card is None or gpu is None:
+        return None
+    tokens, length = config.pipeline.microbatch_size * config.data.seq_length, config.data.seq_length
+    machine = _machine(card, gpu, num_ranks)
+    return machine_profile(machine, shape, microbatch_tokens=tokens, seq_length=length)
+
+
+def step_rules(config: Config, shape: ModelShape) -> StepRules:
+    """How the steps of a run go whose microbatches are known."""
+    run = _run_of(config, shape)
+    return run.rules(config.pipeline.num_microbatches)
+
+
+def _machine(card: Card, gpu: Gpu, num_ranks: int) -> Machine:
+    cores = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    own = replace(card, memory_gb=gpu.num_bytes / GIB, has_peer_copies=card.has_peer_copies and allows_peer_copies())
+    return Machine(own if allows_peer_copies() else replace(own, nvlink=0.0), num_ranks, Host(cores_per_rank=cores))
 
 
 def _run_of(config: Config, shape: ModelShape) -> Run:

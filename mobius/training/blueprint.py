@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
@@ -21,8 +21,11 @@ from mobius.planner.budget import (
     host_need,
     waiting_stages,
 )
-from mobius.planner.fit import FitRequest, FittedPlan, fit_plan
+from mobius.planner.fit import FitRequest, FittedPlan, fit_plan, need_bytes
+from mobius.planner.memory_use import StepModel, by_simulation
 from mobius.planner.plan import Plan, make_plan
+from mobius.planner.preference import Candidate
+from mobius.planner.profile import Profile
 from mobius.planner.shape import ModelShape
 from mobius.ranks import Ranks, separate_device_queues
 from mobius.runtime.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
@@ -32,7 +35,8 @@ from mobius.runtime.stage import measure_graph_bytes
 from mobius.runtime.store_meeting import meet_at_store
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
-from mobius.training.auto import Gpu, resolve_auto
+from mobius.training.auto import Gpu, estimate_of, resolve_auto, step_rules
+from mobius.training.forecast import Forecast, forecast
 from mobius.training.placement import order_devices
 
 MAX_INCOMING_EDGES = 2
@@ -43,9 +47,10 @@ MAX_INCOMING_EDGES = 2
 class Blueprint:
     """What is known before any large memory is taken or any rank is spoken to.
 
-    It is the same on all ranks but for `ranks`, `device`, `graph_stages`, the resident stages and the number of slots,
-    which go by what is free on the rank's GPU. Of other ranks the plan tells what they do if their GPUs have as much
-    memory as this one's; compute and messages are the same whatever they do.
+    It is the same on all ranks but for `ranks`, `device`, and what goes by the memory that is free on the rank's GPU:
+    `graph_stages`, the resident stages, the number of slots, and what is predicted from those. Of other ranks the plan
+    tells what they do if their GPUs have as much memory as this one's; compute and messages are the same whatever they
+    do.
     """
 
     config: Config
@@ -65,6 +70,15 @@ class Blueprint:
     waiting: frozenset[int]
     """Stages whose gradients are kept until all of the step's are known; the others are updated behind their backward.
     """
+    asked: Config
+    """What was asked for: `config` with what was auto."""
+    gpu_bytes: int | None
+    uses: tuple[Candidate, ...]
+    """What every rank does with its memory, as far as this one knows."""
+    need_bytes: tuple[int, ...]
+    """GPU memory of every rank by the planner's arithmetic, as far as this one knows."""
+    forecast: Forecast | None
+    """None where nothing is known of the device's speed."""
 
     @property
     def compiles(self) -> bool:
@@ -95,9 +109,34 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
     check_dtype(config.model.dtype, device)
     gpu_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
     parts = ModelParts(model_config, device, compiled=_compiles(config, device))
-    shape = parts.shape()
-    resolved = resolve_auto(config, shape, num_ranks=ranks.num_ranks, gpu=_gpu(device))
+    return _draw(config, ranks, device, device_order, meeting, gpu_bytes, parts)
+
+
+def redraw(blueprint: Blueprint, profile: Profile) -> Blueprint:
+    """Plan again by what was measured, with the same microbatches; errors as `draw_blueprint`."""
+    asked, chosen = blueprint.asked, blueprint.config.pipeline
+    config = replace(asked, pipeline=replace(asked.pipeline, num_chunks=chosen.num_microbatches))
+    b = blueprint
+    return _draw(config, b.ranks, b.device, b.device_order, b.meeting, b.gpu_bytes, b.parts, profile=profile)
+
+
+def _draw(
+    asked: Config,
+    ranks: Ranks,
+    device: torch.device,
+    device_order: tuple[int, ...] | None,
+    meeting: Meeting | None,
+    gpu_bytes: int | None,
+    parts: ModelParts,
+    *,
+    profile: Profile | None = None,
+) -> Blueprint:
+    """Plan for a device; `profile` is what was measured on it."""
+    shape, gpu = parts.shape(), _gpu(device)
+    resolved = resolve_auto(asked, shape, num_ranks=ranks.num_ranks, gpu=gpu, measured=profile)
     config, pipeline = resolved.config, resolved.config.pipeline
+    profile = profile or estimate_of(config, shape, num_ranks=ranks.num_ranks, gpu=gpu)
+    model = None if profile is None else StepModel(profile, step_rules(config, shape))
     plan = make_plan(
         shape,
         num_ranks=ranks.num_ranks,
@@ -129,10 +168,12 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
         reserved_bytes=MAX_INCOMING_EDGES * NUM_MAILBOXES * math.prod(message) * dtype.itemsize,
     )
     # By guess: what cannot fit is refused before anything is compiled.
-    fitted = _fit(request, config, ranks, device, graph_bytes=None)
-    if device.type == "cuda" and pipeline.recompute is not Recompute.FULL:
-        measured = measure_graph_bytes(parts, shape=message, dtype=dtype, device=device)
-        fitted = _fit(request, config, ranks, device, graph_bytes=measured)
+    graph_bytes = None
+    fitted = _fit(request, config, ranks, device, graph_bytes=graph_bytes)
+    if device.type == "cuda":
+        if pipeline.recompute is not Recompute.FULL:
+            graph_bytes = measure_graph_bytes(parts, shape=message, dtype=dtype, device=device)
+        fitted = _fit(request, config, ranks, device, graph_bytes=graph_bytes, model=model)
     plan = fitted.plan
     schedule = build_schedule(
         ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots, plan.resident
@@ -150,14 +191,29 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
         schedule,
         fitted.graph_stages,
         request.waiting,
+        asked,
+        gpu_bytes,
+        fitted.uses,
+        need_bytes(request, fitted.uses, graph_bytes),
+        None if model is None else forecast(plan, fitted.uses, shape, model),
     )
 
 
 def _fit(
-    request: FitRequest, config: Config, ranks: Ranks, device: torch.device, *, graph_bytes: int | None
+    request: FitRequest,
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    graph_bytes: int | None,
+    model: StepModel | None = None,
 ) -> FittedPlan:
-    """Fit the plan into GPU memory, and check that what it leaves to the host fits there."""
-    fitted = fit_plan(request, rank=ranks.rank, graph_bytes=graph_bytes)
+    """Fit the plan into GPU memory, and check that what it leaves to the host fits there.
+
+    What is best is found by simulation with `model`, without one by a closed form.
+    """
+    choose = None if model is None else by_simulation(model)
+    fitted = fit_plan(request, rank=ranks.rank, graph_bytes=graph_bytes, choose=choose)
     on_cpu, limit = device.type == "cpu", config.pipeline.host_memory_limit
     if on_cpu or fitted.plan.num_slots is not None:
         need = host_need(

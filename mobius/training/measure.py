@@ -168,6 +168,7 @@ def measure_profile(
     del memory
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # a run reports its own
     return profile
 
 

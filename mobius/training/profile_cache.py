@@ -23,7 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 def profile_key(
-    model: ModelShape, shape: MicrobatchShape, *, device: torch.device, num_ranks: int, is_compiled: bool
+    model: ModelShape,
+    shape: MicrobatchShape,
+    *,
+    device: torch.device,
+    num_ranks: int,
+    is_compiled: bool,
+    has_peer_copies: bool = True,
 ) -> dict[str, object]:
     """Everything that a profile depends on: hardware, model, microbatch, format, ranks, versions."""
     is_cuda = device.type == "cuda"
@@ -38,6 +44,7 @@ def profile_key(
         "microbatch": [shape.batch, shape.seq_length, str(shape.dtype), shape.loss_chunk_tokens],
         "num_ranks": num_ranks,
         "is_compiled": is_compiled,
+        "has_peer_copies": has_peer_copies,
         "versions": [__version__, torch.__version__, FORMAT],
     }
 

@@ -3,6 +3,8 @@
 Does not own the per-step log (`metrics.py`), and measures nothing.
 """
 
+from __future__ import annotations
+
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from pathlib import Path
 
 from mobius.errors import CheckpointError
 from mobius.runtime.waits import WaitCause
+from mobius.training.forecast import Forecast, steady_seconds
 from mobius.training.metrics import StepMetrics
 from mobius.training.output_folder import replaced_whole
 
@@ -48,12 +51,13 @@ def write_report(
     steps: Sequence[StepMetrics],
     per_rank: Sequence[RankMemory],
     timings: RunTimings,
+    forecast: Forecast | None = None,
 ) -> None:
     """Write the summary to `path`; it appears whole or not at all. Raises CheckpointError."""
     assert steps, "a run has at least one step"
     sections = [
         ("Result", _result(steps)),
-        ("Time", _time(steps, timings)),
+        ("Time", _time(steps, timings, forecast)),
         ("Waiting", _waiting(steps)),
         ("Memory", _memory(per_rank)),
         ("Settings", config_yaml.strip()),
@@ -79,7 +83,7 @@ def _result(steps: Sequence[StepMetrics]) -> str:
     return _pairs(rows)
 
 
-def _time(steps: Sequence[StepMetrics], timings: RunTimings) -> str:
+def _time(steps: Sequence[StepMetrics], timings: RunTimings, forecast: Forecast | None) -> str:
     seconds = [step.step_seconds for step in steps]
     rows = [
         ("loading", f"{timings.load_seconds:.2f} s"),
@@ -90,6 +94,12 @@ def _time(steps: Sequence[StepMetrics], timings: RunTimings) -> str:
         ("seconds per step, first", f"{seconds[0]:.3f} s"),
         ("tokens per second, without padding", f"{sum(step.num_tokens for step in steps) / sum(seconds):,.0f}"),
     ]
+    if forecast is not None:
+        off = forecast.step_seconds / steady_seconds(seconds) - 1
+        rows += [
+            ("seconds per step, predicted", f"{forecast.step_seconds:.3f} s, limited by {forecast.limit}"),
+            ("prediction off by", f"{off:+.1%} of a steady step, {forecast.basis}"),
+        ]
     return _pairs(rows)
 
 

@@ -21,10 +21,10 @@ from mobius.planner.budget import GIB
 from mobius.ranks import Ranks, cache_folder
 from mobius.runtime.devices import MemoryMeter, set_host_threads
 from mobius.runtime.transport import Transport
-from mobius.training.auto import check_agreement
 from mobius.training.blueprint import Blueprint, draw_blueprint
 from mobius.training.build import RankState, assemble, connect, load_state, rehearse, trace_facts
 from mobius.training.export import export_bytes, export_model
+from mobius.training.measured_plan import plan_by_measurement
 from mobius.training.metrics import MetricsLog, StepMetrics, step_line
 from mobius.training.output_folder import OutputFolder
 from mobius.training.recordings import Recordings
@@ -64,12 +64,10 @@ def _run(config: Config, ranks: Ranks) -> None:
     output = _prepare_output(config, ranks, blueprint)
     try:
         prepared = _prepare_data(config, ranks, tokenizer)
-        if config.output.show_actions:
-            _log_actions(blueprint)
         set_host_threads(ranks, blueprint.device, blueprint.device_order)  # not before: tokenization uses every CPU
         recordings = Recordings(config, rank=ranks.rank, device=blueprint.device, folder=output.partial)
         transport = connect(blueprint, recordings.spans)
-        check_agreement(blueprint.plan, transport)
+        blueprint = _settle_plan(blueprint, transport, output)
         state = load_state(blueprint, model_folder, spans=recordings.spans)
         _warn_of_small_pages(state)
         if blueprint.device.type == "cuda" and ranks.num_ranks > 1:
@@ -140,9 +138,23 @@ def _prepare_output(config: Config, ranks: Ranks, blueprint: Blueprint) -> Outpu
     if ranks.is_first:
         num_bytes = export_bytes(blueprint)
         output.prepare({"--save_dir": num_bytes, "--save_params": num_bytes})
-        (output.partial / "training_args.yaml").write_text(to_yaml(config))
-        (output.partial / "plan.json").write_text(blueprint.plan.to_json())
+        _write_settings(output, blueprint)
     return output
+
+
+def _settle_plan(blueprint: Blueprint, transport: Transport, output: OutputFolder) -> Blueprint:
+    """The plan that all ranks agree on, by what is measured where that has a choice; the folder gets it."""
+    settled = plan_by_measurement(blueprint, transport)
+    if settled.ranks.is_first:
+        _write_settings(output, settled)
+    if settled.config.output.show_actions:
+        _log_actions(settled)
+    return settled
+
+
+def _write_settings(output: OutputFolder, blueprint: Blueprint) -> None:
+    (output.partial / "training_args.yaml").write_text(to_yaml(blueprint.config))
+    (output.partial / "plan.json").write_text(blueprint.plan.to_json())
 
 
 def _log_model(blueprint: Blueprint, folder: Path) -> None:
@@ -201,6 +213,8 @@ def _log_start(blueprint: Blueprint) -> None:
         pipeline.microbatch_size,
         MemoryMeter(blueprint.device).device_name,
     )
+    if blueprint.forecast is not None:
+        logger.info("%s", blueprint.forecast.describe())
 
 
 def _train(trainer: Trainer, config: Config, output: OutputFolder, ranks: Ranks) -> list[StepMetrics]:
@@ -253,7 +267,10 @@ def _finish(
     ]
     config = blueprint.config
     report = Path(config.output.save_results)
-    write_report(report, to_yaml(config), blueprint.plan.describe(blueprint.shape), steps, per_rank, timings)
+    plan_text, forecast = blueprint.plan.describe(blueprint.shape), blueprint.forecast
+    write_report(report, to_yaml(config), plan_text, steps, per_rank, timings, forecast)
+    if forecast is not None:
+        logger.info("%s", forecast.compare([step.step_seconds for step in steps]))
     logger.info("model saved to %s (checked tensor by tensor)", output.save_dir)
     logger.info("模型已保存到 %s (parameters saved to one file)", config.output.save_params)
     logger.info("results saved to %s", report)

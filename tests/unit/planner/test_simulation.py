@@ -209,41 +209,6 @@ def predict_llama(
     return simulate_steps(schedule, costs, profile, StepRules(clips=clips, message_bytes=tokens * 4096 * 2))
 
 
-ONE_GPU = {"num_layers": 8, "num_ranks": 1}
-RESIDENT = {"slots": None}
-KEPT = {"slots": None, "keeps_graphs": True}
-
-
-@pytest.mark.parametrize(
-    ("settings", "measured", "bound"),
-    [
-        (ONE_GPU, 0.857, 0.08),
-        ({**ONE_GPU, "clips": True}, 0.968, 0.08),
-        ({**ONE_GPU, **RESIDENT}, 0.799, 0.08),
-        ({**ONE_GPU, **KEPT}, 0.644, 0.02),  # SUSTAINED_SHARE was chosen by this one
-        ({}, 1.220, 0.08),
-        ({"clips": True}, 1.622, 0.08),
-        (KEPT, 0.761, 0.08),
-        # On a second machine, where feeding the GPU probably had to wait for cores.
-        ({"microbatches": 8}, 1.316, 0.12),
-        ({"microbatches": 8, "clips": True}, 1.734, 0.08),
-        ({**KEPT, "microbatches": 8}, 0.762, 0.08),
-    ],
-)
-def test_estimates_for_h200s_are_as_near_to_what_was_measured_as_the_document_says(
-    llama_7b: ModelShape, settings: dict[str, object], measured: float, bound: float
-) -> None:
-    prediction = predict_llama(llama_7b, **settings)  # type: ignore[arg-type]
-    assert prediction.step_seconds == pytest.approx(measured, rel=bound)
-
-
-def test_waits_of_a_streamed_step_are_about_the_measured_ones(llama_7b: ModelShape) -> None:
-    prediction = predict_llama(llama_7b)
-    measured = {WaitFor.WEIGHTS: 0.017, WaitFor.OPTIMIZER: 0.160, WaitFor.NEIGHBOURS: 0.414}
-    for cause, seconds in measured.items():
-        assert prediction.worst_wait(cause) == pytest.approx(seconds, abs=0.08), cause
-
-
 def test_all_at_once_ranks_update_and_copy_as_fast_as_was_measured(llama_7b: ModelShape) -> None:
     profile = estimate_profile(CARDS["H200"], llama_7b, microbatch_tokens=8192, seq_length=512, num_ranks=4)
     rates = SharedRates(profile, 4)

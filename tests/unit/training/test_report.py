@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from mobius.errors import CheckpointError
+from mobius.planner.sensitivity import Resource
+from mobius.training.forecast import Forecast
 from mobius.training.metrics import StepMetrics
 from mobius.training.report import RankMemory, RunTimings, write_report
 
@@ -132,3 +134,13 @@ def test_an_older_summary_is_replaced_and_nothing_else_is_left(tmp_path: Path) -
 def test_a_place_that_cannot_be_written_is_an_error_for_the_user(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot write .*absent"):
         report(tmp_path / "absent" / "r.txt", [gpu_rank(0)])
+
+
+def test_a_forecast_is_laid_beside_the_steady_steps(tmp_path: Path) -> None:
+    path = tmp_path / "result.txt"
+    forecast = Forecast(5.4, Resource.COMPUTE, 0.09, "estimated (4 x L20)")
+    write_report(path, "batch_size: 64\n", "stage 0", steps(10.0, 4.0, 6.0), [gpu_rank(0)], TIMINGS, forecast)
+    text = path.read_text()
+    assert value(text, "seconds per step, predicted") == "5.400 s, limited by compute"
+    assert value(text, "prediction off by") == "-10.0% of a steady step, estimated (4 x L20)"
+    assert "predicted" not in report(tmp_path / "other.txt", [gpu_rank(0)])

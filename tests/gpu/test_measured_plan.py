@@ -1,0 +1,50 @@
+"""On one GPU: stages left to auto are planned by what was measured there, once, and the run tells how near it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from harness.runs import make_checkpoint, make_dataset
+
+from mobius.cli import parse_args
+from mobius.ranks import Ranks
+from mobius.training.run import run_training
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS = """--model_path model --dataset data.jsonl --device cuda --dtype bf16 --num_stages auto --num_chunks auto
+    --batch_size 8 --seq_length 64 --num_iterations 4 --overwrite_output_dir"""
+
+
+def test_a_run_with_auto_measures_once_and_says_how_near_its_prediction_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_checkpoint(tmp_path / "model")
+    make_dataset(tmp_path / "data.jsonl")
+
+    def run(folder: str) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            run_training(parse_args([*OPTIONS.split(), "--save_dir", folder], num_ranks=1), Ranks(0, 1, 0))
+        return caplog.text
+
+    first, second = run("first"), run("second")
+
+    assert "measured in" in first
+    assert "measured in" not in second
+    for text in (first, second):
+        assert "predicted: " in text
+        assert "off by" in text
+    report = Path("test_result.txt").read_text()
+    assert "prediction off by" in report
+    assert "measured (1 x " in report
+    plans = [json.loads(Path(folder, "plan.json").read_text()) for folder in ("first", "second")]
+    assert plans[0] == plans[1]
+    assert len(list((tmp_path / "cache").rglob("profile-*.json"))) == 1
