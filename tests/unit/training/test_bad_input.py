@@ -91,7 +91,7 @@ class Mistake:
 
 
 MISTAKES = {
-    "more stages than layers": Mistake("--num_stages 5", PlanError, (r"--num_stages 5", r"4 layers", r"4 or less")),
+    "more stages than can be": Mistake("--num_stages 7", PlanError, (r"--num_stages 7", r"4 layers", r"6 or less")),
     "a model that is nowhere": Mistake(
         "--model_path nobody/nothing",
         CheckpointError,
