@@ -14,7 +14,7 @@ streamed stages the last `num_slots` stay.
     stages                 F0 F2 F4 F6 F8   B8 B6 B4 B2 B0
     weights of 6 and 8 stay         ===========
 
-What fits is counted exactly (budget.py); which of it is best is asked of a score (preference.py).
+What fits is predicted by budget.py; which of it is best is asked of a score (preference.py).
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ from mobius.planner.plan import Plan
 from mobius.planner.preference import Candidate, Rates, Score, estimated_seconds
 from mobius.planner.shape import ModelShape
 
-FILLED_SHARE = 0.9
-"""Of the GPU memory a rank may use, what options may fill; the rest is for the allocator's fragments."""
-WORKSPACE_BYTES = GIB
-"""What kernels and messages take beside the stages."""
+FILLED_SHARE = 0.95
+"""Of the GPU memory a rank may use, what options may fill; the rest is for what the prediction does not see."""
 PREFETCH_SLOTS = 3
 """A third slot loads a stage while the gradients of another leave: it pays where a stage computes no longer than that
 takes."""
@@ -46,6 +44,14 @@ class FittedPlan:
     plan: Plan
     """With the rank's own slots; for the other ranks as if their GPUs had as much memory as this one's."""
     graph_stages: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What was measured of a layer and a microbatch."""
+
+    graph_bytes: int | None
+    peak_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -66,10 +72,17 @@ class FitRequest:
     """Stages that keep their gradients (`budget.waiting_stages`)."""
     reserved_bytes: int = 0
     """Left for what is not in the plan."""
+    compiled: bool = True
+    """Whether layers and loss run as compiled graphs."""
 
 
 def fit_plan(
-    request: FitRequest, *, rank: int, graph_bytes: int | None = None, score: Score | None = None
+    request: FitRequest,
+    *,
+    rank: int,
+    graph_bytes: int | None = None,
+    peak_bytes: int | None = None,
+    score: Score | None = None,
 ) -> FittedPlan:
     """Check that the plan fits and use what is left of the memory as `score` likes best.
 
@@ -77,6 +90,7 @@ def fit_plan(
     with the least score, by default `estimated_seconds`; of equal ones that with more resident stages, then more
     activations, then more slots. Residency and slots of a rank change nothing that another one sees. `graph_bytes` is
     what a layer's graph holds for a microbatch, measured; without it nothing is kept but what is asked for.
+    `peak_bytes` is the most that its forward and backward take, where that was measured too.
 
     Raises PlanError for more resident stages than a rank has, and GpuMemoryError if the least does not fit, the
     resident stages that are asked for do not, or with `Recompute.NONE` all activations do not.
@@ -88,11 +102,12 @@ def fit_plan(
             "raise --num_stages."
         )
     score = score or _default_score(request)
+    layer = _Layer(graph_bytes, peak_bytes)
     if request.gpu_bytes is None:
         chosen = [_least(request)] * plan.num_ranks
     else:
-        _refuse_what_cannot_fit(request, graph_bytes)
-        chosen = [_best(request, r, graph_bytes, score) for r in range(plan.num_ranks)]
+        _refuse_what_cannot_fit(request, layer)
+        chosen = [_best(request, r, layer, score) for r in range(plan.num_ranks)]
     own = chosen[rank]
     # Where this rank streams nothing, what the others do must still make a schedule.
     slots = own.num_slots or max((candidate.num_slots for candidate in chosen), default=0) or None
@@ -148,23 +163,24 @@ def _candidates(request: FitRequest, *, knows_graphs: bool) -> Iterator[Candidat
                 yield from (Candidate(num_resident, num_graphs, s) for s in {min(w, num_streamed) for w in wanted})
 
 
-def _best(request: FitRequest, rank: int, graph_bytes: int | None, score: Score) -> Candidate:
+def _best(request: FitRequest, rank: int, layer: _Layer, score: Score) -> Candidate:
     """Of the candidates that fit the one with the least score; the least candidate if no other does."""
     assert request.gpu_bytes is not None
-    usable = int(request.gpu_bytes * FILLED_SHARE) - WORKSPACE_BYTES - request.reserved_bytes
+    usable = int(request.gpu_bytes * FILLED_SHARE) - request.reserved_bytes
 
     @cache
-    def stages_take(num_resident: int, num_slots: int) -> int:
-        return _need(request, rank, Candidate(num_resident, 0, num_slots), graph_bytes).total
+    def states_take(num_resident: int, num_slots: int) -> int:
+        return _need(request, rank, Candidate(num_resident, 0, num_slots), layer).states
 
     @cache
-    def graphs_take(num_graphs: int) -> int:
-        return _kept_bytes(request, rank, num_graphs, graph_bytes)
+    def rest_takes(num_graphs: int) -> int:
+        need = _need(request, rank, Candidate(0, num_graphs, request.plan.num_slots or 0), layer)
+        return need.total - need.states
 
     fitting = [
         candidate
-        for candidate in _candidates(request, knows_graphs=graph_bytes is not None)
-        if stages_take(candidate.num_resident, candidate.num_slots) + graphs_take(candidate.num_graphs) <= usable
+        for candidate in _candidates(request, knows_graphs=layer.graph_bytes is not None)
+        if states_take(candidate.num_resident, candidate.num_slots) + rest_takes(candidate.num_graphs) <= usable
     ]
 
     def key(candidate: Candidate) -> tuple[float, int, int, int]:
@@ -173,9 +189,10 @@ def _best(request: FitRequest, rank: int, graph_bytes: int | None, score: Score)
     return min(fitting, key=key, default=_least(request))
 
 
-def _need(request: FitRequest, rank: int, candidate: Candidate, graph_bytes: int | None) -> GpuNeed:
+def _need(request: FitRequest, rank: int, candidate: Candidate, layer: _Layer) -> GpuNeed:
     counts = [candidate.num_resident] * request.plan.num_ranks
     plan = request.plan.with_resident(counts, candidate.num_slots or None)
+    stages = plan.stages_of(rank)
     return gpu_need(
         plan,
         request.shape,
@@ -183,37 +200,21 @@ def _need(request: FitRequest, rank: int, candidate: Candidate, graph_bytes: int
         request.tokens,
         rank=rank,
         waiting=request.waiting,
-        keeps_activations=request.recompute is Recompute.NONE,
-        graph_bytes=graph_bytes,
+        graph_stages=stages[len(stages) - candidate.num_graphs :],
+        graph_bytes=layer.graph_bytes,
+        peak_bytes=layer.peak_bytes,
+        compiled=request.compiled,
     )
 
 
-def _kept_bytes(request: FitRequest, rank: int, num_graphs: int, graph_bytes: int | None) -> int:
-    """What the graphs of the last stages hold beside the one that is anyhow; with `Recompute.NONE` `_need` has them."""
-    if request.recompute is Recompute.NONE:
-        return 0
-    stages = request.plan.stages_of(rank)
-    kept = stages[len(stages) - num_graphs :]
-    return sum(_num_graphs(request.plan, stage, request.tokens) for stage in kept) * (graph_bytes or 0)
-
-
-def _num_graphs(plan: Plan, stage: int, tokens: StepTokens) -> int:
-    """Graphs of a layer and a microbatch that exist when `stage` keeps its activations, beside the one that is anyhow.
-
-    Of the model's last stage one microbatch is under way at a time.
-    """
-    span = plan.spans[stage]
-    return max(0, len(span.layers) - 1) if span.is_last else len(span.layers) * tokens.num_microbatches
-
-
-def _refuse_what_cannot_fit(request: FitRequest, graph_bytes: int | None) -> None:
+def _refuse_what_cannot_fit(request: FitRequest, layer: _Layer) -> None:
     """Raise GpuMemoryError, alike on all ranks, if the fullest rank cannot hold the least that is asked for."""
     available, least = request.gpu_bytes, _least(request)
     assert available is not None
 
     def need_with(num_resident: int) -> GpuNeed:
         candidate = _with_resident(request, num_resident)
-        return fullest(_need(request, rank, candidate, graph_bytes) for rank in range(request.plan.num_ranks))
+        return fullest(_need(request, rank, candidate, layer) for rank in range(request.plan.num_ranks))
 
     need, is_offloading = need_with(least.num_resident), request.plan.num_slots is not None
     if need.total <= available:
@@ -225,7 +226,7 @@ def _refuse_what_cannot_fit(request: FitRequest, graph_bytes: int | None) -> Non
         check_gpu_memory(lowest, available_bytes=available, is_offloading=is_offloading)
         return
     raise GpuMemoryError(
-        f"--resident_stages {least.num_resident}: rank {need.rank} needs at least {need.total / GIB:.1f} GiB of GPU "
+        f"--resident_stages {least.num_resident}: rank {need.rank} needs {need.total / GIB:.1f} GiB of GPU "
         f"memory ({need.describe()}), {available / GIB:.1f} GiB is available. At most --resident_stages {fits} fits, "
         f"which needs {need_with(fits).total / GIB:.1f} GiB; auto chooses by what is free."
     )
