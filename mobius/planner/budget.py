@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from mobius.config import Dtype
 from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.planner.gpu_peak import MicrobatchBytes, largest_moment
 from mobius.planner.plan import Plan
+from mobius.planner.remedies import Remedy
 from mobius.planner.shape import ModelShape
 from mobius.planner.working_set import embedding_bytes, estimate_layer, loss_bytes, with_measured
 
@@ -145,6 +146,8 @@ class StepTokens:
     """Of all microbatches."""
     microbatch: int
     loss_chunk: int
+    batch_size: int | None = None
+    """Sequences of a step, where they are known; what is advised goes by them."""
 
     @property
     def num_microbatches(self) -> int:
@@ -250,9 +253,7 @@ def microbatch_bytes(
     return MicrobatchBytes(
         activation=count * shape.hidden_size * sizes.weight,
         layer=with_measured(layer, graph_bytes=graph_bytes, peak_bytes=peak_bytes),
-        loss=loss_bytes(
-            sizes.weight, shape, tokens=count, chunk_tokens=chunk, compiled=compiled, on_gpu=on_gpu
-        ),
+        loss=loss_bytes(sizes.weight, shape, tokens=count, chunk_tokens=chunk, compiled=compiled, on_gpu=on_gpu),
         embedding=embedding_bytes(sizes.weight, shape, tokens=count, on_gpu=on_gpu),
     )
 
@@ -262,13 +263,23 @@ def fullest(needs: Iterable[GpuNeed]) -> GpuNeed:
     return max(needs, key=lambda need: need.total)
 
 
-def check_gpu_memory(need: GpuNeed, *, available_bytes: int, is_offloading: bool) -> None:
-    """Raise GpuMemoryError, with the arithmetic and what to change, if `need` exceeds `available_bytes` of one GPU."""
+def check_gpu_memory(
+    need: GpuNeed, *, available_bytes: int, is_offloading: bool, remedies: Sequence[Remedy] = ()
+) -> None:
+    """Raise GpuMemoryError, with the arithmetic and what to change, if `need` exceeds `available_bytes` of one GPU.
+
+    `remedies` are single changes that were tried and fit.
+    """
     if need.total <= available_bytes:
         return
-    advice = ["raise --num_chunks (smaller microbatches)", "lower --batch_size or --seq_length"]
-    advice.insert(0, "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload")
+    if remedies:
+        tried = "; or ".join(f"{remedy.options} (needs {remedy.num_bytes / GIB:.1f} GiB)" for remedy in remedies)
+        advice = f"Any of these alone fits: {tried}."
+    else:
+        general = ["raise --num_chunks (smaller microbatches)", "lower --batch_size or --seq_length"]
+        general.insert(0, "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload")
+        advice = f"To fit: {'; '.join(general)}."
     raise GpuMemoryError(
         f"rank {need.rank} needs {need.total / GIB:.1f} GiB of GPU memory ({need.describe()}), "
-        f"{available_bytes / GIB:.1f} GiB is available. To fit: {'; '.join(advice)}."
+        f"{available_bytes / GIB:.1f} GiB is available. {advice}"
     )

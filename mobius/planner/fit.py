@@ -20,7 +20,7 @@ What fits is predicted by budget.py; which of it is best is asked of a score (pr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from mobius.config import Recompute
@@ -28,7 +28,9 @@ from mobius.errors import GpuMemoryError, PlanError
 from mobius.planner.budget import GIB, ByteSizes, GpuNeed, StepTokens, check_gpu_memory, fullest, gpu_need
 from mobius.planner.plan import Plan
 from mobius.planner.preference import Candidate, Rates, Score, estimated_seconds
+from mobius.planner.remedies import find_remedies
 from mobius.planner.shape import ModelShape
+from mobius.planner.working_set import LayerBytes
 
 FILLED_SHARE = 0.95
 """Of the GPU memory a rank may use, what options may fill; the rest is for what the prediction does not see."""
@@ -44,6 +46,8 @@ class FittedPlan:
     plan: Plan
     """With the rank's own slots; for the other ranks as if their GPUs had as much memory as this one's."""
     graph_stages: frozenset[int]
+    others_graph_stages: frozenset[int] = frozenset()
+    """The same of the other ranks, if their GPUs have as much memory as this one's."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,47 @@ def fit_plan(
     slots = own.num_slots or max((candidate.num_slots for candidate in chosen), default=0) or None
     fitted = plan.with_resident([candidate.num_resident for candidate in chosen], slots)
     stages = plan.stages_of(rank)
-    return FittedPlan(fitted, frozenset(stages[len(stages) - own.num_graphs :]))
+    graphs = [_last(plan.stages_of(each), candidate.num_graphs) for each, candidate in enumerate(chosen)]
+    others = frozenset().union(*graphs) - frozenset(stages)
+    return FittedPlan(fitted, graphs[rank], others)
+
+
+def _last(stages: range, number: int) -> frozenset[int]:
+    return frozenset(stages[len(stages) - number :])
+
+
+def fit_as_given(
+    request: FitRequest, given: FittedPlan, *, rank: int, measured: LayerBytes | None = None
+) -> FittedPlan:
+    """Check that a plan made elsewhere fits on every rank; `given.graph_stages` are those of all ranks.
+
+    Raises GpuMemoryError with the arithmetic.
+    """
+    plan = given.plan
+    if request.gpu_bytes is not None:
+        needs = [
+            gpu_need(
+                plan,
+                request.shape,
+                request.sizes,
+                request.tokens,
+                rank=each,
+                waiting=request.waiting,
+                graph_stages=given.graph_stages,
+                graph_bytes=None if measured is None else measured.graph,
+                peak_bytes=None if measured is None else measured.peak,
+                compiled=request.compiled,
+            )
+            for each in range(plan.num_ranks)
+        ]
+        need = fullest(needs)
+        if need.total > request.gpu_bytes:
+            raise GpuMemoryError(
+                f"--plan: rank {need.rank} needs {need.total / GIB:.1f} GiB of GPU memory ({need.describe()}), "
+                f"{request.gpu_bytes / GIB:.1f} GiB is available. Make a plan for this memory (--dry_run "
+                "--gpu_memory_limit), or leave --plan out."
+            )
+    return FittedPlan(plan, given.graph_stages.intersection(plan.stages_of(rank)))
 
 
 def _default_score(request: FitRequest) -> Score:
@@ -211,22 +255,33 @@ def _refuse_what_cannot_fit(request: FitRequest, layer: _Layer) -> None:
     """Raise GpuMemoryError, alike on all ranks, if the fullest rank cannot hold the least that is asked for."""
     available, least = request.gpu_bytes, _least(request)
     assert available is not None
-
-    def need_with(num_resident: int) -> GpuNeed:
-        candidate = _with_resident(request, num_resident)
-        return fullest(_need(request, rank, candidate, layer) for rank in range(request.plan.num_ranks))
-
-    need, is_offloading = need_with(least.num_resident), request.plan.num_slots is not None
+    need, is_offloading = _fullest_need(request, least.num_resident, layer), request.plan.num_slots is not None
     if need.total <= available:
         return
     fewer = range(least.num_resident - 1, -1, -1) if is_offloading else ()
-    fits = next((number for number in fewer if need_with(number).total <= available), None)
+    fits = next((number for number in fewer if _fullest_need(request, number, layer).total <= available), None)
     if fits is None:  # no residency was asked for, or it is not to blame
-        lowest = need_with(0) if is_offloading else need
-        check_gpu_memory(lowest, available_bytes=available, is_offloading=is_offloading)
+        lowest = replace(request, num_resident=0) if is_offloading else request
+
+        def bytes_of(changed: FitRequest) -> int:
+            # What was measured is of the microbatch as it is; another one's is estimated.
+            is_same = changed.tokens.microbatch == request.tokens.microbatch
+            return _fullest_need(changed, _least(changed).num_resident, layer if is_same else _Layer(None, None)).total
+
+        check_gpu_memory(
+            _fullest_need(lowest, _least(lowest).num_resident, layer),
+            available_bytes=available,
+            is_offloading=is_offloading,
+            remedies=find_remedies(lowest, bytes_of, available),
+        )
         return
     raise GpuMemoryError(
         f"--resident_stages {least.num_resident}: rank {need.rank} needs {need.total / GIB:.1f} GiB of GPU "
         f"memory ({need.describe()}), {available / GIB:.1f} GiB is available. At most --resident_stages {fits} fits, "
-        f"which needs {need_with(fits).total / GIB:.1f} GiB; auto chooses by what is free."
+        f"which needs {_fullest_need(request, fits, layer).total / GIB:.1f} GiB; auto chooses by what is free."
     )
+
+
+def _fullest_need(request: FitRequest, num_resident: int, layer: _Layer) -> GpuNeed:
+    candidate = _with_resident(request, num_resident)
+    return fullest(_need(request, rank, candidate, layer) for rank in range(request.plan.num_ranks))

@@ -229,12 +229,13 @@ def _request(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunk
         gpu_bytes=_usable_bytes(machine, run),
         recompute=run.recompute,
         num_resident=plan.stages_per_rank if slots is None else run.num_resident,
-        waiting=_waiting(run, len(spans)),
+        waiting=waiting_of(run, len(spans)),
         reserved_bytes=MAILBOXES * message,
     )
 
 
-def _waiting(run: Run, num_stages: int) -> frozenset[int]:
+def waiting_of(run: Run, num_stages: int) -> frozenset[int]:
+    """Stages that keep their gradients (`budget.waiting_stages`)."""
     return waiting_stages(num_stages, clips=run.clips, scales_loss=False, is_tied=run.shape.is_tied)
 
 
@@ -261,7 +262,7 @@ def _check_measured(measured: Profile, shape: ModelShape, *, num_ranks: int, tok
 
 
 def _tokens(run: Run, num_chunks: int) -> StepTokens:
-    return StepTokens(step=run.step_tokens, microbatch=run.step_tokens // num_chunks, loss_chunk=run.loss_chunk_tokens)
+    return StepTokens(run.step_tokens, run.step_tokens // num_chunks, run.loss_chunk_tokens, run.batch_size)
 
 
 def _graph_bytes(run: Run, num_chunks: int) -> int:
@@ -284,7 +285,7 @@ def _gpu_bytes(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chu
             run.sizes,
             _tokens(run, num_chunks),
             rank=rank,
-            waiting=_waiting(run, len(spans)),
+            waiting=waiting_of(run, len(spans)),
             graph_stages=fitting.graph_stages,
         )
         for rank in range(machine.num_ranks)

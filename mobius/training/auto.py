@@ -60,7 +60,7 @@ def resolve_auto(config: Config, shape: ModelShape, *, num_ranks: int, gpu: Gpu 
         return _resolve_without_estimate(config, shape, num_ranks)
     cores = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     machine = Machine(replace(card, memory_gb=gpu.num_bytes / GIB), num_ranks, Host(cores_per_rank=cores))
-    job = make_job(machine, _run_of(config, shape))
+    job = make_job(machine, run_of(config, shape))
     cuts_unevenly = pipeline.num_stages is None  # who gives the number of stages gets even ones
     choice = choose_stages_and_chunks(
         job, num_stages=pipeline.num_stages, num_chunks=pipeline.num_chunks, cuts_unevenly=cuts_unevenly
@@ -80,7 +80,8 @@ def resolve_auto(config: Config, shape: ModelShape, *, num_ranks: int, gpu: Gpu 
     return Resolved(replace(config, pipeline=chosen), best.spans)
 
 
-def _run_of(config: Config, shape: ModelShape) -> Run:
+def run_of(config: Config, shape: ModelShape) -> Run:
+    """What is to be trained, as the planner sees it."""
     pipeline = config.pipeline
     return Run(
         shape,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
-from mobius.config import Compile, Config, Dtype, Recompute
+from mobius.config import Compile, Config, Dtype
 from mobius.memory.available import available_host_bytes
 from mobius.models.blocks import ModelParts
 from mobius.planner.budget import (
@@ -21,13 +22,15 @@ from mobius.planner.budget import (
     host_need,
     waiting_stages,
 )
-from mobius.planner.fit import FitRequest, FittedPlan, fit_plan
+from mobius.planner.fit import FitRequest, FittedPlan, fit_as_given, fit_plan
 from mobius.planner.plan import Plan, make_plan
+from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan
 from mobius.planner.shape import ModelShape
+from mobius.planner.working_set import LayerBytes
 from mobius.ranks import Ranks, separate_device_queues
 from mobius.runtime.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
 from mobius.runtime.mailbox_setup import NUM_MAILBOXES, Meeting
-from mobius.runtime.stage import measure_graph_bytes
+from mobius.runtime.stage import measure_layer_bytes
 from mobius.runtime.store_meeting import meet_at_store
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
@@ -65,6 +68,9 @@ class Blueprint:
     """Stages whose gradients are kept until all of the step's are known; the others are updated behind their backward.
     """
 
+    others_graph_stages: frozenset[int] = frozenset()
+    """The same as `graph_stages` of the other ranks, if their GPUs have as much memory as this one's."""
+
     @property
     def compiles(self) -> bool:
         """Whether layers, and updates on a GPU, run as compiled graphs."""
@@ -80,8 +86,12 @@ def _message_shape(config: Config, shape: ModelShape) -> tuple[int, int, int]:
     return (config.pipeline.microbatch_size, config.data.seq_length, shape.hidden_size)
 
 
-def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig) -> Blueprint:
+def draw_blueprint(
+    config: Config, ranks: Ranks, model_config: PretrainedConfig, *, saved: SavedPlan | None = None
+) -> Blueprint:
     """Plan the run and check that it fits into GPU and host memory; collective if ranks have GPUs.
+
+    With `saved` (`--plan`) nothing is chosen, only checked; `config` must have taken its numbers.
 
     Raises PlanError, GpuMemoryError or HostMemoryError, each with its arithmetic.
     """
@@ -95,6 +105,9 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
     gpu_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
     parts = ModelParts(model_config, device, compiled=_compiles(config, device))
     shape = parts.shape()
+    if saved is not None:
+        digest = ModelDigest.of(shape, config.model.dtype)
+        check_saved_plan(saved, Path(config.planning.plan or ""), model=digest, num_ranks=ranks.num_ranks)
     resolved = resolve_auto(config, shape, num_ranks=ranks.num_ranks, gpu=_gpu(device))
     config, pipeline = resolved.config, resolved.config.pipeline
     plan = make_plan(
@@ -103,7 +116,7 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
         num_stages=pipeline.stages,
         num_microbatches=pipeline.num_microbatches,
         num_slots=pipeline.num_slots if pipeline.use_offload else None,
-        spans=resolved.spans,
+        spans=resolved.spans if saved is None else saved.plan.spans,
     )
     dtype = TORCH_DTYPES[config.model.dtype]
     message = _message_shape(config, shape)
@@ -115,6 +128,7 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
             step=pipeline.batch_size * config.data.seq_length,
             microbatch=pipeline.microbatch_size * config.data.seq_length,
             loss_chunk=pipeline.loss_chunk_tokens,
+            batch_size=pipeline.batch_size,
         ),
         gpu_bytes=gpu_bytes,
         recompute=pipeline.recompute,
@@ -126,12 +140,13 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
             is_tied=parts.is_tied,
         ),
         reserved_bytes=MAX_INCOMING_EDGES * NUM_MAILBOXES * math.prod(message) * dtype.itemsize,
+        compiled=_compiles(config, device),
     )
     # By guess: what cannot fit is refused before anything is compiled.
-    fitted = _fit(request, config, ranks, device, graph_bytes=None)
-    if device.type == "cuda" and pipeline.recompute is not Recompute.FULL:
-        measured = measure_graph_bytes(parts, shape=message, dtype=dtype, device=device)
-        fitted = _fit(request, config, ranks, device, graph_bytes=measured)
+    fitted = _fit(request, config, ranks, device, saved=saved, measured=None)
+    if device.type == "cuda":
+        measured = measure_layer_bytes(parts, shape=message, dtype=dtype, device=device)
+        fitted = _fit(request, config, ranks, device, saved=saved, measured=measured)
     plan = fitted.plan
     schedule = build_schedule(
         ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots, plan.resident
@@ -149,14 +164,25 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
         schedule,
         fitted.graph_stages,
         request.waiting,
+        fitted.others_graph_stages,
     )
 
 
 def _fit(
-    request: FitRequest, config: Config, ranks: Ranks, device: torch.device, *, graph_bytes: int | None
+    request: FitRequest,
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    saved: SavedPlan | None,
+    measured: LayerBytes | None,
 ) -> FittedPlan:
     """Fit the plan into GPU memory, and check that what it leaves to the host fits there."""
-    fitted = fit_plan(request, rank=ranks.rank, graph_bytes=graph_bytes)
+    if saved is not None:
+        fitted = fit_as_given(request, FittedPlan(saved.plan, saved.graph_stages), rank=ranks.rank, measured=measured)
+    else:
+        graph_bytes, peak_bytes = (measured.graph, measured.peak) if measured is not None else (None, None)
+        fitted = fit_plan(request, rank=ranks.rank, graph_bytes=graph_bytes, peak_bytes=peak_bytes)
     on_cpu, limit = device.type == "cpu", config.pipeline.host_memory_limit
     if on_cpu or fitted.plan.num_slots is not None:
         need = host_need(
