@@ -13,7 +13,10 @@ from mobius.ranks import Ranks
 from mobius.training.dry_run import run_dry
 from mobius.training.planned import adopt_plan
 
-SMALL = ["--model_path", "model", "--dtype", "fp32", "--num_stages", "4", "--num_chunks", "2", "--batch_size", "4", "--seq_length", "16"]
+SMALL = [
+    *("--model_path", "model", "--dtype", "fp32", "--num_stages", "4"),
+    *("--num_chunks", "2", "--batch_size", "4", "--seq_length", "16"),
+]
 LLAMA_7B = {
     "model_type": "llama",
     "hidden_size": 4096,
