@@ -92,20 +92,24 @@ def count_step(
     dtype: torch.dtype,
     loss_chunk_tokens: int,
     graph_stages: Collection[int] = (),
+    device: torch.device = CPU,
 ) -> int:
-    """Most that comes and goes within a step of `rank`: all but weights, gradients' sums and the optimizer."""
-    parts = ModelParts(config, CPU)
-    inputs = LayerInputs(parts, device=CPU, dtype=dtype)
+    """Most that comes and goes within a step of `rank`: all but weights, gradients' sums and the optimizer.
+
+    On a GPU layers and loss are compiled, and torch's own meter reads the second step.
+    """
+    parts = ModelParts(config, device, compiled=device.type == "cuda")
+    inputs = LayerInputs(parts, device=device, dtype=dtype)
     stages = {s: StageModule(parts, plan.spans[s], inputs, loss_chunk_tokens=loss_chunk_tokens)
               for s in plan.stages_of(rank)}  # fmt: skip
-    memory, _ = take_memory(
+    memory, arena = take_memory(
         {stage: StageLayout.of(module.shapes) for stage, module in stages.items()},
         resident=plan.resident,
         num_slots=plan.slots_of(rank),
         dtype=dtype,
         gradient_dtype=dtype,
         waiting=plan.resident,
-        device=CPU,
+        device=device,
     )
     schedule = build_schedule(
         plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots, plan.resident
@@ -115,7 +119,7 @@ def count_step(
     transport = SingleRankTransport() if plan.num_ranks == 1 else RehearsalTransport(
         rank=rank,
         num_ranks=plan.num_ranks,
-        device=CPU,
+        device=device,
         shape=(batch_size // plan.num_microbatches, seq_length, config.hidden_size),
         dtype=dtype,
         max_sends=max_sends_under_way(plan.num_microbatches),
@@ -125,10 +129,22 @@ def count_step(
         stages=stages,
         memory=memory,
         transport=transport,
-        clock=WaitClock(CPU),
-        device=CPU,
+        clock=WaitClock(device),
+        device=device,
         graph_stages=frozenset(graph_stages),
     )
+    batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel())
+    if device.type == "cuda":
+        executor.run(batch)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        executor.run(batch)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.synchronize(device)
+        if arena is not None:
+            arena.close()
+        return peak
     with LiveBytes() as live:
-        executor.run(StepBatch(tokens, tokens, tokens.numel(), tokens.numel()))
+        executor.run(batch)
     return live.peak
