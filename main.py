@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from mobius.cli import parse_args
+from mobius.cli import given_options, parse_args
 from mobius.errors import MobiusError
 from mobius.log import setup_logging
 from mobius.ranks import Ranks, prepare_environment
@@ -26,9 +26,13 @@ def main() -> None:
         rank = ranks.rank
         setup_logging(rank)
         config = parse_args(sys.argv[1:], num_ranks=ranks.num_ranks)
+        if config.planning.dry_run:
+            from mobius.training.dry_run import run_dry
+
+            sys.exit(0 if run_dry(config, ranks) else 1)
         from mobius.training.run import run_training  # torch is imported only now, so that --help is quick
 
-        run_training(config, ranks)
+        run_training(config, ranks, given=given_options(sys.argv[1:]))
     except MobiusError as error:
         setup_logging(rank)
         if rank != 0:

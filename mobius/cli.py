@@ -29,7 +29,7 @@ from mobius.ranks import Ranks
 from mobius.validation import find_problems
 from mobius.yaml_file import read_yaml, to_yaml
 
-__all__ = ["CommandLine", "parse_args", "read_command_line", "resolve", "to_yaml"]
+__all__ = ["CommandLine", "given_options", "parse_args", "read_command_line", "resolve", "to_yaml"]
 
 _SHORT_MODEL_NAMES: Final[Mapping[str, str]] = {
     "llama-2-7b-hf": "meta-llama/Llama-2-7b-hf",
@@ -73,11 +73,20 @@ def resolve(command_line: CommandLine, *, num_ranks: int | None = None) -> Confi
     config = config_from(_with_full_model_name({**file.values, **command_line.values}))
     # A broken value in the file does not matter to the rules where the command line replaces it.
     unreadable = (file.unreadable - set(command_line.values)) | command_line.unreadable
-    rules_broken = find_problems(config, num_ranks=num_ranks, unreadable=unreadable)
+    # A dry run is one process that plans for others.
+    started = None if config.planning.dry_run else num_ranks
+    rules_broken = find_problems(config, num_ranks=started, unreadable=unreadable)
     problems = [*file.problems, *command_line.problems, *rules_broken]
     if problems:
         raise ConfigError(*problems, hint=_HINT)
     return config
+
+
+def given_options(argv: Sequence[str]) -> frozenset[str]:
+    """Names of the options that `argv` or the YAML file it names sets, be it to the default."""
+    command_line = read_command_line(argv)
+    file = read_yaml(command_line.config_path) if command_line.config_path is not None else Source()
+    return frozenset({**file.values, **command_line.values})
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:

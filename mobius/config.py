@@ -313,6 +313,29 @@ class OutputConfig:
 
 
 @dataclass(frozen=True)
+class PlanningConfig:
+    """Planning"""
+
+    dry_run: bool = False
+    """Print the plan of a run (stages, bytes by category, predicted step, whether it fits), save it and end. Reads no
+    weights and needs no GPU; start it as one process, without torchrun. The exit code is 0 if the run fits, else 1."""
+
+    num_ranks: Count | None = None
+    """Ranks (GPUs) that a dry run plans for. Default: nproc_per_node, or the visible GPUs; 2 without any."""
+
+    card: str | None = None
+    """GPU that a dry run plans for, such as H200 or RTX4090 (scripts/simulate.py --help lists them). Default: the one
+    that is here; without any, the plan is one for CPUs."""
+
+    plan_output: str = "plan.json"
+    """File in which a dry run saves its plan. Not in save_dir, which a run wants empty."""
+
+    plan: str | None = None
+    """Plan to train by, from a dry run or the save_dir of a run: stages, chunks, batch, residency, slots and kept
+    activations come from this file. Default: they are chosen."""
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """Launch (read by train.sh; under torchrun use its own options and the environment)"""
 
@@ -337,4 +360,5 @@ class Config:
     pipeline: PipelineConfig = PipelineConfig()
     optim: OptimConfig = OptimConfig()
     output: OutputConfig = OutputConfig()
+    planning: PlanningConfig = PlanningConfig()
     launch: LaunchConfig = LaunchConfig()

@@ -113,3 +113,8 @@ def cache_folder() -> Path:
     """Where prepared data is kept between runs: `mobius` in `$XDG_CACHE_HOME`, which is `~/.cache` unless it is set."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "mobius"
+
+
+def cpu_share(num_ranks: int) -> int:
+    """The CPUs that this process may use, divided among `num_ranks`."""
+    return len(os.sched_getaffinity(0)) // num_ranks

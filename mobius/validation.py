@@ -44,7 +44,7 @@ def find_problems(config: Config, *, num_ranks: int | None = None, unreadable: I
 
 def _batch_splits_evenly(config: Config) -> str | None:
     batch, chunks = config.pipeline.batch_size, config.pipeline.num_chunks
-    if chunks is None or batch % chunks == 0:
+    if chunks is None or batch % chunks == 0 or config.planning.plan is not None:
         return None
     divisors = [number for number in range(1, batch + 1) if batch % number == 0]
     near_chunks = _nearest(chunks, divisors)
@@ -57,7 +57,7 @@ def _batch_splits_evenly(config: Config) -> str | None:
 
 def _stages_fit_ranks(config: Config, num_ranks: int) -> str | None:
     stages = config.pipeline.num_stages
-    if stages is None or stages % num_ranks == 0:
+    if stages is None or stages % num_ranks == 0 or config.planning.plan is not None:
         return None
     lower = stages // num_ranks * num_ranks
     return (
@@ -150,6 +150,18 @@ def _profiled_steps_are_run(config: Config) -> str | None:
     return None
 
 
+def _planning_fits_a_dry_run(config: Config) -> str | None:
+    planning = config.planning
+    if planning.dry_run:
+        return (
+            None if planning.plan is None else "`--dry_run` makes a plan and `--plan` takes one; leave one of them out"
+        )
+    given = [name for name in ("num_ranks", "card") if getattr(planning, name) is not None]
+    if not given:
+        return None
+    return f"`--{given[0]}` has no effect without `--dry_run`: a run has the ranks and GPUs that it is started with"
+
+
 def _devices_are_a_list(config: Config) -> str | None:
     devices = config.launch.cuda_visible_devices
     if devices is None:
@@ -182,4 +194,5 @@ _RULES: Final[tuple[_Rule, ...]] = (
     (("save_params", "save_results", "save_dir"), _outputs_differ),
     (("profile_steps", "num_iterations"), _profiled_steps_are_run),
     (("cuda_visible_devices",), _devices_are_a_list),
+    (("dry_run", "num_ranks", "card", "plan"), _planning_fits_a_dry_run),
 )

@@ -104,4 +104,5 @@ def chunked_cross_entropy(
         loss, logits_gradient = logits_loss(logits, targets[chunk], num_targets=num_targets, loss_scale=loss_scale)
         hidden_gradient[chunk] = backward(logits_gradient)
         total += loss
+        del logits, backward, logits_gradient  # or they would be there beside the next chunk's
     return total, hidden_gradient.view_as(hidden)

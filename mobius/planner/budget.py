@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from mobius.config import Dtype
 from mobius.errors import GpuMemoryError, HostMemoryError
+from mobius.planner.gpu_peak import MicrobatchBytes, largest_moment
 from mobius.planner.plan import Plan
+from mobius.planner.remedies import Remedy
 from mobius.planner.shape import ModelShape
+from mobius.planner.working_set import embedding_bytes, estimate_layer, loss_bytes, with_measured
 
 GIB = 2**30
 MOMENTS_BYTES = 8
 """The two fp32 moments of AdamW, per parameter."""
 GPU_PROCESS_BYTES = int(2.2 * GIB)
 """Host memory of a rank beside its stages: Python, torch, CUDA context, communicators (2.0 to 2.2 GiB on H200s)."""
+LIBRARY_BYTES = 2**27
+"""Of torch's GPU memory, workspaces of matrix products for the two threads that enqueue them, 32 MiB each on Hopper,
+and what is smaller than any stage: rotary embeddings, masks, scalars. An estimate."""
+STEP_BYTES_PER_TOKEN = 16
+"""Token and label, where the step's are on the GPU."""
+FRAGMENT_SHARE = 0.03
+"""Of what comes and goes, what the allocator keeps beside it. Runs on H200s had 0 to 2.6 % of all that was allocated
+beside it, and 8 % with messages over NCCL (docs/benchmarks.md)."""
+CONTEXT_BYTES = int(0.6 * GIB)
+"""GPU memory of a process outside of torch's: context and kernels. A usual value, not measured."""
+COMMUNICATOR_BYTES = int(0.05 * GIB)
+"""The same of a communicator between two ranks. A guess, not measured."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
 """The same of a rank that computes on the CPU (0.5 GiB with the small model of configs/quickstart.yaml)."""
 
@@ -131,6 +146,8 @@ class StepTokens:
     """Of all microbatches."""
     microbatch: int
     loss_chunk: int
+    batch_size: int | None = None
+    """Sequences of a step, where they are known; what is advised goes by them."""
 
     @property
     def num_microbatches(self) -> int:
@@ -139,7 +156,7 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class GpuNeed:
-    """GPU bytes of one rank, by category. A lower bound: kernels' workspaces and communicators come on top."""
+    """GPU bytes of one rank by category, at the moment of a step at which it holds most."""
 
     rank: int
     weights: int
@@ -147,17 +164,30 @@ class GpuNeed:
     optimizer: int
     stash: int
     working_set: int
+    graphs: int = 0
+    """Activations that are kept from forward to backward."""
+    messages: int = 0
+    """Received ahead, and sent but not yet let go."""
+    libraries: int = 0
+    """Tokens of the step, workspaces of matrix products, and what the allocator cannot use."""
+
+    @property
+    def states(self) -> int:
+        """What stays through all steps, whatever activations do."""
+        return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.stash + self.working_set
+        return self.states + self.stash + self.graphs + self.messages + self.working_set + self.libraries
 
     def describe(self) -> str:
         """The sum as text, in GiB."""
         return (
             f"weights {self.weights / GIB:.2f} + gradients {self.gradients / GIB:.2f} "
             f"+ optimizer {self.optimizer / GIB:.2f} + stashed activations {self.stash / GIB:.2f} "
-            f"+ one layer's work {self.working_set / GIB:.2f} = {self.total / GIB:.2f} GiB"
+            f"+ kept activations {self.graphs / GIB:.2f} + messages {self.messages / GIB:.2f} "
+            f"+ one layer's work {self.working_set / GIB:.2f} + libraries {self.libraries / GIB:.2f} "
+            f"= {self.total / GIB:.2f} GiB"
         )
 
 
@@ -169,13 +199,16 @@ def gpu_need(
     *,
     rank: int,
     waiting: Collection[int] = (),
-    keeps_activations: bool = False,
+    graph_stages: Collection[int] = (),
     graph_bytes: int | None = None,
+    peak_bytes: int | None = None,
+    compiled: bool = True,
 ) -> GpuNeed:
-    """Count the GPU bytes of `rank`: streamed stages share slots, resident ones hold their whole state.
+    """Predict what torch takes on the GPU of `rank`; streamed stages share slots, resident ones hold their whole state.
 
-    `waiting` are the stages that keep their gradients (`waiting_stages`), `keeps_activations` says that backward
-    recomputes nothing, and `graph_bytes` is what a layer's graph holds for a microbatch where that was measured.
+    `waiting` are the stages that keep their gradients (`waiting_stages`), `graph_stages` those that keep their
+    activations. `graph_bytes` and `peak_bytes` are what a layer takes for a microbatch
+    (`LayerBytes`) where that was measured. `compiled` says whether layers and loss are.
     """
     own = [plan.spans[stage] for stage in plan.stages_of(rank)]
     streamed = [span.num_parameters(shape) for span in own if span.stage not in plan.resident]
@@ -186,19 +219,42 @@ def gpu_need(
     in_place = {stage for stage in resident if stage in waiting and sizes.gradient == 4}
     summed = max([*streamed, *(count for stage, count in resident.items() if stage not in in_place)], default=0)
     num_sums = 2 if streamed and sizes.gradient > sizes.weight else 1
-    activation = shape.hidden_size * sizes.weight
-    layer = layer_activation_bytes(shape, sizes, tokens.microbatch) if graph_bytes is None else graph_bytes
-    per_layer = layer * tokens.num_microbatches if keeps_activations else tokens.step * activation
-    # Logits in the working dtype and fp32, their gradient, and the head's gradient before accumulation.
-    chunk = min(tokens.loss_chunk, tokens.microbatch)
-    loss = (chunk * (sizes.weight + 8) + shape.hidden_size * sizes.weight) * shape.vocab_size
+    size = microbatch_bytes(shape, sizes, tokens, graph_bytes=graph_bytes, peak_bytes=peak_bytes, compiled=compiled)
+    most = largest_moment(plan, rank, size, graph_stages=graph_stages)
+    ends = any(span.is_first or span.is_last for span in own)
     return GpuNeed(
         rank,
         weights=(slots + sum(resident.values())) * sizes.weight,
         gradients=summed * 4 * num_sums + kept * sizes.gradient,
         optimizer=sum(resident.values()) * sizes.optimizer,
-        stash=sum(len(span.layers) for span in own) * per_layer,
-        working_set=max(layer, loss if any(span.is_last for span in own) else 0),
+        stash=most.stash,
+        graphs=most.graphs,
+        messages=most.messages,
+        working_set=most.work,
+        libraries=LIBRARY_BYTES
+        + (STEP_BYTES_PER_TOKEN * tokens.step if ends else 0)
+        + int(FRAGMENT_SHARE * most.total),
+    )
+
+
+def microbatch_bytes(
+    shape: ModelShape,
+    sizes: ByteSizes,
+    tokens: StepTokens,
+    *,
+    graph_bytes: int | None = None,
+    peak_bytes: int | None = None,
+    compiled: bool = True,
+    on_gpu: bool = True,
+) -> MicrobatchBytes:
+    """What a microbatch takes: estimates, but for a layer's bytes where they are given."""
+    count, chunk = tokens.microbatch, tokens.loss_chunk
+    layer = estimate_layer(sizes.weight, shape, count, compiled=compiled)
+    return MicrobatchBytes(
+        activation=count * shape.hidden_size * sizes.weight,
+        layer=with_measured(layer, graph_bytes=graph_bytes, peak_bytes=peak_bytes),
+        loss=loss_bytes(sizes.weight, shape, tokens=count, chunk_tokens=chunk, compiled=compiled, on_gpu=on_gpu),
+        embedding=embedding_bytes(sizes.weight, shape, tokens=count, on_gpu=on_gpu),
     )
 
 
@@ -207,22 +263,23 @@ def fullest(needs: Iterable[GpuNeed]) -> GpuNeed:
     return max(needs, key=lambda need: need.total)
 
 
-def layer_activation_bytes(shape: ModelShape, sizes: ByteSizes, tokens: int) -> int:
-    """What one layer's graph holds for `tokens`, by guess: 8 tensors of hidden and 5 of feed-forward width.
+def check_gpu_memory(
+    need: GpuNeed, *, available_bytes: int, is_offloading: bool, remedies: Sequence[Remedy] = ()
+) -> None:
+    """Raise GpuMemoryError, with the arithmetic and what to change, if `need` exceeds `available_bytes` of one GPU.
 
-    Llama's graphs hold 0.7 (compiled) to 1.1 (eager) of it, eager ones of families with norms on queries and keys up to
-    1.8 times as much.
+    `remedies` are single changes that were tried and fit.
     """
-    return tokens * (8 * shape.hidden_size + 5 * shape.intermediate_size) * sizes.weight
-
-
-def check_gpu_memory(need: GpuNeed, *, available_bytes: int, is_offloading: bool) -> None:
-    """Raise GpuMemoryError, with the arithmetic and what to change, if `need` exceeds `available_bytes` of one GPU."""
     if need.total <= available_bytes:
         return
-    advice = ["raise --num_chunks (smaller microbatches)", "lower --batch_size or --seq_length"]
-    advice.insert(0, "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload")
+    if remedies:
+        tried = "; or ".join(f"{remedy.options} (needs {remedy.num_bytes / GIB:.1f} GiB)" for remedy in remedies)
+        advice = f"Any of these alone fits: {tried}."
+    else:
+        general = ["raise --num_chunks (smaller microbatches)", "lower --batch_size or --seq_length"]
+        general.insert(0, "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload")
+        advice = f"To fit: {'; '.join(general)}."
     raise GpuMemoryError(
-        f"rank {need.rank} needs at least {need.total / GIB:.1f} GiB of GPU memory ({need.describe()}), "
-        f"{available_bytes / GIB:.1f} GiB is available. To fit: {'; '.join(advice)}."
+        f"rank {need.rank} needs {need.total / GIB:.1f} GiB of GPU memory ({need.describe()}), "
+        f"{available_bytes / GIB:.1f} GiB is available. {advice}"
     )

@@ -14,14 +14,14 @@ streamed stages the last `num_slots` stay.
     stages                 F0 F2 F4 F6 F8   B8 B6 B4 B2 B0
     weights of 6 and 8 stay         ===========
 
-What fits is counted exactly (budget.py); which of it is best is asked of a score (preference.py), or for all ranks
+What fits is predicted by budget.py; which of it is best is asked of a score (preference.py), or for all ranks
 together (memory_use.py, by simulation).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from mobius.config import Recompute
@@ -29,12 +29,12 @@ from mobius.errors import GpuMemoryError, PlanError
 from mobius.planner.budget import GIB, ByteSizes, GpuNeed, StepTokens, check_gpu_memory, fullest, gpu_need
 from mobius.planner.plan import Plan
 from mobius.planner.preference import Candidate, Rates, Score, estimated_seconds
+from mobius.planner.remedies import find_remedies
 from mobius.planner.shape import ModelShape
+from mobius.planner.working_set import LayerBytes
 
-FILLED_SHARE = 0.9
-"""Of the GPU memory a rank may use, what options may fill; the rest is for the allocator's fragments."""
-WORKSPACE_BYTES = GIB
-"""What kernels and messages take beside the stages."""
+FILLED_SHARE = 0.95
+"""Of the GPU memory a rank may use, what options may fill; the rest is for what the prediction does not see."""
 PREFETCH_SLOTS = 3
 """A third slot loads a stage while the gradients of another leave: it pays where a stage computes no longer than that
 takes."""
@@ -47,8 +47,18 @@ class FittedPlan:
     plan: Plan
     """With the rank's own slots; for the other ranks as if their GPUs had as much memory as this one's."""
     graph_stages: frozenset[int]
+    others_graph_stages: frozenset[int] = frozenset()
+    """The same of the other ranks, if their GPUs have as much memory as this one's."""
     uses: tuple[Candidate, ...] = ()
     """What every rank does with its memory if all have as much as this one."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What was measured of a layer and a microbatch."""
+
+    graph_bytes: int | None
+    peak_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,8 @@ class FitRequest:
     """Stages that keep their gradients (`budget.waiting_stages`)."""
     reserved_bytes: int = 0
     """Left for what is not in the plan."""
+    compiled: bool = True
+    """Whether layers and loss run as compiled graphs."""
 
 
 Choose = Callable[[FitRequest, Sequence[Sequence[Candidate]]], Sequence[Candidate]]
@@ -80,6 +92,7 @@ def fit_plan(
     *,
     rank: int,
     graph_bytes: int | None = None,
+    peak_bytes: int | None = None,
     score: Score | None = None,
     choose: Choose | None = None,
 ) -> FittedPlan:
@@ -89,17 +102,22 @@ def fit_plan(
     with the least score, by default `estimated_seconds`; of equal ones that with more resident stages, then more
     activations, then more slots; with `choose` that decides instead. Residency and slots of a rank change nothing that
     another one sees. `graph_bytes` is what a layer's graph holds for a microbatch, measured; without it nothing is kept
-    but what is asked for.
+    but what is asked for. `peak_bytes` is the most that its forward and backward take, where that was measured too.
 
     Raises PlanError for more resident stages than a rank has, and GpuMemoryError if the least does not fit, the
     resident stages that are asked for do not, or with `Recompute.NONE` all activations do not.
     """
-    chosen = memory_uses(request, graph_bytes=graph_bytes, score=score, choose=choose)
+    chosen = memory_uses(request, graph_bytes=graph_bytes, peak_bytes=peak_bytes, score=score, choose=choose)
     return fitted_plan(request.plan, chosen, rank=rank)
 
 
 def memory_uses(
-    request: FitRequest, *, graph_bytes: int | None = None, score: Score | None = None, choose: Choose | None = None
+    request: FitRequest,
+    *,
+    graph_bytes: int | None = None,
+    peak_bytes: int | None = None,
+    score: Score | None = None,
+    choose: Choose | None = None,
 ) -> tuple[Candidate, ...]:
     """What every rank does with its memory if all have as much; errors as `fit_plan`."""
     plan, per_rank = request.plan, request.plan.stages_per_rank
@@ -110,8 +128,9 @@ def memory_uses(
         )
     if request.gpu_bytes is None:
         return (_least(request),) * plan.num_ranks
-    _refuse_what_cannot_fit(request, graph_bytes)
-    fitting = [_fitting(request, rank, graph_bytes) for rank in range(plan.num_ranks)]
+    layer = _Layer(graph_bytes, peak_bytes)
+    _refuse_what_cannot_fit(request, layer)
+    fitting = [_fitting(request, rank, layer) for rank in range(plan.num_ranks)]
     if choose is not None:
         return tuple(choose(request, fitting))
     score = score or _default_score(request)
@@ -129,7 +148,43 @@ def fitted_plan(plan: Plan, chosen: Sequence[Candidate], *, rank: int) -> Fitted
     slots = own.num_slots or max((candidate.num_slots for candidate in chosen), default=0) or None
     fitted = plan.with_resident([candidate.num_resident for candidate in chosen], slots)
     stages = plan.stages_of(rank)
-    return FittedPlan(fitted, frozenset(stages[len(stages) - own.num_graphs :]), tuple(chosen))
+    graphs = [_last(plan.stages_of(each), candidate.num_graphs) for each, candidate in enumerate(chosen)]
+    others = frozenset[int]().union(*graphs) - frozenset(stages)
+    return FittedPlan(fitted, graphs[rank], others, tuple(chosen))
+
+
+def _last(stages: range, number: int) -> frozenset[int]:
+    return frozenset(stages[len(stages) - number :])
+
+
+def fit_as_given(
+    request: FitRequest, given: FittedPlan, *, rank: int, measured: LayerBytes | None = None
+) -> FittedPlan:
+    """Check that a plan made elsewhere fits on every rank; `given.graph_stages` are those of all ranks.
+
+    Raises GpuMemoryError with the arithmetic.
+    """
+    plan, num_ranks = given.plan, given.plan.num_ranks
+    layer = _Layer(None, None) if measured is None else _Layer(measured.graph, measured.peak)
+    if request.gpu_bytes is not None:
+        needs = [_need_of(request, plan, each, given.graph_stages, layer) for each in range(num_ranks)]
+        need = fullest(needs)
+        if need.total > request.gpu_bytes:
+            raise GpuMemoryError(
+                f"--plan: rank {need.rank} needs {need.total / GIB:.1f} GiB of GPU memory ({need.describe()}), "
+                f"{request.gpu_bytes / GIB:.1f} GiB is available. Make a plan for this memory (--dry_run "
+                "--gpu_memory_limit), or leave --plan out."
+            )
+    own = frozenset(plan.stages_of(rank))
+    uses = tuple(
+        Candidate(
+            len(plan.resident.intersection(plan.stages_of(each))),
+            len(given.graph_stages.intersection(plan.stages_of(each))),
+            plan.slots_of(each),
+        )
+        for each in range(num_ranks)
+    )
+    return FittedPlan(plan, given.graph_stages & own, given.graph_stages - own, uses)
 
 
 def _default_score(request: FitRequest) -> Score:
@@ -179,31 +234,36 @@ def _candidates(request: FitRequest, *, knows_graphs: bool) -> Iterator[Candidat
                 yield from (Candidate(num_resident, num_graphs, s) for s in {min(w, num_streamed) for w in wanted})
 
 
-def _fitting(request: FitRequest, rank: int, graph_bytes: int | None) -> list[Candidate]:
+def _fitting(request: FitRequest, rank: int, layer: _Layer) -> list[Candidate]:
     """The candidates that fit; the least candidate if no other does."""
     assert request.gpu_bytes is not None
-    usable = int(request.gpu_bytes * FILLED_SHARE) - WORKSPACE_BYTES - request.reserved_bytes
+    usable = int(request.gpu_bytes * FILLED_SHARE) - request.reserved_bytes
 
     @cache
-    def stages_take(num_resident: int, num_slots: int) -> int:
-        return _need(request, rank, Candidate(num_resident, 0, num_slots), graph_bytes).total
+    def states_take(num_resident: int, num_slots: int) -> int:
+        return _need(request, rank, Candidate(num_resident, 0, num_slots), layer).states
 
     @cache
-    def graphs_take(num_graphs: int) -> int:
-        return _kept_bytes(request, rank, num_graphs, graph_bytes)
+    def rest_takes(num_graphs: int) -> int:
+        need = _need(request, rank, Candidate(0, num_graphs, request.plan.num_slots or 0), layer)
+        return need.total - need.states
 
     fitting = [
         candidate
-        for candidate in _candidates(request, knows_graphs=graph_bytes is not None)
-        if stages_take(candidate.num_resident, candidate.num_slots) + graphs_take(candidate.num_graphs) <= usable
+        for candidate in _candidates(request, knows_graphs=layer.graph_bytes is not None)
+        if states_take(candidate.num_resident, candidate.num_slots) + rest_takes(candidate.num_graphs) <= usable
     ]
 
     return fitting or [_least(request)]
 
 
-def _need(request: FitRequest, rank: int, candidate: Candidate, graph_bytes: int | None) -> GpuNeed:
+def _need(request: FitRequest, rank: int, candidate: Candidate, layer: _Layer) -> GpuNeed:
     counts = [candidate.num_resident] * request.plan.num_ranks
     plan = request.plan.with_resident(counts, candidate.num_slots or None)
+    return _need_of(request, plan, rank, _last(plan.stages_of(rank), candidate.num_graphs), layer)
+
+
+def _need_of(request: FitRequest, plan: Plan, rank: int, graph_stages: frozenset[int], layer: _Layer) -> GpuNeed:
     return gpu_need(
         plan,
         request.shape,
@@ -211,57 +271,52 @@ def _need(request: FitRequest, rank: int, candidate: Candidate, graph_bytes: int
         request.tokens,
         rank=rank,
         waiting=request.waiting,
-        keeps_activations=request.recompute is Recompute.NONE,
-        graph_bytes=graph_bytes,
+        graph_stages=graph_stages,
+        graph_bytes=layer.graph_bytes,
+        peak_bytes=layer.peak_bytes,
+        compiled=request.compiled,
     )
 
 
-def need_bytes(request: FitRequest, uses: Sequence[Candidate], graph_bytes: int | None) -> tuple[int, ...]:
-    """GPU bytes of every rank that uses its memory as `uses` says, all ranks having the memory of this one."""
-    return tuple(
-        _need(request, rank, use, graph_bytes).total + _kept_bytes(request, rank, use.num_graphs, graph_bytes)
-        for rank, use in enumerate(uses)
-    )
+def need_bytes(
+    request: FitRequest, fitted: FittedPlan, *, graph_bytes: int | None = None, peak_bytes: int | None = None
+) -> tuple[int, ...]:
+    """GPU bytes of every rank, all ranks having the memory of this one."""
+    layer, graphs = _Layer(graph_bytes, peak_bytes), fitted.graph_stages | fitted.others_graph_stages
+    return tuple(_need_of(request, fitted.plan, r, graphs, layer).total for r in range(fitted.plan.num_ranks))
 
 
-def _kept_bytes(request: FitRequest, rank: int, num_graphs: int, graph_bytes: int | None) -> int:
-    """What the graphs of the last stages hold beside the one that is anyhow; with `Recompute.NONE` `_need` has them."""
-    if request.recompute is Recompute.NONE:
-        return 0
-    stages = request.plan.stages_of(rank)
-    kept = stages[len(stages) - num_graphs :]
-    return sum(_num_graphs(request.plan, stage, request.tokens) for stage in kept) * (graph_bytes or 0)
-
-
-def _num_graphs(plan: Plan, stage: int, tokens: StepTokens) -> int:
-    """Graphs of a layer and a microbatch that exist when `stage` keeps its activations, beside the one that is anyhow.
-
-    Of the model's last stage one microbatch is under way at a time.
-    """
-    span = plan.spans[stage]
-    return max(0, len(span.layers) - 1) if span.is_last else len(span.layers) * tokens.num_microbatches
-
-
-def _refuse_what_cannot_fit(request: FitRequest, graph_bytes: int | None) -> None:
+def _refuse_what_cannot_fit(request: FitRequest, layer: _Layer) -> None:
     """Raise GpuMemoryError, alike on all ranks, if the fullest rank cannot hold the least that is asked for."""
     available, least = request.gpu_bytes, _least(request)
     assert available is not None
-
-    def need_with(num_resident: int) -> GpuNeed:
-        candidate = _with_resident(request, num_resident)
-        return fullest(_need(request, rank, candidate, graph_bytes) for rank in range(request.plan.num_ranks))
-
-    need, is_offloading = need_with(least.num_resident), request.plan.num_slots is not None
+    need, is_offloading = _fullest_need(request, least.num_resident, layer), request.plan.num_slots is not None
     if need.total <= available:
         return
     fewer = range(least.num_resident - 1, -1, -1) if is_offloading else ()
-    fits = next((number for number in fewer if need_with(number).total <= available), None)
+    fits = next((number for number in fewer if _fullest_need(request, number, layer).total <= available), None)
     if fits is None:  # no residency was asked for, or it is not to blame
-        lowest = need_with(0) if is_offloading else need
-        check_gpu_memory(lowest, available_bytes=available, is_offloading=is_offloading)
+        lowest = replace(request, num_resident=0) if is_offloading else request
+
+        def bytes_of(changed: FitRequest) -> int:
+            # What was measured is of the microbatch as it is; another one's is estimated.
+            is_same = changed.tokens.microbatch == request.tokens.microbatch
+            return _fullest_need(changed, _least(changed).num_resident, layer if is_same else _Layer(None, None)).total
+
+        check_gpu_memory(
+            _fullest_need(lowest, _least(lowest).num_resident, layer),
+            available_bytes=available,
+            is_offloading=is_offloading,
+            remedies=find_remedies(lowest, bytes_of, available),
+        )
         return
     raise GpuMemoryError(
-        f"--resident_stages {least.num_resident}: rank {need.rank} needs at least {need.total / GIB:.1f} GiB of GPU "
+        f"--resident_stages {least.num_resident}: rank {need.rank} needs {need.total / GIB:.1f} GiB of GPU "
         f"memory ({need.describe()}), {available / GIB:.1f} GiB is available. At most --resident_stages {fits} fits, "
-        f"which needs {need_with(fits).total / GIB:.1f} GiB; auto chooses by what is free."
+        f"which needs {_fullest_need(request, fits, layer).total / GIB:.1f} GiB; auto chooses by what is free."
     )
+
+
+def _fullest_need(request: FitRequest, num_resident: int, layer: _Layer) -> GpuNeed:
+    candidate = _with_resident(request, num_resident)
+    return fullest(_need(request, rank, candidate, layer) for rank in range(request.plan.num_ranks))

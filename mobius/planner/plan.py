@@ -1,13 +1,12 @@
 """The plan of a run: everything a schedule and the ranks need, and nothing else.
 
-It is saved with the results as JSON. What fits into memory is budget.py's business.
+As a file it is plan_file.py's business, what fits into memory budget.py's.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from mobius.planner.partition import StageSpan, balanced_partition
 from mobius.planner.shape import ModelShape
@@ -52,10 +51,6 @@ class Plan:
         most_streamed = self.stages_per_rank - min(counts)
         slots = None if num_slots is None or most_streamed == 0 else min(num_slots, most_streamed)
         return replace(self, num_slots=slots, resident=resident)
-
-    def to_json(self) -> str:
-        """The plan as an object of its fields, stages ascending, ending in a line break."""
-        return json.dumps({**asdict(self), "resident": sorted(self.resident)}, indent=2) + "\n"
 
     def describe(self, shape: ModelShape) -> str:
         """A short table for the log and the report: one line per stage."""

@@ -17,8 +17,8 @@ from mobius.planner.budget import (
     GPU_PROCESS_BYTES,
     ByteSizes,
     StepTokens,
+    fullest,
     gpu_need,
-    layer_activation_bytes,
     waiting_stages,
 )
 from mobius.planner.cards import GIGA, LATENCY, TERA, Card, Host, estimate_profile
@@ -39,13 +39,12 @@ from mobius.planner.profile import MessageRates, Profile
 from mobius.planner.sensitivity import Resource, limiting_resource
 from mobius.planner.shape import ModelShape
 from mobius.planner.stage_costs import StepRules
+from mobius.planner.working_set import estimate_layer
 
-CONTEXT_BYTES = GIB
-"""Of a card's memory, what the driver and libraries take before a run does. A guess."""
-GRAPH_SHARE = 0.7
-"""What a compiled Llama layer's graph holds, over the guess by widths (planner/budget.py)."""
-MESSAGES_UNDER_WAY = 4
-"""Activations that are being received, per rank."""
+OUTSIDE_BYTES = GIB
+"""Of a card's memory, what the driver and communicators take. A guess."""
+MAILBOXES = 4
+"""Messages that the mailboxes of both incoming edges hold on a GPU (runtime/mailbox_setup.py)."""
 
 
 @dataclass(frozen=True)
@@ -259,12 +258,13 @@ def _request(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunk
         gpu_bytes=_usable_bytes(machine, run),
         recompute=run.recompute,
         num_resident=plan.stages_per_rank if slots is None else run.num_resident,
-        waiting=_waiting(run, len(spans)),
-        reserved_bytes=MESSAGES_UNDER_WAY * message,
+        waiting=waiting_of(run, len(spans)),
+        reserved_bytes=MAILBOXES * message,
     )
 
 
-def _waiting(run: Run, num_stages: int) -> frozenset[int]:
+def waiting_of(run: Run, num_stages: int) -> frozenset[int]:
+    """Stages that keep their gradients (`budget.waiting_stages`)."""
     return waiting_stages(num_stages, clips=run.clips, scales_loss=False, is_tied=run.shape.is_tied)
 
 
@@ -291,44 +291,34 @@ def _check_measured(measured: Profile, shape: ModelShape, *, num_ranks: int, tok
 
 
 def _tokens(run: Run, num_chunks: int) -> StepTokens:
-    return StepTokens(step=run.step_tokens, microbatch=run.step_tokens // num_chunks, loss_chunk=run.loss_chunk_tokens)
+    return StepTokens(run.step_tokens, run.step_tokens // num_chunks, run.loss_chunk_tokens, run.batch_size)
 
 
 def _graph_bytes(run: Run, num_chunks: int) -> int:
-    sizes = run.sizes
-    return int(GRAPH_SHARE * layer_activation_bytes(run.shape, sizes, run.step_tokens // num_chunks))
+    tokens = run.step_tokens // num_chunks
+    return estimate_layer(run.sizes.weight, run.shape, tokens, compiled=True).graph
 
 
 def _usable_bytes(machine: Machine, run: Run) -> int:
-    card = int(machine.card.memory_gb * GIB) - CONTEXT_BYTES
+    card = int(machine.card.memory_gb * GIB) - OUTSIDE_BYTES
     return card if run.gpu_memory_limit is None else min(card, int(run.gpu_memory_limit * GIB))
 
 
 def _gpu_bytes(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunks: int, fitting: Fitting) -> int:
     """By the arithmetic of planner/budget.py, with what is kept and what is resident."""
-    graph_bytes, keeps_all = _graph_bytes(run, num_chunks), run.recompute is Recompute.NONE
     plan = Plan(machine.num_ranks, num_chunks, fitting.num_slots, spans, fitting.resident)
-    fullest = 0
-    for rank in range(machine.num_ranks):
-        need = gpu_need(
+    return fullest(
+        gpu_need(
             plan,
             run.shape,
             run.sizes,
             _tokens(run, num_chunks),
             rank=rank,
-            waiting=_waiting(run, len(spans)),
-            keeps_activations=keeps_all,
-            graph_bytes=graph_bytes,
+            waiting=waiting_of(run, len(spans)),
+            graph_stages=fitting.graph_stages,
         )
-        kept = [spans[stage] for stage in plan.stages_of(rank) if stage in fitting.graph_stages]
-        graphs = 0 if keeps_all else sum(_num_graphs(span, num_chunks) for span in kept)
-        fullest = max(fullest, need.total + graphs * graph_bytes)
-    return fullest
-
-
-def _num_graphs(span: StageSpan, num_chunks: int) -> int:
-    """Graphs of layers that exist at a time beside the one that always does; of the last stage those of one chunk."""
-    return max(0, len(span.layers) - 1) if span.is_last else len(span.layers) * num_chunks
+        for rank in range(machine.num_ranks)
+    ).total
 
 
 def _host_bytes(machine: Machine, run: Run, candidate: Candidate) -> int:

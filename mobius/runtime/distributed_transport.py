@@ -67,13 +67,15 @@ class DistributedTransport:
         dtype: torch.dtype,
         spans: Spans = NO_SPANS,
         mailboxes: Callable[[Meeting], Mailboxes | None] | None = None,
+        max_sends: int | None = None,
     ) -> None:
         """Create and warm all communicators; collective over all ranks.
 
         `shape` and `dtype` are those of every activation and activation gradient. `mailboxes` opens what carries them
-        instead of the communicators, or tells on all ranks alike that nothing does.
+        instead of the communicators, or tells on all ranks alike that nothing does. `max_sends` bounds the messages
+        that are kept because they may not have left (planner/gpu_peak.py); without it all that have not are kept.
         """
-        self._spans = spans
+        self._spans, self._max_sends = spans, max_sends
         self.rank, self.num_ranks = rank, num_ranks
         self._device, self._shape, self._dtype = device, shape, dtype
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -141,6 +143,10 @@ class DistributedTransport:
         self._spans.message(TraceLane.SEND, target, work)
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()[1].wait()
+        # The host is ahead of the GPU and sees none completed. There it does not wait here: compute does, for a message
+        # that has left by then, and behind that wait its memory may be used again.
+        while self._max_sends is not None and len(self._sent) >= self._max_sends:
+            self._wait(self._sent.popleft()[1], None)
         self._sent.append((tensor, work))
 
     def finish_step(self) -> None:

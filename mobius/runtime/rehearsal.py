@@ -17,13 +17,23 @@ class RehearsalTransport:
     """Takes memory as the real transport does, but every message is zeros and none leaves the rank."""
 
     def __init__(
-        self, *, rank: int, num_ranks: int, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        max_sends: int = 2,
     ) -> None:
-        """`shape` and `dtype` are those of every activation and activation gradient."""
+        """`shape` and `dtype` are those of every activation and activation gradient.
+
+        As many messages as the real transport keeps at most, `max_sends`, are kept here.
+        """
         self.rank, self.num_ranks = rank, num_ranks
         self._device, self._shape, self._dtype = device, shape, dtype
         self._posted: defaultdict[int, deque[Tensor]] = defaultdict(deque)
-        self._sent: deque[Tensor] = deque(maxlen=2)
+        self._sent: deque[Tensor] = deque(maxlen=max_sends)
 
     def post_receive(self, source: int) -> None:
         self._posted[source].append(torch.zeros(self._shape, dtype=self._dtype, device=self._device))
@@ -32,7 +42,7 @@ class RehearsalTransport:
         return self._posted[source].popleft()
 
     def send(self, tensor: Tensor, target: int) -> None:
-        """Hold the tensor for a while, as one that is on its way is held."""
+        """Hold the tensor until as many others are behind it, as one that may still be on its way is held."""
         self._sent.append(tensor)
 
     def finish_step(self) -> None:

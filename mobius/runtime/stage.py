@@ -17,6 +17,7 @@ from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.graph import BlockGraph, Views, backward, own_views, run_with_graph
 from mobius.models.loss import chunked_cross_entropy, shift_labels
 from mobius.planner.partition import StageSpan
+from mobius.planner.working_set import LayerBytes
 
 Kept = Tensor | BlockGraph
 """What backward needs of a layer's forward: its input [B, L, H] to recompute from, or its graph."""
@@ -125,23 +126,31 @@ class StageModule:
         return [arguments[index] for index in self.span.layers]
 
 
-def measure_graph_bytes(
+def measure_layer_bytes(
     parts: ModelParts, *, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> int:
-    """GPU memory that one layer's graph holds for one microbatch of `shape` [B, L, H], of the layer that holds most.
+) -> LayerBytes:
+    """GPU memory that one layer takes for one microbatch of `shape` [B, L, H]: its graph's, and at most with backward.
 
-    Each kind of layer runs forward on zeros; all memory is given back.
+    Each is of the kind of layer that takes most. Layers run on zeros; all memory is given back.
     """
     arguments = LayerInputs(parts, device=device, dtype=dtype)(shape[1])
     kinds = {id(layer.module): (layer, arguments[index]) for index, layer in enumerate(parts.layers)}
-    most = 0
+    most = LayerBytes(0, 0)
     for layer, own_arguments in kinds.values():
         weights = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in layer.full_shapes().items()}
+        sums = {name: torch.zeros(size, device=device) for name, size in layer.full_shapes().items()}
         inputs = torch.zeros(shape, dtype=dtype, device=device)
-        run_with_graph(layer, weights, inputs, own_arguments)  # compiles, and makes what libraries keep for good
+        gradient = torch.zeros_like(inputs)
+        # Compiles, and makes what libraries keep for good.
+        backward(layer, run_with_graph(layer, weights, inputs, own_arguments), sums, gradient)
         before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         graph = run_with_graph(layer, weights, inputs, own_arguments)
-        most = max(most, torch.cuda.memory_allocated(device) - before)
-        del graph, weights, inputs
+        held = torch.cuda.memory_allocated(device) - before
+        backward(layer, graph, sums, gradient)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        most = LayerBytes(max(most.graph, held), max(most.peak, peak))
+        del graph, weights, sums, inputs, gradient
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)  # what a run reports is to be its own
     return most

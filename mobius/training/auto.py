@@ -66,7 +66,7 @@ def resolve_auto(
         return _resolve_without_estimate(config, shape, num_ranks)
     # Of a card that is not known only the memory counts: its rates are measured.
     card = card or Card(gpu.name, tera_flops=1, memory_gb=gpu.num_bytes / GIB, memory_bandwidth=1, pcie=3)
-    job = make_job(_machine(card, gpu, num_ranks), _run_of(config, shape), measured=measured)
+    job = make_job(_machine(card, gpu, num_ranks), run_of(config, shape), measured=measured)
     cuts_unevenly = pipeline.num_stages is None  # who gives the number of stages gets even ones
     choice = choose_stages_and_chunks(
         job, num_stages=pipeline.num_stages, num_chunks=pipeline.num_chunks, cuts_unevenly=cuts_unevenly
@@ -103,7 +103,7 @@ def estimate_of(config: Config, shape: ModelShape, *, num_ranks: int, gpu: Gpu |
 
 def step_rules(config: Config, shape: ModelShape) -> StepRules:
     """How the steps of a run go whose microbatches are known."""
-    run = _run_of(config, shape)
+    run = run_of(config, shape)
     return run.rules(config.pipeline.num_microbatches)
 
 
@@ -113,7 +113,8 @@ def _machine(card: Card, gpu: Gpu, num_ranks: int) -> Machine:
     return Machine(own if allows_peer_copies() else replace(own, nvlink=0.0), num_ranks, Host(cores_per_rank=cores))
 
 
-def _run_of(config: Config, shape: ModelShape) -> Run:
+def run_of(config: Config, shape: ModelShape) -> Run:
+    """What is to be trained, as the planner sees it."""
     pipeline = config.pipeline
     return Run(
         shape,

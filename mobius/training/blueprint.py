@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
-from mobius.config import Compile, Config, Dtype, Recompute
+from mobius.config import Compile, Config, Dtype
 from mobius.memory.available import available_host_bytes
 from mobius.models.blocks import ModelParts
 from mobius.planner.budget import (
@@ -21,17 +22,19 @@ from mobius.planner.budget import (
     host_need,
     waiting_stages,
 )
-from mobius.planner.fit import FitRequest, FittedPlan, fit_plan, need_bytes
+from mobius.planner.fit import FitRequest, FittedPlan, fit_as_given, fit_plan, need_bytes
 from mobius.planner.memory_use import StepModel, by_simulation
 from mobius.planner.plan import Plan, make_plan
+from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan
 from mobius.planner.preference import Candidate
 from mobius.planner.profile import Profile
 from mobius.planner.shape import ModelShape
+from mobius.planner.working_set import LayerBytes
 from mobius.ranks import Ranks, separate_device_queues
 from mobius.runtime.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
 from mobius.runtime.mailbox_setup import NUM_MAILBOXES
 from mobius.runtime.meeting import Meeting
-from mobius.runtime.stage import measure_graph_bytes
+from mobius.runtime.stage import measure_layer_bytes
 from mobius.runtime.store_meeting import meet_at_store
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
@@ -80,6 +83,9 @@ class Blueprint:
     forecast: Forecast | None
     """None where nothing is known of the device's speed."""
 
+    others_graph_stages: frozenset[int] = frozenset()
+    """The same as `graph_stages` of the other ranks, if their GPUs have as much memory as this one's."""
+
     @property
     def compiles(self) -> bool:
         """Whether layers, and updates on a GPU, run as compiled graphs."""
@@ -95,8 +101,12 @@ def _message_shape(config: Config, shape: ModelShape) -> tuple[int, int, int]:
     return (config.pipeline.microbatch_size, config.data.seq_length, shape.hidden_size)
 
 
-def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig) -> Blueprint:
+def draw_blueprint(
+    config: Config, ranks: Ranks, model_config: PretrainedConfig, *, saved: SavedPlan | None = None
+) -> Blueprint:
     """Plan the run and check that it fits into GPU and host memory; collective if ranks have GPUs.
+
+    With `saved` (`--plan`) nothing is chosen, only checked; `config` must have taken its numbers.
 
     Raises PlanError, GpuMemoryError or HostMemoryError, each with its arithmetic.
     """
@@ -109,7 +119,10 @@ def draw_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig)
     check_dtype(config.model.dtype, device)
     gpu_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
     parts = ModelParts(model_config, device, compiled=_compiles(config, device))
-    return _draw(config, ranks, device, device_order, meeting, gpu_bytes, parts)
+    if saved is not None:
+        digest = ModelDigest.of(parts.shape(), config.model.dtype)
+        check_saved_plan(saved, Path(config.planning.plan or ""), model=digest, num_ranks=ranks.num_ranks)
+    return _draw(config, ranks, device, device_order, meeting, gpu_bytes, parts, saved=saved)
 
 
 def redraw(blueprint: Blueprint, profile: Profile) -> Blueprint:
@@ -130,6 +143,7 @@ def _draw(
     parts: ModelParts,
     *,
     profile: Profile | None = None,
+    saved: SavedPlan | None = None,
 ) -> Blueprint:
     """Plan for a device; `profile` is what was measured on it."""
     shape, gpu = parts.shape(), _gpu(device)
@@ -143,7 +157,7 @@ def _draw(
         num_stages=pipeline.stages,
         num_microbatches=pipeline.num_microbatches,
         num_slots=pipeline.num_slots if pipeline.use_offload else None,
-        spans=resolved.spans,
+        spans=resolved.spans if saved is None else saved.plan.spans,
     )
     dtype = TORCH_DTYPES[config.model.dtype]
     message = _message_shape(config, shape)
@@ -155,6 +169,7 @@ def _draw(
             step=pipeline.batch_size * config.data.seq_length,
             microbatch=pipeline.microbatch_size * config.data.seq_length,
             loss_chunk=pipeline.loss_chunk_tokens,
+            batch_size=pipeline.batch_size,
         ),
         gpu_bytes=gpu_bytes,
         recompute=pipeline.recompute,
@@ -166,14 +181,15 @@ def _draw(
             is_tied=parts.is_tied,
         ),
         reserved_bytes=MAX_INCOMING_EDGES * NUM_MAILBOXES * math.prod(message) * dtype.itemsize,
+        compiled=_compiles(config, device),
     )
     # By guess: what cannot fit is refused before anything is compiled.
-    graph_bytes = None
-    fitted = _fit(request, config, ranks, device, graph_bytes=graph_bytes)
+    measured: LayerBytes | None = None
+    fitted = _fit(request, config, ranks, device, saved=saved, measured=measured)
     if device.type == "cuda":
-        if pipeline.recompute is not Recompute.FULL:
-            graph_bytes = measure_graph_bytes(parts, shape=message, dtype=dtype, device=device)
-        fitted = _fit(request, config, ranks, device, graph_bytes=graph_bytes, model=model)
+        measured = measure_layer_bytes(parts, shape=message, dtype=dtype, device=device)
+        fitted = _fit(request, config, ranks, device, saved=saved, measured=measured, model=model)
+    graph_bytes, peak_bytes = (measured.graph, measured.peak) if measured is not None else (None, None)
     plan = fitted.plan
     schedule = build_schedule(
         ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots, plan.resident
@@ -194,8 +210,9 @@ def _draw(
         asked,
         gpu_bytes,
         fitted.uses,
-        need_bytes(request, fitted.uses, graph_bytes),
+        need_bytes(request, fitted, graph_bytes=graph_bytes, peak_bytes=peak_bytes),
         None if model is None else forecast(plan, fitted.uses, shape, model),
+        fitted.others_graph_stages,
     )
 
 
@@ -205,15 +222,20 @@ def _fit(
     ranks: Ranks,
     device: torch.device,
     *,
-    graph_bytes: int | None,
+    saved: SavedPlan | None,
+    measured: LayerBytes | None,
     model: StepModel | None = None,
 ) -> FittedPlan:
     """Fit the plan into GPU memory, and check that what it leaves to the host fits there.
 
     What is best is found by simulation with `model`, without one by a closed form.
     """
-    choose = None if model is None else by_simulation(model)
-    fitted = fit_plan(request, rank=ranks.rank, graph_bytes=graph_bytes, choose=choose)
+    if saved is not None:
+        fitted = fit_as_given(request, FittedPlan(saved.plan, saved.graph_stages), rank=ranks.rank, measured=measured)
+    else:
+        graph_bytes, peak_bytes = (measured.graph, measured.peak) if measured is not None else (None, None)
+        choose = None if model is None else by_simulation(model)
+        fitted = fit_plan(request, rank=ranks.rank, graph_bytes=graph_bytes, peak_bytes=peak_bytes, choose=choose)
     on_cpu, limit = device.type == "cpu", config.pipeline.host_memory_limit
     if on_cpu or fitted.plan.num_slots is not None:
         need = host_need(

@@ -28,6 +28,7 @@ from mobius.optim.grad_scaler import LossScale
 from mobius.optim.kernel import load_kernel
 from mobius.optim.stepper import Stepper
 from mobius.optim.tied import TiedPair
+from mobius.planner.gpu_peak import max_sends_under_way
 from mobius.ranks import allows_peer_copies, cache_folder
 from mobius.runtime.cuda_copies import CudaCopyEngine
 from mobius.runtime.devices import (
@@ -70,6 +71,8 @@ def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:
         dtype=blueprint.dtype,
         spans=spans,
         mailboxes=partial(_mailboxes, blueprint) if has_copies else None,
+        # On a CPU the host does the work and is never ahead of it.
+        max_sends=max_sends_under_way(blueprint.plan.num_microbatches) if blueprint.device.type == "cuda" else None,
     )
 
 
@@ -158,6 +161,7 @@ def rehearse(blueprint: Blueprint, state: RankState) -> None:
         device=device,
         shape=blueprint.message_shape,
         dtype=blueprint.dtype,
+        max_sends=max_sends_under_way(blueprint.plan.num_microbatches),
     )
     tokens = torch.zeros(config.pipeline.batch_size, config.data.seq_length, dtype=torch.int64)
     _executor(blueprint, state, transport, WaitClock(device), frozenset()).run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from mobius.training.export import export_bytes, export_model
 from mobius.training.measured_plan import plan_by_measurement
 from mobius.training.metrics import MetricsLog, StepMetrics, step_line
 from mobius.training.output_folder import OutputFolder
+from mobius.training.planned import adopt_plan, saved_plan_of
 from mobius.training.recordings import Recordings
 from mobius.training.report import RankMemory, RunTimings, write_report
 from mobius.training.trainer import Trainer
@@ -36,14 +38,16 @@ logger = logging.getLogger(__name__)
 _ENOUGH_HUGE_PAGES = 0.5
 
 
-def run_training(config: Config, ranks: Ranks) -> None:
+def run_training(config: Config, ranks: Ranks, *, given: Collection[str] = ()) -> None:
     """Fine-tune as `config` says and leave the results; every rank calls it.
+
+    `given` are the options that the user set, which a plan (`--plan`) may not contradict.
 
     Raises MobiusError for what a user can mend. After an error the process should end without further cleaning up: the
     device may be waiting for a neighbour for good.
     """
     try:
-        _run(config, ranks)
+        _run(config, ranks, given)
     except torch.OutOfMemoryError as error:
         raise GpuMemoryError(
             f"rank {ranks.rank} ran out of GPU memory: {str(error).strip().splitlines()[0]} To fit: raise --num_stages "
@@ -52,13 +56,14 @@ def run_training(config: Config, ranks: Ranks) -> None:
         ) from error
 
 
-def _run(config: Config, ranks: Ranks) -> None:
+def _run(config: Config, ranks: Ranks, given: Collection[str]) -> None:
     start = time.perf_counter()
     model_folder = locate_model(config.model.model_path)
     model_config = load_model_config(model_folder, config.model)
     tokenizer = _load_tokenizer(model_folder, model_config.vocab_size)
     generation_config = load_generation_config(model_folder)
-    blueprint = draw_blueprint(config, ranks, model_config)
+    adopted = adopt_plan(config, given=given)
+    blueprint = draw_blueprint(adopted.config, ranks, model_config, saved=adopted.saved)
     config = blueprint.config  # what was auto is a number now
     _log_model(blueprint, model_folder)
     output = _prepare_output(config, ranks, blueprint)
@@ -154,7 +159,7 @@ def _settle_plan(blueprint: Blueprint, transport: Transport, output: OutputFolde
 
 def _write_settings(output: OutputFolder, blueprint: Blueprint) -> None:
     (output.partial / "training_args.yaml").write_text(to_yaml(blueprint.config))
-    (output.partial / "plan.json").write_text(blueprint.plan.to_json())
+    (output.partial / "plan.json").write_text(saved_plan_of(blueprint).to_json())
 
 
 def _log_model(blueprint: Blueprint, folder: Path) -> None:

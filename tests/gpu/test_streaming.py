@@ -12,7 +12,7 @@ from mobius.memory.layout import StageLayout
 from mobius.memory.weight_slots import WeightSlots
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.runtime.executor import StepBatch
-from mobius.runtime.stage import measure_graph_bytes
+from mobius.runtime.stage import measure_layer_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -96,7 +96,7 @@ def test_a_layers_graph_is_measured_as_the_memory_that_its_saved_tensors_take() 
     model = _heavy_model(2)
     parts = ModelParts(model.config, CUDA)
     shape = (4, 256, model.config.hidden_size)
-    measured = measure_graph_bytes(parts, shape=shape, dtype=torch.bfloat16, device=CUDA)
+    measured = measure_layer_bytes(parts, shape=shape, dtype=torch.bfloat16, device=CUDA).graph
 
     saved: dict[int, int] = {}
     layer, values = parts.layers[0], dict(model.named_parameters())

@@ -71,7 +71,7 @@ def test_resident_stages_save_time_and_host_memory_and_cost_gpu_memory(llama_7b:
 def test_what_cannot_be_is_refused_with_what_to_change(llama_7b: ModelShape) -> None:
     with pytest.raises(GpuMemoryError, match="To fit"):
         ask(llama_7b, gpu_memory_limit=2.0)
-    with pytest.raises(GpuMemoryError, match="At most --resident_stages 2 fits"):
+    with pytest.raises(GpuMemoryError, match="At most --resident_stages 1 fits"):
         ask(llama_7b, gpu_memory_limit=12.0, num_resident=6)
     with pytest.raises(PlanError, match="not a multiple"):
         ask(llama_7b, num_stages=30)

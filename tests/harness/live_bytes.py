@@ -1,0 +1,150 @@
+"""Counts the bytes of tensors that are alive, op by op, and plays one rank's step under it without neighbours.
+
+What an operation takes inside and gives back before it returns is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
+
+from mobius.memory.layout import StageLayout
+from mobius.memory.mixed import take_memory
+from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.graph import backward, run_with_graph
+from mobius.planner.gpu_peak import max_sends_under_way
+from mobius.planner.plan import Plan
+from mobius.planner.working_set import LayerBytes
+from mobius.runtime.executor import Executor, StepBatch
+from mobius.runtime.rehearsal import RehearsalTransport
+from mobius.runtime.stage import StageModule
+from mobius.runtime.transport import SingleRankTransport
+from mobius.runtime.waits import WaitClock
+from mobius.schedule.build import build_schedule
+
+CPU = torch.device("cpu")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that were made under it: now, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf, known)
+        return result
+
+    def _count(self, tensor: Tensor, known: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen or key in known:
+            return
+        size = storage.nbytes()
+        self._seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+def count_layer(config: PretrainedConfig, *, shape: tuple[int, int], dtype: torch.dtype) -> LayerBytes:
+    """What the first layer takes for a microbatch of `shape` [B, L], eager."""
+    parts = ModelParts(config, CPU)
+    layer = parts.layers[0]
+    weights = {name: torch.randn(size, dtype=dtype) * 0.02 for name, size in layer.full_shapes().items()}
+    sums = {name: torch.zeros(size) for name, size in layer.full_shapes().items()}
+    hidden = torch.randn(*shape, config.hidden_size, dtype=dtype)
+    gradient = torch.randn_like(hidden)
+    arguments = LayerInputs(parts, device=CPU, dtype=dtype)(shape[1])[0]
+    with LiveBytes() as live:
+        graph = run_with_graph(layer, weights, hidden, arguments)
+        held = live.now
+        backward(layer, graph, sums, gradient)
+    return LayerBytes(held, live.peak)
+
+
+def count_step(
+    config: PretrainedConfig,
+    plan: Plan,
+    rank: int,
+    *,
+    batch_size: int,
+    seq_length: int,
+    dtype: torch.dtype,
+    loss_chunk_tokens: int,
+    graph_stages: Collection[int] = (),
+    device: torch.device = CPU,
+) -> int:
+    """Most that comes and goes within a step of `rank`: all but weights, gradients' sums and the optimizer.
+
+    On a GPU layers and loss are compiled, and torch's own meter reads the second step.
+    """
+    parts = ModelParts(config, device, compiled=device.type == "cuda")
+    inputs = LayerInputs(parts, device=device, dtype=dtype)
+    stages = {s: StageModule(parts, plan.spans[s], inputs, loss_chunk_tokens=loss_chunk_tokens)
+              for s in plan.stages_of(rank)}  # fmt: skip
+    memory, arena = take_memory(
+        {stage: StageLayout.of(module.shapes) for stage, module in stages.items()},
+        resident=plan.resident,
+        num_slots=plan.slots_of(rank),
+        dtype=dtype,
+        gradient_dtype=dtype,
+        waiting=plan.resident,
+        device=device,
+    )
+    schedule = build_schedule(
+        plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots, plan.resident
+    )
+    inputs(seq_length)  # rotary embeddings and masks are made once
+    tokens = torch.randint(0, config.vocab_size, (batch_size, seq_length))
+    transport = SingleRankTransport() if plan.num_ranks == 1 else RehearsalTransport(
+        rank=rank,
+        num_ranks=plan.num_ranks,
+        device=device,
+        shape=(batch_size // plan.num_microbatches, seq_length, config.hidden_size),
+        dtype=dtype,
+        max_sends=max_sends_under_way(plan.num_microbatches),
+    )  # fmt: skip
+    executor = Executor(
+        schedule,
+        stages=stages,
+        memory=memory,
+        transport=transport,
+        clock=WaitClock(device),
+        device=device,
+        graph_stages=frozenset(graph_stages),
+    )
+    batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel())
+    if device.type == "cuda":
+        executor.run(batch)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        executor.run(batch)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.synchronize(device)
+        if arena is not None:
+            arena.close()
+        return peak
+    with LiveBytes() as live:
+        executor.run(batch)
+    return live.peak

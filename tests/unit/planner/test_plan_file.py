@@ -1,0 +1,94 @@
+"""A plan as a file: what it says comes back, and what cannot be used is refused with what to change."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mobius.config import Dtype
+from mobius.errors import PlanError
+from mobius.planner.plan import make_plan
+from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan, read_plan
+from mobius.planner.shape import ModelShape
+
+
+@pytest.fixture
+def saved(small: ModelShape) -> SavedPlan:
+    plan = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=2, num_slots=1).with_resident((1, 0), 1)
+    return SavedPlan(ModelDigest.of(small, Dtype.BF16), plan, frozenset({0, 3}), batch_size=8, seq_length=16)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "plan.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_gives_the_plan_back(saved: SavedPlan, tmp_path: Path) -> None:
+    assert read_plan(write(tmp_path, saved.to_json())) == saved
+
+
+def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPlan) -> None:
+    fields = json.loads(saved.to_json())
+    assert fields["version"] == 1
+    assert fields["model"] == {
+        "num_parameters": 240 + 500 + 244 - 240,  # the tied matrix once
+        "num_layers": 5,
+        "hidden_size": 4,
+        "vocab_size": 60,
+        "is_tied": True,
+        "dtype": "bf16",
+    }
+    assert (fields["num_ranks"], fields["num_microbatches"], fields["num_slots"]) == (2, 2, 1)
+    assert (fields["resident"], fields["kept_activations"]) == ([0], [0, 3])
+    assert (fields["batch_size"], fields["seq_length"]) == (8, 16)
+    assert [(span["first_layer"], span["end_layer"]) for span in fields["spans"]] == [(0, 1), (1, 3), (3, 4), (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda f: f.update(version=2), "has version 2, this program reads version 1"),
+        (lambda f: f.pop("version"), "has version None"),
+        (lambda f: f.pop("spans"), "is broken: KeyError 'spans'"),
+        (lambda f: f.update(num_ranks=3), "4 stages on 3 ranks"),
+        (lambda f: f.update(num_microbatches=3), "8 sequences in 3 microbatches"),
+        (lambda f: f.update(num_microbatches=2.5), "2.5 is not a whole number"),
+        (lambda f: f["spans"].pop(), "3 stages on 2 ranks"),
+        (lambda f: f["spans"][1].update(first_layer=2), "do not follow each other"),
+        (lambda f: f["spans"][3].update(end_layer=7), "do not hold the model's 5 layers"),
+        (lambda f: f.update(resident=[9]), "name a stage that there is not"),
+        (lambda f: f.update(num_slots=None), "None slots for 3 streamed stages"),
+        (lambda f: f.update(kept_activations=[1]), r"the stages \[1\] keep activations, but their weights leave"),
+        (lambda f: f["model"].pop("dtype"), "is broken: TypeError"),
+    ],
+)
+def test_what_cannot_be_in_a_plan_is_told(
+    saved: SavedPlan, tmp_path: Path, change: Callable[[dict[str, Any]], object], told: str
+) -> None:
+    fields = json.loads(saved.to_json())
+    change(fields)
+    with pytest.raises(PlanError, match=told) as caught:
+        read_plan(write(tmp_path, json.dumps(fields)))
+    assert "--dry_run" in str(caught.value)
+
+
+def test_a_file_that_is_missing_or_no_json_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"cannot be read: No such file.*Name a plan\.json"):
+        read_plan(tmp_path / "none.json")
+    with pytest.raises(PlanError, match="is no JSON"):
+        read_plan(write(tmp_path, "{"))
+    with pytest.raises(PlanError, match="has version None"):
+        read_plan(write(tmp_path, "[1, 2]"))
+
+
+def test_a_plan_of_another_model_or_number_of_ranks_is_refused(saved: SavedPlan, small: ModelShape) -> None:
+    path, model = Path("p.json"), ModelDigest.of(small, Dtype.BF16)
+    check_saved_plan(saved, path, model=model, num_ranks=2)
+    with pytest.raises(PlanError, match=r"of another model: hidden_size 4 \(here 8\), dtype bf16 \(here fp16\)"):
+        check_saved_plan(saved, path, model=replace(model, hidden_size=8, dtype="fp16"), num_ranks=2)
+    with pytest.raises(PlanError, match=r"is for 2 rank\(s\), 4 are started\. Start 2 .* --num_ranks 4"):
+        check_saved_plan(saved, path, model=model, num_ranks=4)
