@@ -44,14 +44,15 @@ def describe_stages(plan: Plan, shape: ModelShape, graph_stages: Collection[int]
         parts = ["embedding"] if span.is_first else []
         parts += [f"{span.first_layer}-{span.end_layer - 1}"] if span.layers else []
         parts += ["head"] if span.is_last else []
+        holds_nothing = not parts
         rows.append(
             [
                 str(span.stage),
                 str(span.stage % plan.num_ranks),
-                ", ".join(parts),
+                ", ".join(parts) or "none",
                 f"{span.num_parameters(shape) / 1e6:.1f}M",
-                "resident" if span.stage in plan.resident else "streamed",
-                "kept" if span.stage in graph_stages else "recomputed",
+                "-" if holds_nothing else "resident" if span.stage in plan.resident else "streamed",
+                "-" if not span.layers else "kept" if span.stage in graph_stages else "recomputed",
             ]
         )
     slots = "no slots" if plan.num_slots is None else f"{plan.num_slots} slot(s) per rank"
