@@ -60,6 +60,20 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
+_PARTS: dict[tuple[int, int, str], tuple[PretrainedConfig, ModelParts]] = {}
+"""Of the last model, by rank: taking it apart costs more than a step, and ranks are threads that cannot share it."""
+
+
+def _parts(config: PretrainedConfig, device: torch.device, rank: int) -> ModelParts:
+    key = (id(config), rank, str(device))
+    entry = _PARTS.get(key)
+    if entry is None:
+        if any(other is not config for other, _ in list(_PARTS.values())):
+            _PARTS.clear()
+        entry = _PARTS[key] = (config, ModelParts(config, device))
+    return entry[1]
+
+
 @dataclass
 class Pipeline:
     """The settings of one pipeline run, and what it leaves."""
@@ -91,7 +105,7 @@ class Pipeline:
         return torch.stack([sums.loss for _, sums in results]).sum().cpu()
 
     def _run_rank(self, transport: LocalTransport, batch: StepBatch) -> tuple[dict[str, Tensor], StepSums]:
-        parts = ModelParts(self.model.config, self.device)
+        parts = _parts(self.model.config, self.device, transport.rank)
         num_stages = self.num_ranks * self.stages_per_rank
         spans = partition_of(self.sizes) if self.sizes else balanced_partition(len(parts.layers), num_stages)
         inputs = LayerInputs(parts, device=self.device, dtype=self.dtype)
