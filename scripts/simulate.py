@@ -26,7 +26,7 @@ from mobius.planner.what_if import Answer, Machine, Run, answer
 
 HEADER = (
     *("model", "GPUs", "PCIe", "GiB", "stages", "chunks", "slots", "resident", "kept", "s/step", "tokens/s", "MFU"),
-    *("bubble", "wait: weights", "optimizer", "neighbours", "GPU GiB >", "host GiB", "limited by"),
+    *("bubble", "wait: weights", "optimizer", "neighbours", "GPU GiB", "host GiB", "limited by"),
 )
 
 
