@@ -54,10 +54,8 @@ class Job:
     num_ranks: int
     batch_size: int
     seq_length: int
-    clips: bool
-    weight_bytes: int
-    gradient_bytes: int
-    overlaps_optimizer: bool
+    rules: Callable[[int], StepRules]
+    """How a step of that many microbatches goes."""
     profile_of: Callable[[int], Profile]
     """Of a microbatch of that many tokens."""
     fit: Callable[[tuple[StageSpan, ...], int], Fitting]
@@ -66,18 +64,6 @@ class Job:
     """The same, found by simulating what fits; None: `fit` is as good."""
     max_parameters: int | None = None
     """Of one stage, by memory."""
-
-    def rules(self, num_chunks: int) -> StepRules:
-        """How a step of that many microbatches goes."""
-        message = self.batch_size // num_chunks * self.seq_length * self.shape.hidden_size * self.weight_bytes
-        return StepRules(
-            clips=self.clips,
-            message_bytes=message,
-            overlaps_optimizer=self.overlaps_optimizer,
-            weight_bytes=self.weight_bytes,
-            gradient_bytes=self.gradient_bytes,
-            is_tied=self.shape.is_tied,
-        )
 
 
 @dataclass(frozen=True)

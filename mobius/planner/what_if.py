@@ -119,7 +119,7 @@ class Answer:
     run: Run
     choice: Choice
     gpu_bytes: int
-    """Of the fullest rank, fragments and workspaces not counted."""
+    """What torch takes on the fullest rank (`budget.gpu_need`)."""
     host_bytes: int
     """Of all ranks of a node."""
     limit: Resource
@@ -171,7 +171,6 @@ def answer(machine: Machine, run: Run, *, measured: Profile | None = None) -> An
 
 def make_job(machine: Machine, run: Run, *, measured: Profile | None = None) -> Job:
     """The choice's view of `run` on `machine`."""
-    sizes = run.sizes
 
     @cache
     def profile_of(tokens: int) -> Profile:
@@ -189,10 +188,7 @@ def make_job(machine: Machine, run: Run, *, measured: Profile | None = None) -> 
         num_ranks=machine.num_ranks,
         batch_size=run.batch_size,
         seq_length=run.seq_length,
-        clips=run.clips,
-        weight_bytes=sizes.weight,
-        gradient_bytes=sizes.gradient,
-        overlaps_optimizer=run.overlaps_optimizer,
+        rules=run.rules,
         profile_of=profile_of,
         fit=partial(fit_cut, is_quick=True),
         fit_well=partial(fit_cut, is_quick=False),

@@ -13,6 +13,7 @@ from mobius.planner.choice import Fitting, Job, choose_stages_and_chunks, predic
 from mobius.planner.partition import StageSpan, balanced_partition
 from mobius.planner.profile import Profile
 from mobius.planner.shape import ModelShape
+from mobius.planner.stage_costs import StepRules
 
 
 @pytest.fixture
@@ -31,15 +32,15 @@ def make_job(shape: ModelShape, *, most_parameters: int | None = None, resident:
         stages = frozenset(range(len(spans)))
         return Fitting((0, 0), stages, stages) if resident else Fitting((2, 2), frozenset(), frozenset())
 
+    def rules(num_chunks: int) -> StepRules:
+        return StepRules(clips=False, message_bytes=16 // num_chunks * 512 * shape.hidden_size * 2)
+
     return Job(
         shape=shape,
         num_ranks=2,
         batch_size=16,
         seq_length=512,
-        clips=False,
-        weight_bytes=2,
-        gradient_bytes=2,
-        overlaps_optimizer=True,
+        rules=rules,
         profile_of=profile_of,
         fit=fit,
     )
