@@ -139,6 +139,10 @@ class FlatAdamW:
         by_size = sorted(states, key=lambda state: state.layout.num_elements)
         kinds = {(state.weights.dtype, state.gradients.dtype): state for state in by_size if state.weights.is_cuda}
         for state in kinds.values():
+            if self._fused is not None and self._fused.supports(state):
+                self._fused.warm_up(state)
+                if self._fused.supports(state):
+                    continue
             count = min(state.layout.num_elements, GPU_CHUNK_ELEMENTS)
             layout = StageLayout({}, count, count, (FlatRange(0, count, has_decay=True),))
             weights, gradients, exp_avg, exp_avg_sq = (

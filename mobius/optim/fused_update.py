@@ -1,78 +1,76 @@
-"""AdamW on a GPU over flat arrays with a split master, as one function that torch.compile makes one kernel of.
+"""AdamW on a GPU over flat arrays with a split master, in one pass of one kernel (triton_adamw.py).
 
-It is `update` and `split` of adamw.c in torch, with the same constants and order of operations: gradient in, moments,
-weight and remainder updated, 26 bytes of memory traffic per parameter with bf16 gradients and 28 with fp32 ones. Beside
-its arrays it takes no memory. Where it cannot be compiled there is torch's own update in pieces (adamw.py).
-
-Compiled code may multiply and add in one rounding and divide to 2 ulp. So after a step
-
-    |moment - its value in C| <= 2**-22 times the largest of moment and gradient (or their squares)
-    |master - its value in C| <= 1 ulp of the master + 2**-20 of the update, moments being equal
+Gradient in, moments, weight and remainder updated: 26 bytes of memory traffic per parameter with bf16 gradients, 28
+with fp32 ones. It takes no memory beside its arrays and gives the bits of the C kernel (adamw.c). Where Triton is
+missing or cannot compile there is torch's own update in pieces (adamw.py).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import logging
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mobius.memory.stage_state import Remainder, StageState
-from mobius.models.compiled import CompiledFunction
+
+logger = logging.getLogger(__name__)
 
 MAX_ELEMENTS = 2**28
-"""Parameters per call: indices stay within 32 bits."""
-_BF16_NAN = 0x7FC0
-_HALF_ULP = 0x7FFF
-
-
-class Constants(NamedTuple):
-    """fp32 scalars on the device: numbers of a step that are not to be compiled in."""
-
-    gradient_factor: Tensor
-    decay: Tensor
-    beta2: Tensor
-    one_minus_beta1: Tensor
-    one_minus_beta2: Tensor
-    step_size: Tensor
-    root_correction: Tensor
-    epsilon: Tensor
-    found_inf: Tensor
-
-
-def update_split(
-    weights: Tensor, remainder: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, c: Constants
-) -> None:
-    """Update all but `gradient` in place, all [elements] long; nothing where `c.found_inf` is not 0.
-
-    `weights` are the bits of bf16 numbers as int16, `remainder` is int16, the moments fp32, the gradient bf16 or fp32.
-    """
-    master = ((weights.to(torch.int32) << 16) + remainder).view(torch.float32)
-    scaled = gradient.float() * c.gradient_factor
-    mean = exp_avg + (scaled - exp_avg) * c.one_minus_beta1
-    square = exp_avg_sq * c.beta2 + c.one_minus_beta2 * scaled * scaled
-    updated = master * c.decay - c.step_size * mean / (square.sqrt() / c.root_correction + c.epsilon)
-    # Rounded to nearest even by its bits: compilers leave out conversions to bf16 and back.
-    bits = updated.view(torch.int32)
-    rounded = (bits + _HALF_ULP + ((bits >> 16) & 1)) >> 16
-    rest = (bits - (rounded << 16)).clamp(max=2**15 - 1)
-    is_nan = updated.isnan()
-    is_kept = c.found_inf != 0
-    weights.copy_(torch.where(is_kept, weights, torch.where(is_nan, _BF16_NAN, rounded).to(torch.int16)))
-    remainder.copy_(torch.where(is_kept, remainder, torch.where(is_nan, 0, rest).to(torch.int16)))
-    exp_avg.copy_(torch.where(is_kept, exp_avg, mean))
-    exp_avg_sq.copy_(torch.where(is_kept, exp_avg_sq, square))
+"""Parameters per launch: indices stay within 32 bits."""
 
 
 class FusedUpdate:
-    """Owns the compiled function; the first call of each kind of gradient compiles, which takes seconds."""
+    """Owns the kernel; its first launch with each kind of gradient compiles, which takes a second."""
 
     def __init__(self) -> None:
-        self._run = CompiledFunction(update_split, name="updates of resident stages", dynamic=True)
+        self._kernel: Any = None
+        self._block = 0
+        self._is_broken = False
+        self._nothing_found: dict[torch.device, Tensor] = {}
 
     def supports(self, state: StageState) -> bool:
         """Whether it can update such a state: on a GPU, with a split master, and compiling has not failed."""
-        return state.weights.is_cuda and isinstance(state.master, Remainder) and not self._run.is_broken
+        return state.weights.is_cuda and isinstance(state.master, Remainder) and self._is_there()
+
+    def _is_there(self) -> bool:
+        if self._kernel is None and not self._is_broken:
+            try:
+                from mobius.optim import triton_adamw  # not on machines without GPUs
+            except ImportError as error:
+                self._give_up(error)
+            else:
+                self._kernel, self._block = triton_adamw.adamw_split, triton_adamw.BLOCK
+        return not self._is_broken
+
+    def _give_up(self, error: Exception) -> None:
+        self._is_broken = True
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        logger.warning("AdamW on the GPU: torch's, which is slower: Triton's kernel cannot be used: %s", reason)
+
+    def warm_up(self, state: StageState) -> None:
+        """Compile and load the kernel for states like `state`, which it `supports`; nothing of it changes.
+
+        If that fails, it supports none from then on, and a line says so.
+        """
+        found = torch.ones((), dtype=torch.float32, device=state.weights.device)
+        part = slice(0, state.weights.numel())
+        try:
+            self.update(
+                state,
+                part,
+                step=1,
+                learning_rate=0.0,
+                gradient_factor=0.0,
+                beta1=0.0,
+                beta2=0.0,
+                epsilon=1.0,
+                weight_decay=0.0,
+                found_inf=found,
+            )
+        except Exception as error:  # whatever Triton and the C compiler behind it raise
+            self._give_up(error)
 
     def update(
         self,
@@ -94,23 +92,24 @@ class FusedUpdate:
         """
         assert isinstance(state.master, Remainder)
         device = state.weights.device
-
-        def scalar(value: float) -> Tensor:
-            return torch.full((), value, dtype=torch.float32, device=device)
-
-        constants = Constants(
-            gradient_factor=scalar(gradient_factor),
-            decay=scalar(1.0 - learning_rate * weight_decay),
-            beta2=scalar(beta2),
-            one_minus_beta1=scalar(1.0 - beta1),
-            one_minus_beta2=scalar(1.0 - beta2),
-            step_size=scalar(learning_rate / (1.0 - beta1**step)),
-            root_correction=scalar((1.0 - beta2**step) ** 0.5),
-            epsilon=scalar(epsilon),
-            found_inf=scalar(0.0) if found_inf is None else found_inf,
-        )
-        bits, remainder = state.weights.view(torch.int16), state.master.bits
+        if device not in self._nothing_found:
+            self._nothing_found[device] = torch.zeros((), dtype=torch.float32, device=device)
+        arrays = (state.weights.view(torch.int16), state.master.bits, state.exp_avg, state.exp_avg_sq, state.gradients)
         for start in range(part.start, part.stop, MAX_ELEMENTS):
             chunk = slice(start, min(start + MAX_ELEMENTS, part.stop))
-            moments = state.exp_avg[chunk], state.exp_avg_sq[chunk]
-            self._run(bits[chunk], remainder[chunk], *moments, state.gradients[chunk], constants)
+            count = chunk.stop - chunk.start
+            self._kernel[(-(-count // self._block),)](
+                *(array[chunk] for array in arrays),
+                self._nothing_found[device] if found_inf is None else found_inf,
+                count,
+                gradient_factor,
+                1.0 - learning_rate * weight_decay,
+                beta2,
+                1.0 - beta1,
+                1.0 - beta2,
+                learning_rate / (1.0 - beta1**step),
+                (1.0 - beta2**step) ** 0.5,
+                epsilon,
+                block=self._block,
+                enable_fp_fusion=False,
+            )

@@ -213,8 +213,10 @@ def assemble(
     optim = config.optim
     settings = AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)
     has_kernel = has_kernel and (state.arena is not None or blueprint.device.type == "cpu")
-    kernel = load_kernel(cache_folder(), num_threads=optimizer_threads()) if has_kernel else None
-    adamw = FlatAdamW(settings, kernel, FusedUpdate() if blueprint.compiles else None)
+    kernel = (
+        load_kernel(cache_folder(), num_threads=optimizer_threads(blueprint.ranks.num_ranks)) if has_kernel else None
+    )
+    adamw = FlatAdamW(settings, kernel, FusedUpdate())
     adamw.warm_up(state.memory.states.values())
     stepper = Stepper(
         adamw,

@@ -1,6 +1,6 @@
-"""On one GPU: where a stage lives changes its training by the rounding of the update only, and takes the bytes planned.
+"""On one GPU: where a stage lives changes no bit of training in bf16, else the rounding, and takes the bytes planned.
 
-The update of a resident stage is one compiled kernel (or torch's in pieces), that of a streamed one the C kernel's.
+The update of a resident stage is Triton's kernel in bf16 and torch's else, that of a streamed one the C kernel's.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def train(tmp_path: Path) -> Iterator[Train]:
 
 @pytest.mark.parametrize("compiled", ["off", "on"])
 @pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0", "--bf16 --max_grad_norm 0.5", "--fp32"])
-def test_the_first_step_is_that_of_streamed_stages_to_an_ulp(train: Train, options: str, compiled: str) -> None:
-    """Gradients are the same to the bit, so masters differ by the rounding of one update."""
+def test_the_first_step_is_that_of_streamed_stages(train: Train, options: str, compiled: str) -> None:
+    """Gradients are the same to the bit, so masters differ by the rounding of one update, and in bf16 not at all."""
     shared = f"{options} --compile {compiled}"
     before, start = train(f"{shared} --resident_stages 0 --learning_rate 1e-30", num_steps=1)
     losses, expected = train(f"{shared} --resident_stages 0", num_steps=1)
@@ -69,8 +69,9 @@ def test_the_first_step_is_that_of_streamed_stages_to_an_ulp(train: Train, optio
         assert other_losses == losses
         for name, value in expected.items():
             moved = (value - start[name]).abs()
-            # A split master may lie one ulp nearer to zero.
             bound = 2 * 2.0**-23 * torch.maximum(value.abs(), start[name].abs()) + 2.0**-18 * moved
+            if "--bf16" in options:
+                assert torch.equal(masters[name], value), (name, residency)
             assert ((masters[name] - value).abs() <= bound).all(), (name, residency)
         assert any(not torch.equal(masters[name], start[name]) for name in masters)
 
@@ -78,12 +79,16 @@ def test_the_first_step_is_that_of_streamed_stages_to_an_ulp(train: Train, optio
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0", "--bf16 --max_grad_norm 0.5", "--fp16", "--fp32"])
 def test_ten_steps_stay_near_those_of_streamed_stages(train: Train, options: str, is_tied: bool) -> None:
-    """An ulp of a master changes a bf16 weight once in 2**16 times, and with it what follows, by little."""
+    """In bf16 they are those; else an ulp of a master changes a weight, and with it what follows, by little."""
     shared = f"{options} --compile off"
     _, start = train(f"{shared} --resident_stages 0 --learning_rate 1e-30", num_steps=1, is_tied=is_tied)
     losses, expected = train(f"{shared} --resident_stages 0", num_steps=10, is_tied=is_tied)
     for residency in ("--resident_stages 1", "--resident_stages 3 --no_prefetch", "--no_offload"):
         other_losses, masters = train(f"{shared} {residency}", num_steps=10, is_tied=is_tied)
+        if "--bf16" in options:
+            assert other_losses == losses
+            assert all(torch.equal(masters[name], value) for name, value in expected.items()), residency
+            continue
         assert other_losses == pytest.approx(losses, rel=2e-3)
         apart = sum(float((masters[name] - value).double().square().sum()) for name, value in expected.items())
         moved = sum(float((value - start[name]).double().square().sum()) for name, value in expected.items())
@@ -124,7 +129,7 @@ def _pair(gradient_dtype: torch.dtype, step: int) -> tuple[StageState, StageStat
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("step", [1, 2, 1000])
-def test_an_update_on_the_gpu_is_the_c_kernels_to_the_stated_bound(
+def test_an_update_on_the_gpu_is_the_c_kernels(
     tmp_path: Path, step: int, gradient_dtype: torch.dtype, is_fused: bool
 ) -> None:
     host, gpu = _pair(gradient_dtype, step)
@@ -135,15 +140,20 @@ def test_an_update_on_the_gpu_is_the_c_kernels_to_the_stated_bound(
     gradient = host.gradients.float() * 0.25
     for state in (host, gpu):
         adamw.update(state, step=step, learning_rate=LEARNING_RATE, gradient_factor=0.25)
-    assert fused is None or fused.supports(gpu), "compiling has failed"
+    if fused is not None:
+        assert fused.supports(gpu), "compiling has failed"
+        for mine, theirs in zip(gpu.tensors, host.tensors, strict=True):
+            assert torch.equal(mine.cpu(), theirs), "Triton's kernel gives the C kernel's bits"
+        return
 
+    # torch's own, which takes powers for the bias correction in fp32
     largest = torch.maximum(host.exp_avg.abs(), gradient.abs())
     assert ((gpu.exp_avg.cpu() - host.exp_avg).abs() <= 2.0**-22 * largest).all()
     square = torch.maximum(largest.square(), host.exp_avg_sq)
     assert ((gpu.exp_avg_sq.cpu() - host.exp_avg_sq).abs() <= 2.0**-22 * square).all()
     master, expected = gpu.read_master().cpu(), host.read_master()
     moved = (expected - before).abs() + LEARNING_RATE * 0.1 * before.abs()
-    bound = 2 * 2.0**-23 * torch.maximum(expected.abs(), before.abs()) + 2.0**-20 * moved
+    bound = 2 * 2.0**-23 * torch.maximum(expected.abs(), before.abs()) + 2.0**-14 * moved
     assert ((master - expected).abs() <= bound).all()
     assert torch.equal(gpu.weights.cpu(), master.bfloat16()), "the working copy is the rounded master"
 
