@@ -17,6 +17,9 @@ from mobius.runtime.numa import bind_to_gpu_node
 
 SPARED_THREADS = 2
 MIN_THREADS_TO_SPARE = 8
+SATURATING_THREADS = 32
+"""Threads of all ranks' optimizers together that use up a host's memory bandwidth: on 64 cores of a machine with four
+H200, 6 to 14 threads of each rank updated equally fast, and steps varied least with 8 (docs/decisions.md)."""
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 
 
@@ -63,14 +66,15 @@ def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int] | 
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.num_ranks))
 
 
-def optimizer_threads() -> int:
-    """Threads of the CPU optimizer: this rank's, less those that must not wait for a core while it runs.
+def optimizer_threads(num_ranks: int) -> int:
+    """Threads of the CPU optimizer of each rank: as many as help, less those that must not wait for a core meanwhile.
 
-    Those are the thread that feeds the GPU and autograd's. With all 16 cores of a rank in use some layers took twice
-    their time on four H200, probably for that reason; the update itself is as fast with 14.
+    Those are the thread that feeds the GPU and autograd's.
     """
     threads = torch.get_num_threads()
-    return threads - SPARED_THREADS if threads >= MIN_THREADS_TO_SPARE else threads
+    if threads < MIN_THREADS_TO_SPARE:
+        return threads
+    return min(threads - SPARED_THREADS, max(SATURATING_THREADS // num_ranks, MIN_THREADS_TO_SPARE - SPARED_THREADS))
 
 
 def check_dtype(dtype: Dtype, device: torch.device) -> None:

@@ -71,7 +71,7 @@ def _measure(blueprint: Blueprint, shape: MicrobatchShape, transport: Transport)
         shape,
         device=blueprint.device,
         transport=transport,
-        kernel=load_kernel(cache_folder(), num_threads=optimizer_threads()),
+        kernel=load_kernel(cache_folder(), num_threads=optimizer_threads(blueprint.ranks.num_ranks)),
         messages_through_host=not allows_peer_copies(),
     )
     logger.info("measured in %.0f s, for auto: %s", time.perf_counter() - start, profile.describe())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -213,7 +214,8 @@ def restored_affinities() -> Iterator[None]:
     before = affinities()
     yield
     for thread in affinities():
-        os.sched_setaffinity(thread, before.get(thread, before[os.getpid()]))
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            os.sched_setaffinity(thread, before.get(thread, before[os.getpid()]))
 
 
 @pytest.mark.usefixtures("restored_affinities")
