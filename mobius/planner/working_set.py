@@ -5,14 +5,14 @@ the gradients of all linear outputs live until its backward ends), H hidden, I f
 four products have for output and input (4 H in Llama):
 
                         graph                 peak: in the feed-forward part, or at the end
-    compiled            A + Q + 3 H + 3 I     graph + 3 I,  A + Q +  8 H + 3 I
+    compiled            A + Q + 3 H + 3 I     graph + 4 H + 3 I
     eager, bf16, fp16   A + Q + 9 H + 4 I     graph + 3 I,  A + Q + 18 H + 3 I     (norms in fp32)
     eager, fp32         A + Q + 6 H + 4 I     graph + 3 I,  A + Q + 12 H + 3 I
 
 The eager ones are counted, op by op, on a CPU (tests/harness/live_bytes.py); of the compiled ones the graph is within
-2 % of the 0.7 of all widths that was measured on an H200, the peak is by reading the code. They hold for Llama, Mistral
-and Qwen2; norms on queries and keys (Qwen3) make a graph 1.25 times as large, Gemma 3's 1.8 times (eager, counted).
-Where a GPU is at hand, a layer is measured instead (runtime/stage.py).
+2 % of the 0.7 of all widths that was measured on an H200, the peak within 1 % of what was measured there. They hold
+for Llama, Mistral and Qwen2; norms on queries and keys (Qwen3) make a graph 1.25 times as large, Gemma 3's 1.8 times
+(eager, counted). Where a GPU is at hand, a layer is measured instead (runtime/stage.py).
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ def estimate_layer(weight_bytes: int, shape: ModelShape, tokens: int, *, compile
     hidden, inner = shape.hidden_size, shape.intermediate_size
     attention = max(0, max(shape.layer_parameters, default=0) - 3 * hidden * inner) // hidden
     if compiled:
-        graph, end = attention + 3 * hidden + 3 * inner, 8 * hidden
+        graph = attention + 3 * hidden + 3 * inner
+        peak = graph + 4 * hidden + 3 * inner
     else:
         norms = 3 if weight_bytes == 4 else 6
-        graph, end = attention + (3 + norms) * hidden + 4 * inner, (6 + 2 * norms) * hidden
-    peak = max(graph + 3 * inner, attention + end + 3 * inner)
+        graph = attention + (3 + norms) * hidden + 4 * inner
+        peak = max(graph + 3 * inner, attention + (6 + 2 * norms) * hidden + 3 * inner)
     return LayerBytes(graph * tokens * weight_bytes, peak * tokens * weight_bytes)
 
 

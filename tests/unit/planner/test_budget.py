@@ -154,7 +154,7 @@ def test_streamed_llama_7b_by_hand(llama_7b: ModelShape) -> None:
 
     need = need_of(llama_7b)
     # A layer's parameters beside its feed-forward matrices are four times 4096 squared, and two norms.
-    work = (32 * 512) * (7 * 4096 + 2 + 6 * 11008) * 2
+    work = (32 * 512) * (11 * 4096 + 2 + 6 * 11008) * 2
     moment = (32 + 2 + 6) * activation + work
     assert need == GpuNeed(
         rank=0,  # the last stage's rank keeps one microbatch of it only

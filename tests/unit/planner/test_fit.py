@@ -72,13 +72,13 @@ def least_gib(slots: int, graphs: int, resident: int = 0, state_bytes: int = 14,
     """By hand for rank 0 of Llama-2-7B in 32 stages: what must be free for a use of it to be chosen, in GiB.
 
     A message, or input of a layer, is 1/16 GiB; eight stages keep four inputs each. Two messages are received ahead;
-    of the six that were sent last, four lie in the graphs of the last stage if it keeps them. A layer's work is 7 x
+    of the six that were sent last, four lie in the graphs of the last stage if it keeps them. A layer's work is 11 x
     4096 + 2 + 6 x 11008 wide where its graph is 7 x 4096 + 2 + 3 x 11008, and the graph is there already if it is kept.
     """
     largest = FIRST if resident == 0 else INNER
     states = slots * largest * 2 + FIRST * 4
     states += state_bytes * (FIRST + (resident - 1) * INNER) if resident else 0
-    work = graph * (7 * 4096 + 2 + 6 * 11008) / (7 * 4096 + 2 + 3 * 11008) - (graph if graphs else 0)
+    work = graph * (11 * 4096 + 2 + 6 * 11008) / (7 * 4096 + 2 + 3 * 11008) - (graph if graphs else 0)
     moment = 2 + 4 * graphs * graph + (2 + (2 if graphs else 6)) / 16 + work
     return (states / GIB + 1.03 * moment + 1 / 8 + 16 * 32768 / GIB) / 0.95
 
