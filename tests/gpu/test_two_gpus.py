@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,19 @@ import torch
 from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+
+Parameters = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def single_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Parameters]:
+    """What one GPU ends with, with and without tied matrices; each trained once."""
+    return cache(
+        lambda is_tied: _train(
+            tmp_path_factory.mktemp("single"), 1, "--use_offload --resident_stages 0", is_tied=is_tied
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -24,17 +39,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
         ("--no_offload --no_copy_messages", False),
     ],
 )
-def test_two_gpus_train_like_one(tmp_path: Path, mode: str, is_tied: bool) -> None:
-    make_checkpoint(tmp_path / "model", is_tied=is_tied)
-    make_dataset(tmp_path / "data.jsonl")
-    single, double = (_train(tmp_path, num_ranks, mode) for num_ranks in (1, 2))
+def test_two_gpus_train_like_one(
+    tmp_path: Path, single_runs: Callable[[bool], Parameters], mode: str, is_tied: bool
+) -> None:
+    single, double = single_runs(is_tied), _train(tmp_path, 2, mode, is_tied=is_tied)
     assert single.keys() == double.keys()
     for name, expected in single.items():
         # lr 1e-3 over 6 steps moves a parameter by 6e-3 at most; rounding may cost a hundredth of that.
         assert (double[name] - expected).abs().max() < 6e-5, name
 
 
-def _train(folder: Path, num_ranks: int, mode: str) -> dict[str, torch.Tensor]:
+def _train(folder: Path, num_ranks: int, mode: str, *, is_tied: bool) -> Parameters:
+    make_checkpoint(folder / "model", is_tied=is_tied)
+    make_dataset(folder / "data.jsonl")
     launcher = f"-m torch.distributed.run --nproc_per_node {num_ranks} --master_port {free_port()}".split()
     options = f"""--model_path model --dataset data.jsonl --fp32 --device cuda --num_stages 4
         --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 6 --learning_rate 1e-3
@@ -46,7 +63,7 @@ def _train(folder: Path, num_ranks: int, mode: str) -> dict[str, torch.Tensor]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=100,
         check=False,
     )
     assert result.returncode == 0, result.stdout
