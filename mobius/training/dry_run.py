@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,9 +35,11 @@ from mobius.planner.plan_file import ModelDigest, SavedPlan
 from mobius.planner.plan_table import GpuTable, describe_gpus, describe_host, describe_stages, describe_step
 from mobius.planner.shape import ModelShape
 from mobius.planner.what_if import Answer, Machine, Run, answer, waiting_of
-from mobius.ranks import Ranks, cpu_share
+from mobius.ranks import Ranks, cpu_share, visible_devices
+from mobius.runtime.device_order import device_names
 from mobius.training.auto import resolve_auto, run_of
 from mobius.training.output_folder import replaced_whole
+from mobius.training.placement import order_devices
 from mobius.validation import validate
 
 logger = logging.getLogger(__name__)
@@ -68,6 +71,8 @@ def run_dry(config: Config, ranks: Ranks) -> bool:
         config = resolve_auto(config, shape, num_ranks=num_ranks, gpu=None).config
     run = run_of(config, shape)
     logger.info("plan of %s: %.3g parameters, %s", config.model.model_path, shape.num_parameters, run.dtype)
+    if card is not None:
+        _log_devices(config, num_ranks)
     try:
         planned = (
             _on_cpus(config, run, num_ranks)
@@ -97,6 +102,26 @@ def _card(config: Config) -> Card | None:
         raise PlanError(f"the GPU {name!r} is not known; name one like it with --card: {', '.join(CARDS)}.")
     total = torch.cuda.get_device_properties(0).total_memory
     return replace(card, memory_gb=total / GIB)
+
+
+@dataclass
+class _Alone:
+    """A meeting of which only the first rank is there."""
+
+    num_ranks: int
+    rank: int = 0
+
+    def gather(self, value: object) -> list[Any]:
+        return [value]
+
+
+def _log_devices(config: Config, num_ranks: int) -> None:
+    """Say which GPU every rank would get, if it is for those that are here."""
+    if config.planning.card is not None or torch.cuda.device_count() < num_ranks:
+        return
+    order = order_devices(config, _Alone(num_ranks))
+    names = device_names(visible_devices(), num_ranks)
+    logger.info("GPUs of ranks 0 to %d: %s", num_ranks - 1, ", ".join(names[index] for index in order))
 
 
 def _num_ranks(config: Config, ranks: Ranks) -> int:

@@ -3,13 +3,17 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from harness.runs import make_checkpoint, make_dataset, run_main
 
 from mobius.cli import given_options, parse_args
 from mobius.errors import ConfigError, PlanError
+from mobius.planner.topology import Topology
 from mobius.ranks import Ranks
+from mobius.training import placement
 from mobius.training.dry_run import run_dry
 from mobius.training.planned import adopt_plan
 
@@ -72,6 +76,43 @@ def test_a_plan_is_printed_with_bytes_by_category_a_predicted_step_and_whether_i
     saved = json.loads((large / "plan.json").read_text())
     assert (saved["version"], saved["num_ranks"], len(saved["spans"])) == (1, 4, 32)
     assert not (large / "save_ckpt").exists()
+
+
+BOX = Topology.from_json((Path(__file__).parents[1] / "planner/topologies/two_per_root_complex.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("listed", "options", "expected"),
+    [
+        (None, [], "0, 2, 1, 3"),
+        ("4,5,6,7", [], "4, 6, 5, 7"),
+        ("4,5,6,7", ["--no_cross_mapping"], "4, 5, 6, 7"),
+    ],
+)
+def test_the_gpus_of_the_ranks_are_told_where_they_are_here(
+    large: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    listed: str | None,
+    options: list[str],
+    expected: str,
+) -> None:
+    if listed is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA L20")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=48 * 2**30))
+    monkeypatch.setattr(placement, "read_topology", lambda num_gpus: BOX)
+    caplog.set_level("INFO")
+    here = [argument for argument in NODE if argument not in ("--card", "H200")]
+    assert dry(*here, "--num_stages", "32", "--num_chunks", "8", *options)
+    assert f"GPUs of ranks 0 to 3: {expected}\n" in told(caplog)
+    caplog.clear()
+    assert dry(*NODE, "--num_stages", "32", "--num_chunks", "8", *options)
+    assert "GPUs of ranks" not in told(caplog)
 
 
 @pytest.mark.parametrize(
