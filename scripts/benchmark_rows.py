@@ -61,6 +61,8 @@ class Measurement:
     all_step_seconds: Sequence[float]
     huge_page_share: float | None = None
     """Of rank 0's memory; it is recorded, and no column."""
+    start: Mapping[str, float] | None = None
+    """Parts of `load_seconds` on rank 0; recorded, and no column."""
     plan: Mapping[str, Any] | None = None
     """What Mobius planned and predicted; recorded, and no column."""
 
@@ -97,6 +99,7 @@ def mobius_measurement(output: Mapping[str, Any], workload: Workload, machine_by
         load_seconds=output["load_seconds"],
         loss=last["loss"],
         huge_page_share=output.get("huge_page_share"),
+        start=output.get("start"),
         plan=output.get("plan"),
     )
 

@@ -47,19 +47,24 @@ def main() -> None:
     setup_logging(ranks.rank)
     config = parse_args(options, num_ranks=ranks.num_ranks)
     folder = Path(config.model.model_path)
+    clock = StartClock()
     blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model))
     set_host_threads(ranks, blueprint.device, blueprint.device_order)
     recordings = Recordings(config, rank=ranks.rank, device=blueprint.device, folder=Path(config.output.save_dir))
     if config.output.trace:
         Path(config.output.save_dir).mkdir(parents=True, exist_ok=True)
+    clock.ends("plan")
     transport = connect(blueprint, recordings.spans)
     blueprint = plan_by_measurement(blueprint, transport)
+    clock.ends("connect")
     state = load_state(blueprint, folder, source=RandomWeights(blueprint.device), spans=recordings.spans)
+    clock.ends("memory and weights")
     if blueprint.device.type == "cuda":  # what making the weights took does not count
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(blueprint.device)
     if blueprint.device.type == "cuda" and ranks.num_ranks > 1:
         rehearse(blueprint, state)
+    clock.ends("rehearsal")
     batches = Batches(
         random_tokens(blueprint.shape.vocab_size, config.data.seq_length, config.pipeline.batch_size),
         batch_size=config.pipeline.batch_size,
@@ -76,16 +81,29 @@ def main() -> None:
         watches=recordings.watches,
         has_kernel="--torch_adamw" not in sys.argv,
     )
+    clock.ends("trainer")
     load_seconds = seconds_since_launch()
     steps = [dataclasses.asdict(metrics) for metrics in trainer.train()]
     if ranks.is_first:
         told: dict[str, object] = {"steps": steps, "load_seconds": load_seconds, "huge_page_share": huge_page_share()}
+        told["start"] = clock.seconds
         told["plan"] = dataclasses.asdict(facts_of(blueprint))
         output.write_text(json.dumps(told))
     recordings.write(trace_facts(blueprint), transport)
     transport.barrier()
     state.close()
     transport.close()
+
+
+class StartClock:
+    """What the start takes, part by part, on this rank; "imports" is what came before it."""
+
+    def __init__(self) -> None:
+        self.seconds = {"imports": seconds_since_launch()}
+
+    def ends(self, part: str) -> None:
+        """Say that `part` has ended now."""
+        self.seconds[part] = seconds_since_launch() - sum(self.seconds.values())
 
 
 @dataclasses.dataclass(frozen=True)

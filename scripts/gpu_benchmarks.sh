@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The measurements of docs/benchmarks.md on the GPUs of this machine:  bash scripts/gpu_benchmarks.sh PART...
 #
-#   main       Llama-2-7B's shape, batch 64 x 512, all stages streamed under 12 GiB, without and with clipping, beside peers without
-#   stale      the same without clipping beside RoundPipe, whose start takes minutes
+#   main       Llama-2-7B's shape, batch 64 x 512, all stages streamed under 12 GiB, without clipping, beside peers
+#   stale      the same beside RoundPipe, whose start takes minutes
 #   clip       the same with clipping 1.0, peers too
 #   stages     the same with a stage per layer, and with embedding and head in stages of their own
 #   long       7B, 64 x 2048
@@ -10,7 +10,9 @@
 #   nop2p      7B, 64 x 512, GPUs without direct access to each other, as consumer cards are
 #   resident   7B, 64 x 512, everything in GPU memory
 #   ablation   main with clipping, one part of Mobius switched off at a time
-#   memory     7B, 64 x 512, what fits stays: limits of 16, 24, 48 and 80 GiB and none, beside a peer
+#   memory     7B, 64 x 512, what fits stays: limits of 12 to 80 GiB and none, beside peers (draw_memory_curve.py draws it)
+#   13b48      13B, 64 x 128, what fits stays under 48 GiB
+#   30b        Llama-30B's shape, 64 x 512, under 24 GiB per GPU; needs 403 GiB of host memory
 #
 # PYTHON (default python3) must have the requirements installed. ROWS (default benchmark_rows.jsonl) is appended to, row by
 # row. Each part takes minutes; RUN_SECONDS ends a run that hangs. Whatever is set below can be set in the environment.
@@ -44,8 +46,11 @@ NOP2P_VARIANT=${NOP2P_VARIANT:---no_copy_messages}
 RESIDENT_MOBIUS=${RESIDENT_MOBIUS:---num_stages 32 --num_chunks 8 --no_offload --recompute none --loss_chunk_tokens 8192}
 RESIDENT_PEERS=${RESIDENT_PEERS:-fsdp2-compile}
 MEMORY_MOBIUS=${MEMORY_MOBIUS:---num_stages 36 --num_chunks 8}
-MEMORY_LIMITS=${MEMORY_LIMITS:-16 24 48 80}
-MEMORY_PEERS=${MEMORY_PEERS:-fsdp2-offload}
+MEMORY_LIMITS=${MEMORY_LIMITS:-12 16 24 32 48 80}
+MEMORY_PEERS=${MEMORY_PEERS:-fsdp2-offload deepspeed-zero2}
+MOBIUS_13B48=${MOBIUS_13B48:---num_stages 44 --num_chunks 4 --gpu_memory_limit 48}
+SIZE_30B=${SIZE_30B:-30b}
+MOBIUS_30B=${MOBIUS_30B:---num_stages 64 --num_chunks 8 --gpu_memory_limit 24}
 
 # peers NAME...: the words that ask benchmark.py for them
 peers() { for name in $1; do printf -- '--peer %s ' "$name"; done; }
@@ -62,8 +67,7 @@ benchmark() {
 
 # shellcheck disable=SC2046 # so are the words of peers
 part_main() {
-    benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 \
-        --variant "clipping 1.0=--max_grad_norm 1" $(peers "$MAIN_PEERS")
+    benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 $(peers "$MAIN_PEERS")
 }
 part_stale() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 $(peers "$STALE_PEERS"); }
 part_clip() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 1 $(peers "$CLIP_PEERS"); }
@@ -89,6 +93,11 @@ part_memory() {
     benchmark "$SIZE" "$MEMORY_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 "${variants[@]}" \
         $(peers "$MEMORY_PEERS")
 }
+part_13b48() {
+    benchmark "$SIZE_13B" "$MOBIUS_13B48" --batch_size 64 --seq_length 128 --max_grad_norm 0 --gpu_memory_limit 48 \
+        $(peers "$PEERS_13B")
+}
+part_30b() { benchmark "$SIZE_30B" "$MOBIUS_30B" --batch_size 64 --seq_length 512 --max_grad_norm 1; }
 part_ablation() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 1 --ablation; }
 
 failed=0

@@ -16,6 +16,7 @@ SIZES = {  # hidden, intermediate, layers, heads; Llama-2's shapes, and a 1B one
     "1b": (2048, 5504, 20, 16),
     "7b": (4096, 11008, 32, 32),
     "13b": (5120, 13824, 40, 40),
+    "30b": (6656, 17920, 60, 52),
 }
 VOCAB_SIZE = 32000
 TOKENIZER = Path(__file__).parents[1] / "assets" / "tiny-llama"

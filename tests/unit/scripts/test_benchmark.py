@@ -234,9 +234,10 @@ def test_a_free_port_is_one_that_can_be_listened_on() -> None:
     assert 1024 <= free_port() < 65536
 
 
-@pytest.mark.parametrize(
-    "part", ["main", "stale", "clip", "stages", "long", "13b", "nop2p", "resident", "ablation", "memory"]
-)
+PARTS = ["main", "stale", "clip", "stages", "long", "13b", "nop2p", "resident", "ablation", "memory", "13b48", "30b"]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_every_part_of_the_gpu_benchmarks_is_a_command_that_benchmark_understands(part: str, tmp_path: Path) -> None:
     # In the place of Python a program that writes down its words.
     fake = tmp_path / "python"
@@ -248,10 +249,10 @@ def test_every_part_of_the_gpu_benchmarks_is_a_command_that_benchmark_understand
 
     arguments = benchmark.parse(argv)
     assert script == "scripts/benchmark.py"
-    assert arguments.size == ("13b" if part == "13b" else "7b")
+    assert arguments.size == (part[:3] if part[0].isdecimal() else "7b")
     assert arguments.mobius_options[-2:] == ["--host_memory_limit", "400"]
     assert arguments.env == ([("NCCL_P2P_DISABLE", "1")] if part == "nop2p" else [])
-    assert (len(arguments.peer) > 0) == (part not in ("ablation", "stages"))
+    assert (len(arguments.peer) > 0) == (part not in ("ablation", "stages", "30b"))
 
 
 @pytest.mark.xdist_group("processes")
