@@ -82,6 +82,8 @@ class Blueprint:
     """GPU memory of every rank by the planner's arithmetic, as far as this one knows."""
     forecast: Forecast | None
     """None where nothing is known of the device's speed."""
+    profile: Profile | None
+    """What the plan goes by, as far as anything is known of the device's speed."""
 
     others_graph_stages: frozenset[int] = frozenset()
     """The same as `graph_stages` of the other ranks, if their GPUs have as much memory as this one's."""
@@ -212,6 +214,7 @@ def _draw(
         fitted.uses,
         need_bytes(request, fitted, graph_bytes=graph_bytes, peak_bytes=peak_bytes),
         None if model is None else forecast(plan, fitted.uses, shape, model),
+        profile,
         fitted.others_graph_stages,
     )
 

@@ -7,32 +7,27 @@ own seconds, and is not done again by the run.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mobius.memory.available import available_host_bytes
-from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStages
-from mobius.memory.stage_state import StageState
 from mobius.models.blocks import LayerInputs, ModelParts
-from mobius.optim.adamw import AdamWSettings, FlatAdamW
+from mobius.optim.adamw import FlatAdamW
+from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.kernel import AdamWKernel
 from mobius.planner.partition import StageSpan
-from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
+from mobius.planner.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.runtime.stage import StageModule
 from mobius.runtime.transport import Transport
+from mobius.training.bench import Bench
+from mobius.training.host_rates import SETTINGS, Copies, measure_copies, measure_cpu_optimizer, update_once
 
-PART_SECONDS = 0.4
-"""How long each part is repeated, at least `MIN_REPEATS` times; some twenty parts make a few seconds in all."""
-MIN_REPEATS, WARM_UP = 3, 2
 MESSAGES = 8
 """Sent in a row to a neighbour."""
-SETTINGS = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
 
 
 @dataclass(frozen=True)
@@ -58,65 +53,6 @@ class Amounts:
     gpu_parameters: int = 2**26
 
 
-class _Bench:
-    """Runs work for a while and tells the seconds of one run, the same on all ranks."""
-
-    def __init__(self, device: torch.device, transport: Transport) -> None:
-        self.device, self.transport = device, transport
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def seconds(self, work: Callable[[], object], *, begin: Callable[[], object] | None = None) -> float:
-        """Mean seconds of `work` on all ranks at once, run back to back as within a step.
-
-        `begin` starts what is to go on beside it, with the device idle before.
-        """
-        for _ in range(WARM_UP):
-            work()
-        self.synchronize()
-        start = time.perf_counter()
-        work()
-        self.synchronize()
-        # All ranks repeat equally often, or those that are done would no longer disturb the others.
-        repeats = max(MIN_REPEATS, int(PART_SECONDS / self.mean(max(time.perf_counter() - start, 1e-6))))
-        self.transport.barrier()
-        if begin is not None:
-            begin()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        if begin is None:
-            self.synchronize()
-        seconds = (time.perf_counter() - start) / repeats
-        self.synchronize()
-        return self.mean(seconds)
-
-    def seconds_alone(self, work: Callable[[], object]) -> float:
-        """Mean over the ranks of the seconds that each takes while the others wait."""
-        own = 0.0
-        for rank in range(self.transport.num_ranks):
-            self.transport.barrier()
-            if rank != self.transport.rank:
-                continue
-            times = []
-            for _ in range(WARM_UP + MIN_REPEATS):
-                self.synchronize()
-                start = time.perf_counter()
-                work()
-                self.synchronize()
-                times.append(time.perf_counter() - start)
-            own = min(times[WARM_UP:])
-        self.transport.barrier()
-        return self.mean(own)
-
-    def mean(self, value: float) -> float:
-        return float(self.transport.sum_over_ranks(torch.tensor([value], dtype=torch.float64))) / (
-            self.transport.num_ranks
-        )
-
-
 def measure_profile(
     parts: ModelParts,
     shape: MicrobatchShape,
@@ -132,13 +68,13 @@ def measure_profile(
     `kernel` is the CPU optimizer's; None measures torch's. All memory that it takes is given back.
     """
     amounts = amounts or Amounts()
-    bench = _Bench(device, transport)
+    bench = Bench(device, transport)
     layers, kind_of_layer = _measure_layers(bench, parts, shape)
     embedding_forward, embedding_backward, loss = _measure_ends(bench, parts, shape)
-    memory = _Copies(device, amounts.copy_bytes)
+    memory = Copies(device, amounts.copy_bytes)
     try:
-        copies = _measure_copies(bench, memory, amounts.copy_bytes)
-        cpu = _measure_cpu_optimizer(bench, shape.dtype, kernel, amounts.cpu_parameters, memory)
+        copies = measure_copies(bench, memory, amounts.copy_bytes)
+        cpu = measure_cpu_optimizer(bench, shape.dtype, kernel, amounts.cpu_parameters, memory)
     finally:
         memory.close()
     both = copies.both_down + copies.both_up
@@ -173,7 +109,7 @@ def measure_profile(
 
 
 def _measure_layers(
-    bench: _Bench, parts: ModelParts, shape: MicrobatchShape
+    bench: Bench, parts: ModelParts, shape: MicrobatchShape
 ) -> tuple[tuple[LayerSeconds, ...], tuple[int, ...]]:
     """Every kind of layer, forward, backward with recompute, and forward and backward with the graph kept."""
     device = bench.device
@@ -212,7 +148,7 @@ def _measure_layers(
     return tuple(seconds), tuple(order.index(id(layer.module)) for layer in parts.layers)
 
 
-def _measure_ends(bench: _Bench, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:
+def _measure_ends(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:
     """Embedding forward, embedding backward, and norm, head and loss with their backward."""
     device = bench.device
     inputs = LayerInputs(parts, device=device, dtype=shape.dtype)
@@ -241,59 +177,8 @@ def _memory_of(
     return layout.views(weights), layout.views(torch.zeros(layout.num_elements, device=device))
 
 
-class _Copies:
-    """Page-locked and device memory with a stream for each direction; `close` gives it back."""
-
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self._device = device
-        self._host = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)]
-        self._on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._streams: list[torch.cuda.Stream] = []
-        if device.type == "cuda":
-            self._streams = [torch.cuda.Stream(device) for _ in range(2)]
-            # Not pin_memory: torch would keep the memory for good.
-            for tensor in self._host:
-                error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-                assert int(error) == 0, f"cudaHostRegister: {error}"
-
-    def close(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            for tensor in self._host:
-                torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
-
-    def down(self) -> None:
-        self._run(0, self._on_device[0], self._host[0])
-
-    def up(self) -> None:
-        self._run(1, self._host[1], self._on_device[1])
-
-    def both(self) -> None:
-        self.down()
-        self.up()
-
-    def _run(self, index: int, target: Tensor, source: Tensor) -> None:
-        if not self._streams:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(self._streams[index]):
-            target.copy_(source, non_blocking=True)
-
-
-def _measure_copies(bench: _Bench, copies: _Copies, num_bytes: int) -> CopyRates:
-    both = num_bytes / bench.seconds(copies.both)
-    return CopyRates(
-        down=num_bytes / bench.seconds_alone(copies.down),
-        up=num_bytes / bench.seconds_alone(copies.up),
-        down_together=num_bytes / bench.seconds(copies.down),
-        up_together=num_bytes / bench.seconds(copies.up),
-        both_down=both,
-        both_up=both,
-    )
-
-
 def _measure_messages(
-    bench: _Bench, parts: ModelParts, shape: MicrobatchShape, *, is_through_host: bool
+    bench: Bench, parts: ModelParts, shape: MicrobatchShape, *, is_through_host: bool
 ) -> MessageRates:
     """Messages round the ring, all edges at once; what latency they have is in the rate, at their real size."""
     transport, device = bench.transport, bench.device
@@ -314,51 +199,15 @@ def _measure_messages(
     return MessageRates(message.nbytes / seconds, 0.0, is_through_host=is_through_host)
 
 
-@dataclass(frozen=True)
-class _CpuRates:
-    alone: float
-    together: float
-    beside_copies: float
-    bytes_moved: int
-
-
-def _measure_cpu_optimizer(
-    bench: _Bench, dtype: torch.dtype, kernel: AdamWKernel | None, num_parameters: int, copies: _Copies
-) -> _CpuRates:
-    """Parameters per second of a streamed stage's update, on the host with the run's threads."""
-    layout = StageLayout.of({"weight": (num_parameters, 1)})
-    state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
-    state.gradients.fill_(1e-3)
-    adamw = FlatAdamW(SETTINGS, kernel)
-    alone = bench.seconds_alone(lambda: _update(adamw, state))
-    together = beside = bench.seconds(lambda: _update(adamw, state))
-    if bench.device.type == "cuda":
-        # Enough that the copies outlast the updates, which are `PART_SECONDS` long.
-        num_copies = int(2 * max(PART_SECONDS, MIN_REPEATS * together) / bench.seconds(copies.both)) + 1
-
-        def start_copies() -> None:
-            for _ in range(num_copies):
-                copies.both()
-
-        beside = bench.seconds(lambda: _update(adamw, state), begin=start_copies)
-    sizes = [tensor.element_size() for tensor in state.tensors]
-    moved = 2 * sum(sizes) - state.gradients.element_size()
-    count = layout.num_elements
-    return _CpuRates(count / alone, count / together, count / beside, moved)
-
-
-def _update(adamw: FlatAdamW, state: StageState) -> None:
-    adamw.update(state, step=1, learning_rate=1e-5, gradient_factor=1.0)
-
-
-def _measure_gpu_optimizer(bench: _Bench, dtype: torch.dtype, num_parameters: int) -> float:
+def _measure_gpu_optimizer(bench: Bench, dtype: torch.dtype, num_parameters: int) -> float:
     layout = StageLayout.of({"weight": (num_parameters, 1)})
     state = ResidentStages({0: layout}, dtype=dtype, device=bench.device).states[0]
-    adamw = FlatAdamW(SETTINGS)
-    return layout.num_elements / bench.seconds(lambda: _update(adamw, state))
+    adamw = FlatAdamW(SETTINGS, fused=FusedUpdate())
+    adamw.warm_up([state])
+    return layout.num_elements / bench.seconds(lambda: update_once(adamw, state))
 
 
-def _measure_gpu_memory(bench: _Bench, num_bytes: int) -> float:
+def _measure_gpu_memory(bench: Bench, num_bytes: int) -> float:
     """Bytes per second read and written by a copy within the device."""
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=bench.device) for _ in range(2))
     return 2 * num_bytes / bench.seconds(lambda: target.copy_(source))

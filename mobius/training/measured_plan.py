@@ -1,4 +1,7 @@
-"""Plans `--num_stages auto` again by what is measured on the machine, once the ranks have met.
+"""Plans a run on GPUs again by what is measured on the machine, once the ranks have met.
+
+The host's rates are looked at in every run that streams, for a second or two; layers and everything else only for
+`--num_stages auto`, where that has a choice to make, and are kept for the next one.
 
 It measures nothing itself (measure.py), keeps nothing (profile_cache.py) and decides nothing (blueprint.py). The number
 of microbatches stays what the estimate chose: what is measured, and what the transport is made for, has their shape.
@@ -10,13 +13,14 @@ import logging
 import time
 from functools import partial
 
-from mobius.optim.kernel import load_kernel
+from mobius.optim.kernel import AdamWKernel, load_kernel
 from mobius.planner.profile import Profile
 from mobius.ranks import allows_peer_copies, cache_folder
 from mobius.runtime.devices import optimizer_threads
 from mobius.runtime.transport import Transport
 from mobius.training.auto import check_agreement
 from mobius.training.blueprint import Blueprint, redraw
+from mobius.training.host_rates import HostRates, measure_host_rates, with_host_rates
 from mobius.training.measure import MicrobatchShape, measure_profile
 from mobius.training.profile_cache import cached_profile, profile_key, profile_path
 
@@ -26,14 +30,17 @@ logger = logging.getLogger(__name__)
 def plan_by_measurement(blueprint: Blueprint, transport: Transport) -> Blueprint:
     """The plan that is to be run, on which all ranks agree; collective.
 
-    It is `blueprint` unless the number of stages was left to us and there are GPUs: then they are measured, or read
-    from the cache, and the run is planned again. Call it before the stages take memory. Raises PlanError if the ranks
-    disagree, and what `draw_blueprint` does.
+    It is `blueprint` where nothing is measured: on CPUs, with `--plan`, and where everything stays on GPUs of a known
+    speed. Call it before the stages take memory. Raises PlanError if the ranks disagree, and what `draw_blueprint`
+    does.
     """
     check_agreement(blueprint.plan, transport)
-    if not is_to_be_measured(blueprint):
+    profile = measured_profile(blueprint, transport) if is_to_be_measured(blueprint) else blueprint.profile
+    if profile is not None and is_host_to_be_measured(blueprint):
+        profile = with_host_rates(profile, _measure_host(blueprint, transport))
+    if profile is blueprint.profile or profile is None:
         return blueprint
-    planned = redraw(blueprint, measured_profile(blueprint, transport))
+    planned = redraw(blueprint, profile)
     check_agreement(planned.plan, transport)
     return planned
 
@@ -41,6 +48,12 @@ def plan_by_measurement(blueprint: Blueprint, transport: Transport) -> Blueprint
 def is_to_be_measured(blueprint: Blueprint) -> bool:
     """Whether what a measurement tells has a choice to make that is worth its seconds."""
     return blueprint.device.type == "cuda" and blueprint.asked.pipeline.num_stages is None
+
+
+def is_host_to_be_measured(blueprint: Blueprint) -> bool:
+    """Whether the run streams, and its plan is not a given one."""
+    config = blueprint.config
+    return blueprint.device.type == "cuda" and config.pipeline.use_offload and config.planning.plan is None
 
 
 def measured_profile(blueprint: Blueprint, transport: Transport) -> Profile:
@@ -64,6 +77,25 @@ def measured_profile(blueprint: Blueprint, transport: Transport) -> Profile:
     return cached_profile(path, partial(_measure, blueprint, shape, transport), transport)
 
 
+def _measure_host(blueprint: Blueprint, transport: Transport) -> HostRates:
+    start = time.perf_counter()
+    rates = measure_host_rates(
+        blueprint.dtype, device=blueprint.device, transport=transport, kernel=_kernel(transport.num_ranks)
+    )
+    logger.info(
+        "host measured in %.1f s: %.2f billion updates per second and rank, %.2f beside copies of %.0f GB/s each way",
+        time.perf_counter() - start,
+        rates.updates / 1e9,
+        rates.updates_beside_copies / 1e9,
+        rates.copies_each_way / 1e9,
+    )
+    return rates
+
+
+def _kernel(num_ranks: int) -> AdamWKernel | None:
+    return load_kernel(cache_folder(), num_threads=optimizer_threads(num_ranks))
+
+
 def _measure(blueprint: Blueprint, shape: MicrobatchShape, transport: Transport) -> Profile:
     start = time.perf_counter()
     profile = measure_profile(
@@ -71,7 +103,7 @@ def _measure(blueprint: Blueprint, shape: MicrobatchShape, transport: Transport)
         shape,
         device=blueprint.device,
         transport=transport,
-        kernel=load_kernel(cache_folder(), num_threads=optimizer_threads(blueprint.ranks.num_ranks)),
+        kernel=_kernel(transport.num_ranks),
         messages_through_host=not allows_peer_copies(),
     )
     logger.info("measured in %.0f s, for auto: %s", time.perf_counter() - start, profile.describe())

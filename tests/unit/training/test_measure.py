@@ -14,7 +14,7 @@ from mobius.models.blocks import ModelParts
 from mobius.planner.profile import Profile, Source
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.transport import SingleRankTransport
-from mobius.training import measure
+from mobius.training import bench
 from mobius.training.measure import Amounts, MicrobatchShape, measure_profile
 from mobius.training.profile_cache import cached_profile, profile_key, profile_path
 
@@ -25,7 +25,7 @@ SMALL = Amounts(copy_bytes=2**16, cpu_parameters=2**12, gpu_parameters=2**12)
 
 @pytest.fixture(autouse=True)
 def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "PART_SECONDS", 0.01)
+    monkeypatch.setattr(bench, "PART_SECONDS", 0.01)
 
 
 def parts_of(family: str) -> ModelParts:

@@ -18,7 +18,7 @@ from mobius.planner.profile import Profile, Source
 from mobius.ranks import Ranks
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.transport import SingleRankTransport
-from mobius.training import measure, measured_plan
+from mobius.training import bench, measure, measured_plan
 from mobius.training.auto import Gpu, estimate_of, resolve_auto
 from mobius.training.blueprint import Blueprint, draw_blueprint, redraw
 from mobius.training.measured_plan import is_to_be_measured, measured_profile, plan_by_measurement
@@ -58,7 +58,7 @@ def test_on_gpus_open_stages_are_measured_and_given_ones_are_not() -> None:
 def test_the_measured_profile_is_kept_and_all_ranks_get_the_same(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "PART_SECONDS", 0.01)
+    monkeypatch.setattr(bench, "PART_SECONDS", 0.01)
     small = measure.Amounts(copy_bytes=2**16, cpu_parameters=2**12, gpu_parameters=2**12)
     monkeypatch.setattr(measure, "Amounts", lambda: small)
     blueprints = [blueprint_of("--num_chunks", "2", "--num_stages", "2", num_ranks=2) for _ in range(2)]

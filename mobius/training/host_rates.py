@@ -1,0 +1,173 @@
+"""Measures what copies and CPU optimizers do while all ranks work at once, and puts it into a profile. Collective.
+
+Both live on the host's memory bandwidth, of which machines that look alike, or one an hour later, gave 1.5 to 2.4e9
+updated parameters per second and rank (docs/decisions.md). So a run looks at its start, for a second or two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mobius.memory.host_arena import HostArena
+from mobius.memory.layout import StageLayout
+from mobius.memory.stage_state import StageState
+from mobius.optim.adamw import AdamWSettings, FlatAdamW
+from mobius.optim.kernel import AdamWKernel
+from mobius.planner.profile import CopyRates, Profile
+from mobius.runtime.transport import Transport
+from mobius.training.bench import MIN_REPEATS, Bench
+
+SETTINGS = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
+PART_SECONDS = 0.15
+COPY_BYTES, PARAMETERS = 2**26, 2**25
+"""At a time: 128 MiB of GPU memory and 0.6 GiB of the host's are taken for a moment."""
+
+
+@dataclass(frozen=True)
+class HostRates:
+    """Of each rank while all do the same, in bytes or parameters per second."""
+
+    copies_each_way: float
+    """Down and up at once."""
+    updates: float
+    updates_beside_copies: float
+    update_bytes: int
+    """Memory traffic per parameter."""
+
+
+def measure_host_rates(
+    dtype: torch.dtype,
+    *,
+    device: torch.device,
+    transport: Transport,
+    kernel: AdamWKernel | None,
+    copy_bytes: int = COPY_BYTES,
+    parameters: int = PARAMETERS,
+) -> HostRates:
+    """Time copies both ways, updates, and updates beside such copies; gives all memory back."""
+    bench = Bench(device, transport, part_seconds=PART_SECONDS)
+    memory = Copies(device, copy_bytes)
+    try:
+        each_way = copy_bytes / bench.seconds(memory.both)
+        cpu = measure_cpu_optimizer(bench, dtype, kernel, parameters, memory)
+    finally:
+        memory.close()
+    del memory
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # a run reports its own
+    return HostRates(each_way, cpu.together, cpu.beside_copies, cpu.bytes_moved)
+
+
+def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
+    """`profile` with what was measured of the host in the place of what it had."""
+    copies, each_way = profile.copies, rates.copies_each_way
+    return replace(
+        profile,
+        basis=f"{profile.basis}, the host measured",
+        copies=replace(
+            copies,
+            both_down=each_way,
+            both_up=each_way,
+            down_together=max(copies.down_together, each_way),
+            up_together=max(copies.up_together, each_way),
+        ),
+        cpu_adamw=max(profile.cpu_adamw, rates.updates),
+        cpu_adamw_together=rates.updates,
+        cpu_adamw_beside_copies=min(rates.updates, rates.updates_beside_copies),
+        cpu_adamw_bytes=rates.update_bytes,
+        host_bandwidth=profile.num_ranks * max(2 * each_way, rates.updates * rates.update_bytes),
+    )
+
+
+class Copies:
+    """Page-locked and device memory with a stream for each direction; `close` gives it back."""
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self._device = device
+        self._host = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)]
+        self._on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._streams: list[torch.cuda.Stream] = []
+        if device.type == "cuda":
+            self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+            # Not pin_memory: torch would keep the memory for good.
+            for tensor in self._host:
+                error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+                assert int(error) == 0, f"cudaHostRegister: {error}"
+
+    def close(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            for tensor in self._host:
+                torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+    def down(self) -> None:
+        self._run(0, self._on_device[0], self._host[0])
+
+    def up(self) -> None:
+        self._run(1, self._host[1], self._on_device[1])
+
+    def both(self) -> None:
+        self.down()
+        self.up()
+
+    def _run(self, index: int, target: Tensor, source: Tensor) -> None:
+        if not self._streams:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(self._streams[index]):
+            target.copy_(source, non_blocking=True)
+
+
+def measure_copies(bench: Bench, copies: Copies, num_bytes: int) -> CopyRates:
+    both = num_bytes / bench.seconds(copies.both)
+    return CopyRates(
+        down=num_bytes / bench.seconds_alone(copies.down),
+        up=num_bytes / bench.seconds_alone(copies.up),
+        down_together=num_bytes / bench.seconds(copies.down),
+        up_together=num_bytes / bench.seconds(copies.up),
+        both_down=both,
+        both_up=both,
+    )
+
+
+@dataclass(frozen=True)
+class CpuRates:
+    """Parameters per second of one rank's CPU optimizer, and the bytes that each moves."""
+
+    alone: float
+    together: float
+    beside_copies: float
+    bytes_moved: int
+
+
+def measure_cpu_optimizer(
+    bench: Bench, dtype: torch.dtype, kernel: AdamWKernel | None, num_parameters: int, copies: Copies
+) -> CpuRates:
+    """Parameters per second of a streamed stage's update, on the host with the run's threads."""
+    layout = StageLayout.of({"weight": (num_parameters, 1)})
+    state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
+    state.gradients.fill_(1e-3)
+    adamw = FlatAdamW(SETTINGS, kernel)
+    alone = bench.seconds_alone(lambda: update_once(adamw, state))
+    together = beside = bench.seconds(lambda: update_once(adamw, state))
+    if bench.device.type == "cuda":
+        # Enough that the copies outlast the updates, which are as long as the bench's parts.
+        num_copies = int(2 * max(bench.part_seconds, MIN_REPEATS * together) / bench.seconds(copies.both)) + 1
+
+        def start_copies() -> None:
+            for _ in range(num_copies):
+                copies.both()
+
+        beside = bench.seconds(lambda: update_once(adamw, state), begin=start_copies)
+    sizes = [tensor.element_size() for tensor in state.tensors]
+    moved = 2 * sum(sizes) - state.gradients.element_size()
+    count = layout.num_elements
+    return CpuRates(count / alone, count / together, count / beside, moved)
+
+
+def update_once(adamw: FlatAdamW, state: StageState) -> None:
+    adamw.update(state, step=1, learning_rate=1e-5, gradient_factor=1.0)

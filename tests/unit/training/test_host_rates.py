@@ -1,0 +1,103 @@
+"""What the host does while all ranks work at once is measured, put into the profile, and planned by."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from mobius.cli import parse_args
+from mobius.planner.cards import CARDS, estimate_profile
+from mobius.planner.model_files import shape_of_model
+from mobius.planner.profile import Profile, Source
+from mobius.ranks import Ranks
+from mobius.runtime.local_transport import LocalTransport, run_rank_threads
+from mobius.runtime.transport import SingleRankTransport
+from mobius.training import host_rates, measured_plan
+from mobius.training.blueprint import Blueprint, draw_blueprint
+from mobius.training.host_rates import HostRates, measure_host_rates, with_host_rates
+from mobius.training.measured_plan import is_host_to_be_measured, plan_by_measurement
+
+SLOW = HostRates(copies_each_way=10e9, updates=1e9, updates_beside_copies=0.8e9, update_bytes=26)
+
+
+def estimate(num_ranks: int = 4) -> Profile:
+    shape = shape_of_model("7b")
+    return estimate_profile(CARDS["H200"], shape, microbatch_tokens=4096, seq_length=512, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.bfloat16, 26), (torch.float32, 28)])
+def test_all_ranks_measure_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_bytes: int) -> None:
+    monkeypatch.setattr(host_rates, "PART_SECONDS", 0.01)
+
+    def work(transport: LocalTransport) -> HostRates:
+        return measure_host_rates(
+            dtype, device=torch.device("cpu"), transport=transport, kernel=None, copy_bytes=2**16, parameters=2**12
+        )
+
+    first, second = run_rank_threads(2, work)
+    assert first == second
+    assert first.update_bytes == num_bytes
+    assert min(first.copies_each_way, first.updates, first.updates_beside_copies) > 0
+
+
+def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
+    before = estimate()
+    after = with_host_rates(before, SLOW)
+    assert (after.cpu_adamw_together, after.cpu_adamw_beside_copies) == (1e9, 0.8e9)
+    assert (after.copies.both_down, after.copies.both_up) == (10e9, 10e9)
+    assert after.copies.down == before.copies.down
+    assert after.copies.down_together == before.copies.down_together
+    assert after.host_bandwidth == 4 * 26e9  # updates move more than copies
+    assert after.layer_kinds == before.layer_kinds
+    assert (after.source, after.basis) == (Source.ESTIMATED, f"{before.basis}, the host measured")
+    assert Profile.from_json(after.to_json()) == after
+
+
+def test_updates_are_not_faster_beside_copies_nor_together_than_alone() -> None:
+    fast = HostRates(copies_each_way=50e9, updates=9e9, updates_beside_copies=9.5e9, update_bytes=26)
+    after = with_host_rates(estimate(), fast)
+    assert after.cpu_adamw == after.cpu_adamw_together == after.cpu_adamw_beside_copies == 9e9
+    assert after.copies.down_together == 50e9
+
+
+def blueprint_of(*arguments: str) -> Blueprint:
+    words = ["--model_path", "model", "--device", "cpu", "--fp32", "--batch_size", "4", "--seq_length", "16"]
+    config = parse_args([*words, "--num_stages", "4", *arguments], num_ranks=1)
+    return draw_blueprint(config, Ranks(0, 1, 0), AutoConfig.from_pretrained("model"))
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_host_is_looked_at_where_gpus_stream_and_nothing_else_is_given() -> None:
+    cuda = torch.device("cuda", 0)
+    assert is_host_to_be_measured(replace(blueprint_of(), device=cuda))
+    assert not is_host_to_be_measured(blueprint_of())
+    assert not is_host_to_be_measured(replace(blueprint_of("--no_offload"), device=cuda))
+    given = blueprint_of()
+    planned = replace(given.config, planning=replace(given.config.planning, plan="plan.json"))
+    assert not is_host_to_be_measured(replace(given, device=cuda, config=planned))
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_run_is_planned_again_by_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_gpu = replace(blueprint_of(), device=torch.device("cuda", 0), profile=estimate(1))
+    unknown = replace(on_gpu, profile=None)
+    seen: list[Profile] = []
+
+    def redraw(blueprint: Blueprint, profile: Profile) -> Blueprint:
+        seen.append(profile)
+        return replace(blueprint, profile=profile)
+
+    monkeypatch.setattr(measured_plan, "redraw", redraw)
+    monkeypatch.setattr(measured_plan, "measure_host_rates", lambda *_, **__: SLOW)
+    with caplog.at_level(logging.INFO):
+        planned = plan_by_measurement(on_gpu, SingleRankTransport())
+    assert seen == [planned.profile] == [with_host_rates(estimate(1), SLOW)]
+    assert "1.00 billion updates per second and rank, 0.80 beside copies of 10 GB/s each way" in caplog.text
+    assert plan_by_measurement(unknown, SingleRankTransport()) is unknown
+    assert len(seen) == 1
