@@ -73,63 +73,26 @@ class FlatAdamW:
         """
         kernel = self._kernel if self._kernel is not None and self._kernel.supports(state) else None
         fused = self._fused if self._fused is not None and self._fused.supports(state) else None
-        length = _chunk_elements(state.weights.device)
+        length, settings = _chunk_elements(state.weights.device), self._settings
         for part in state.layout.ranges if pieces is None else pieces:
+            whole = slice(part.start, part.end)
+            numbers = {
+                "gradient_factor": gradient_factor,
+                "learning_rate": learning_rate,
+                "beta1": settings.beta1,
+                "beta2": settings.beta2,
+                "epsilon": settings.epsilon,
+                "weight_decay": settings.weight_decay if part.has_decay else 0.0,
+            }
             if kernel is not None:
-                self._update_by_kernel(kernel, state, part, step, learning_rate, gradient_factor)
+                kernel.update(state, whole, step=step, **numbers)
                 continue
             if fused is not None:
-                self._update_fused(fused, state, part, step, learning_rate, gradient_factor, found_inf)
+                fused.update(state, whole, step=step, found_inf=found_inf, **numbers)
                 continue
             for start in range(part.start, part.end, length):
                 chunk = slice(start, min(start + length, part.end))
                 self._update_chunk(state, chunk, step, learning_rate, gradient_factor, part.has_decay, found_inf)
-
-    def _update_by_kernel(
-        self,
-        kernel: AdamWKernel,
-        state: StageState,
-        part: FlatRange,
-        step: int,
-        learning_rate: float,
-        gradient_factor: float,
-    ) -> None:
-        settings = self._settings
-        kernel.update(
-            state,
-            slice(part.start, part.end),
-            gradient_factor=gradient_factor,
-            step=step,
-            learning_rate=learning_rate,
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            epsilon=settings.epsilon,
-            weight_decay=settings.weight_decay if part.has_decay else 0.0,
-        )
-
-    def _update_fused(
-        self,
-        fused: FusedUpdate,
-        state: StageState,
-        part: FlatRange,
-        step: int,
-        learning_rate: float,
-        gradient_factor: float,
-        found_inf: Tensor | None,
-    ) -> None:
-        settings = self._settings
-        fused.update(
-            state,
-            slice(part.start, part.end),
-            step=step,
-            learning_rate=learning_rate,
-            gradient_factor=gradient_factor,
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            epsilon=settings.epsilon,
-            weight_decay=settings.weight_decay if part.has_decay else 0.0,
-            found_inf=found_inf,
-        )
 
     def warm_up(self, states: Iterable[StageState]) -> None:
         """Compile and load what updates `states` that are on a GPU, and take the memory it works in.

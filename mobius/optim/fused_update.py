@@ -102,14 +102,14 @@ class FusedUpdate:
                 *(array[chunk] for array in arrays),
                 self._nothing_found[device] if found_inf is None else found_inf,
                 count,
-                gradient_factor,
+                float(gradient_factor),  # for an int Triton would compile another kernel
                 1.0 - learning_rate * weight_decay,
-                beta2,
+                float(beta2),
                 1.0 - beta1,
                 1.0 - beta2,
                 learning_rate / (1.0 - beta1**step),
                 (1.0 - beta2**step) ** 0.5,
-                epsilon,
+                float(epsilon),
                 block=self._block,
                 enable_fp_fusion=False,
             )

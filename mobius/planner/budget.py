@@ -9,7 +9,6 @@ from mobius.config import Dtype
 from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.planner.gpu_peak import MicrobatchBytes, largest_moment
 from mobius.planner.plan import Plan
-from mobius.planner.remedies import Remedy
 from mobius.planner.shape import ModelShape
 from mobius.planner.working_set import embedding_bytes, estimate_layer, loss_bytes, with_measured
 
@@ -261,6 +260,14 @@ def microbatch_bytes(
 def fullest(needs: Iterable[GpuNeed]) -> GpuNeed:
     """The largest of several ranks' needs."""
     return max(needs, key=lambda need: need.total)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change as the user types it, and the bytes of the fullest rank with it."""
+
+    options: str
+    num_bytes: int
 
 
 def check_gpu_memory(

@@ -26,11 +26,11 @@ from functools import cache, partial
 
 from mobius.config import Recompute
 from mobius.errors import GpuMemoryError, PlanError
-from mobius.planner.budget import GIB, ByteSizes, GpuNeed, StepTokens, check_gpu_memory, fullest, gpu_need
+from mobius.planner.budget import GIB, GpuNeed, check_gpu_memory, fullest, gpu_need
+from mobius.planner.fit_request import FitRequest
 from mobius.planner.plan import Plan
 from mobius.planner.preference import Candidate, Rates, Score, estimated_seconds
 from mobius.planner.remedies import find_remedies
-from mobius.planner.shape import ModelShape
 from mobius.planner.working_set import LayerBytes
 
 FILLED_SHARE = 0.95
@@ -59,28 +59,6 @@ class _Layer:
 
     graph_bytes: int | None
     peak_bytes: int | None
-
-
-@dataclass(frozen=True)
-class FitRequest:
-    """What a plan is fitted to."""
-
-    plan: Plan
-    """All streamed, or with `num_slots` None all resident."""
-    shape: ModelShape
-    sizes: ByteSizes
-    tokens: StepTokens
-    gpu_bytes: int | None
-    """What a rank may use; None where that is unknown, on a CPU."""
-    recompute: Recompute
-    num_resident: int | None = None
-    """Resident stages of each rank; None leaves it to the memory."""
-    waiting: frozenset[int] = frozenset()
-    """Stages that keep their gradients (`budget.waiting_stages`)."""
-    reserved_bytes: int = 0
-    """Left for what is not in the plan."""
-    compiled: bool = True
-    """Whether layers and loss run as compiled graphs."""
 
 
 Choose = Callable[[FitRequest, Sequence[Sequence[Candidate]]], Sequence[Candidate]]

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mobius.planner.fit import Choose, FitRequest
+from mobius.planner.fit import Choose
+from mobius.planner.fit_request import FitRequest
 from mobius.planner.preference import Candidate, Rates, Score, estimated_seconds
 from mobius.planner.profile import Profile
 from mobius.planner.simulation import simulate_steps

@@ -6,25 +6,15 @@ It does not know what fits: the need of a changed request is asked of whoever kn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from mobius.config import Recompute
+from mobius.planner.budget import Remedy
+from mobius.planner.fit_request import FitRequest
 from mobius.planner.plan import make_plan
-
-if TYPE_CHECKING:
-    from mobius.planner.fit import FitRequest
 
 SMALLEST_CHUNK = 128
 SEQUENCE_STEP = 64
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """A change as the user types it, and the bytes of the fullest rank with it."""
-
-    options: str
-    num_bytes: int
 
 
 def find_remedies(request: FitRequest, need: Callable[[FitRequest], int], available_bytes: int) -> list[Remedy]:

@@ -31,7 +31,8 @@ from mobius.planner.choice import (
     predict,
     simulate_again,
 )
-from mobius.planner.fit import FitRequest, memory_uses
+from mobius.planner.fit import memory_uses
+from mobius.planner.fit_request import FitRequest
 from mobius.planner.memory_use import StepModel, by_simulation, chosen_stages, score_by_profile
 from mobius.planner.partition import StageSpan, balanced_partition
 from mobius.planner.plan import Plan, make_plan

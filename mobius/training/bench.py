@@ -69,6 +69,7 @@ class Bench:
         return self.mean(own)
 
     def mean(self, value: float) -> float:
+        """The mean of all ranks' values, the same to the bit on each of them."""
         return float(self.transport.sum_over_ranks(torch.tensor([value], dtype=torch.float64))) / (
             self.transport.num_ranks
         )

@@ -22,7 +22,8 @@ from mobius.planner.budget import (
     host_need,
     waiting_stages,
 )
-from mobius.planner.fit import FitRequest, FittedPlan, fit_as_given, fit_plan, need_bytes
+from mobius.planner.fit import FittedPlan, fit_as_given, fit_plan, need_bytes
+from mobius.planner.fit_request import FitRequest
 from mobius.planner.memory_use import StepModel, by_simulation
 from mobius.planner.plan import Plan, make_plan
 from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan

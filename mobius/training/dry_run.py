@@ -29,7 +29,8 @@ from mobius.planner.budget import (
     host_need,
 )
 from mobius.planner.cards import CARDS, Card, Host, card_of_device, find_card
-from mobius.planner.fit import FitRequest, fit_plan
+from mobius.planner.fit import fit_plan
+from mobius.planner.fit_request import FitRequest
 from mobius.planner.plan import Plan, make_plan
 from mobius.planner.plan_file import ModelDigest, SavedPlan
 from mobius.planner.plan_table import GpuTable, describe_gpus, describe_host, describe_stages, describe_step

@@ -99,18 +99,22 @@ class Copies:
                 assert int(error) == 0, f"cudaHostRegister: {error}"
 
     def close(self) -> None:
+        """Wait for copies and give page-locked memory back."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             for tensor in self._host:
                 torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
     def down(self) -> None:
+        """Start a copy to the device."""
         self._run(0, self._on_device[0], self._host[0])
 
     def up(self) -> None:
+        """Start a copy to the host."""
         self._run(1, self._host[1], self._on_device[1])
 
     def both(self) -> None:
+        """Start one each way."""
         self.down()
         self.up()
 
@@ -123,6 +127,7 @@ class Copies:
 
 
 def measure_copies(bench: Bench, copies: Copies, num_bytes: int) -> CopyRates:
+    """Bytes per second of copies of `num_bytes`, alone and all at once."""
     both = num_bytes / bench.seconds(copies.both)
     return CopyRates(
         down=num_bytes / bench.seconds_alone(copies.down),
@@ -170,4 +175,5 @@ def measure_cpu_optimizer(
 
 
 def update_once(adamw: FlatAdamW, state: StageState) -> None:
+    """One update of all of `state`."""
     adamw.update(state, step=1, learning_rate=1e-5, gradient_factor=1.0)

@@ -8,7 +8,8 @@ import pytest
 from mobius.config import Dtype, Recompute
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.planner.budget import GIB, ByteSizes, StepTokens
-from mobius.planner.fit import FitRequest, FittedPlan, fit_plan
+from mobius.planner.fit import FittedPlan, fit_plan
+from mobius.planner.fit_request import FitRequest
 from mobius.planner.plan import make_plan
 from mobius.planner.preference import Candidate, Rates, Score, estimated_seconds
 from mobius.planner.shape import ModelShape

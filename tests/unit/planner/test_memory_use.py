@@ -11,7 +11,8 @@ import pytest
 from mobius.config import Dtype, Recompute
 from mobius.planner.budget import GIB, ByteSizes, StepTokens
 from mobius.planner.cards import CARDS, estimate_profile
-from mobius.planner.fit import FitRequest, fit_plan, memory_uses
+from mobius.planner.fit import fit_plan, memory_uses
+from mobius.planner.fit_request import FitRequest
 from mobius.planner.memory_use import StepModel, by_simulation, chosen_stages, schedule_of_slots, score_by_profile
 from mobius.planner.plan import make_plan
 from mobius.planner.preference import Candidate

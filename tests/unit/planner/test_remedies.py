@@ -6,10 +6,11 @@ import pytest
 
 from mobius.config import Dtype, Recompute
 from mobius.errors import GpuMemoryError
-from mobius.planner.budget import GIB, ByteSizes, StepTokens
-from mobius.planner.fit import FitRequest, fit_plan
+from mobius.planner.budget import GIB, ByteSizes, Remedy, StepTokens
+from mobius.planner.fit import fit_plan
+from mobius.planner.fit_request import FitRequest
 from mobius.planner.plan import make_plan
-from mobius.planner.remedies import Remedy, find_remedies
+from mobius.planner.remedies import find_remedies
 from mobius.planner.shape import ModelShape
 
 
