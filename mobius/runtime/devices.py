@@ -13,13 +13,14 @@ from mobius.errors import GpuMemoryError
 from mobius.memory.available import peak_host_bytes
 from mobius.planner.budget import GIB
 from mobius.ranks import Ranks, omp_num_threads
-from mobius.runtime.numa import bind_to_gpu_node
+from mobius.runtime.numa import bind_to_gpu_node, num_nodes
 
 SPARED_THREADS = 2
 MIN_THREADS_TO_SPARE = 8
 SATURATING_THREADS = 32
-"""Threads of all ranks' optimizers together that use up a host's memory bandwidth: on 64 cores of a machine with four
-H200, 6 to 14 threads of each rank updated equally fast, and steps varied least with 8 (docs/decisions.md)."""
+"""Threads of all ranks' optimizers together that use up the memory bandwidth of a NUMA node: on 64 cores of a machine
+with four H200 and one node, 6 to 14 threads of each rank updated equally fast, and steps varied least with 8
+(docs/decisions.md)."""
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 
 
@@ -74,7 +75,8 @@ def optimizer_threads(num_ranks: int) -> int:
     threads = torch.get_num_threads()
     if threads < MIN_THREADS_TO_SPARE:
         return threads
-    return min(threads - SPARED_THREADS, max(SATURATING_THREADS // num_ranks, MIN_THREADS_TO_SPARE - SPARED_THREADS))
+    saturating = SATURATING_THREADS * num_nodes() // num_ranks
+    return min(threads - SPARED_THREADS, max(saturating, MIN_THREADS_TO_SPARE - SPARED_THREADS))
 
 
 def check_dtype(dtype: Dtype, device: torch.device) -> None:

@@ -76,6 +76,11 @@ def read_places(addresses: Sequence[str], root: Path) -> list[GpuPlace]:
     return places
 
 
+def num_nodes(root: Path = Path("/")) -> int:
+    """NUMA nodes of the machine; 1 if the kernel does not tell. `root` is for tests."""
+    return max(1, sum(1 for _ in root.glob("sys/devices/system/node/node[0-9]*")))
+
+
 def read_siblings(cpus: Iterable[int], root: Path) -> dict[int, frozenset[int]]:
     """The CPUs that are one core with each of `cpus`; those of which the kernel says nothing sensible are left out."""
     siblings = {}
