@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -45,9 +46,12 @@ from benchmark_rows import (
     peer_measurement,
     record,
 )
+from benchmark_service import Service
 from make_model import SIZES, num_parameters, write_config
 
 SCRIPTS = Path(__file__).parent
+WORKER_WORDS = 3
+"""Of a command of Mobius's: Python, benchmark_worker.py and its output; what follows are options."""
 ABLATION = {
     "optimizer not hidden": "--no_overlap_optimizer",
     "no prefetch": "--no_prefetch",
@@ -119,6 +123,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peer_accumulations", type=int, default=1, help="of the peers with one process per GPU")
     parser.add_argument("--env", type=setting, action="append", default=[], help="NAME=VALUE for all runs")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a run is ended")
+    parser.add_argument(
+        "--same_processes", action="store_true", help="make Mobius's rows one after the other without starting anew"
+    )
     parser.add_argument("--output", type=Path, help="JSON-lines file that each row is appended to")
     own, options = list(argv), []
     if "--" in own:
@@ -174,17 +181,23 @@ def plan_runs(arguments: argparse.Namespace, *, model: Path, output: Path, num_c
     return runs
 
 
-def measure(run: Run, workload: Workload, arguments: argparse.Namespace, output: Path) -> Row:
-    """Run it; its last lines are printed if it fails."""
+def measure(
+    run: Run, workload: Workload, arguments: argparse.Namespace, output: Path, service: Service | None = None
+) -> Row:
+    """Run it, by `service` if there is one; its last lines are printed if it fails."""
     if run.package is not None and importlib.util.find_spec(run.package) is None:
         return Row(name=run.name, options=run.options, measurement=None, problem="not installed", run_seconds=0.0)
-    result: RunResult = run_ranks(
-        run.command,
-        num_ranks=run.num_processes,
-        environment={"OMP_NUM_THREADS": str(run.threads), **dict(arguments.env)},
-        output=output,
-        timeout_seconds=arguments.timeout,
-    )
+    result: RunResult
+    if service is not None:
+        result = service.run(run.command[WORKER_WORDS:], timeout_seconds=arguments.timeout)
+    else:
+        result = run_ranks(
+            run.command,
+            num_ranks=run.num_processes,
+            environment=environment_of(run, arguments),
+            output=output,
+            timeout_seconds=arguments.timeout,
+        )
     if result.problem is not None:
         print(result.log_end, flush=True)
     return Row(
@@ -194,6 +207,11 @@ def measure(run: Run, workload: Workload, arguments: argparse.Namespace, output:
         problem=result.problem,
         run_seconds=result.seconds,
     )
+
+
+def environment_of(run: Run, arguments: argparse.Namespace) -> dict[str, str]:
+    """What the processes of a run get beside this process's own."""
+    return {"OMP_NUM_THREADS": str(run.threads), **dict(arguments.env)}
 
 
 def gpu_names() -> list[str]:
@@ -236,11 +254,19 @@ def main() -> None:
     print("\n".join(facts.values()), header(), sep="\n", flush=True)
     rows: list[Row] = []
     reference: float | None = None
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as kept:
         model, output = Path(folder, "model"), Path(folder, "output.json")
         write_config(model, arguments.size, arguments.layers)
+        service: Service | None = None
         for run in plan_runs(arguments, model=model, output=output, num_cores=num_cores):
-            row = measure(run, workload, arguments, output)
+            is_own = run.measure is mobius_measurement
+            if is_own and arguments.same_processes and service is None:
+                own = Service(num_ranks=run.num_processes, environment=environment_of(run, arguments))
+                service = kept.enter_context(own)
+            elif not is_own and service is not None:
+                kept.close()  # a peer has the machine to itself
+                service = None
+            row = measure(run, workload, arguments, output, service)
             if row.measurement is not None:
                 rate = row.measurement.tokens_per_second
                 reference = rate if run.name == "Mobius" else reference

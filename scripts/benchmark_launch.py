@@ -51,22 +51,11 @@ def run_ranks(
     """Run `command` as `num_ranks` processes with torchrun's variables and read the JSON that it writes to `output`."""
     output.unlink(missing_ok=True)
     start, before = time.monotonic(), used_host_bytes()
-    shared = {
-        **os.environ,
-        **environment,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "BENCHMARK_START": str(start),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONWARNINGS": "ignore",  # they would fill the end of the log
-    }
     most, ranks = before, []
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         try:
-            for rank in range(num_ranks):
-                ranks.append(_start(command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log))
+            variables = {**environment, "BENCHMARK_START": str(start)}
+            ranks += start_ranks(command, num_ranks=num_ranks, environment=variables, log=log)
             deadline = start + timeout_seconds
             while None in (codes := [process.poll() for process in ranks]):
                 most = max(most, used_host_bytes())
@@ -76,8 +65,7 @@ def run_ranks(
                     break
                 time.sleep(POLL_SECONDS)
         finally:
-            for process in ranks:
-                _end(process)
+            end_ranks(ranks)
         log.seek(0)
         lines = log.read().splitlines()
     problem = None
@@ -94,6 +82,29 @@ def run_ranks(
         machine_bytes=most - before,
         seconds=time.monotonic() - start,
     )
+
+
+def start_ranks(
+    command: Sequence[str], *, num_ranks: int, environment: Mapping[str, str], log: IO[str]
+) -> list[subprocess.Popen[str]]:
+    """Start `num_ranks` processes that print to `log`, with torchrun's variables and those of `environment`."""
+    shared = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore",  # they would fill the end of the log
+        **environment,
+    }
+    return [_start(command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log) for rank in range(num_ranks)]
+
+
+def end_ranks(ranks: Sequence[subprocess.Popen[str]]) -> None:
+    """End the processes, and what they started and left in their groups, at once."""
+    for process in ranks:
+        _end(process)
 
 
 def free_port() -> int:

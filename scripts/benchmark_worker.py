@@ -3,15 +3,20 @@
 torchrun --nproc_per_node 4 scripts/benchmark_worker.py OUTPUT.json [--torch_adamw] [the options of main.py]
 
 With --trace, the trace and its picture go to --save_dir. Weights are random and made on the GPU, which takes seconds
-where transformers' own initialization takes minutes.
+where transformers' own initialization takes minutes. With `--serve FOLDER` it makes one run after the other without
+starting anew, as the folder tells (benchmark_service.py).
 """
 
+import contextlib
 import dataclasses
+import gc
+import itertools
 import json
 import os
 import sys
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -38,11 +43,50 @@ from mobius.training.build import assemble, connect, load_state, rehearse, trace
 from mobius.training.measured_plan import plan_by_measurement  # noqa: E402
 from mobius.training.recordings import Recordings  # noqa: E402
 
+POLL_SECONDS = 0.05
+
 
 def main() -> None:
+    """One run as the command line says, or several as a folder does."""
+    if sys.argv[1] == "--serve":
+        serve(Path(sys.argv[2]))
+    else:
+        run(Path(sys.argv[1]), sys.argv[2:])
+
+
+def serve(folder: Path) -> None:
+    """Make the runs that 0.json, 1.json, ... in `folder` tell, each when its file appears, until one says so."""
+    for number in itertools.count():
+        order = folder / f"{number}.json"
+        while not order.exists():
+            time.sleep(POLL_SECONDS)
+        told = json.loads(order.read_text())
+        if told is None:
+            return
+        # Process groups of an earlier run have left their keys at the store of that port.
+        os.environ["MASTER_PORT"], os.environ["BENCHMARK_START"] = told["port"], told["start"]
+        temporary = folder / f"{number}.part"
+        run(temporary, told["options"])
+        clean_up()
+        if temporary.exists():
+            temporary.replace(folder / f"{number}.out")
+
+
+def clean_up() -> None:
+    """Give back what a run has left, and let the next one's peaks be its own."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident set
+
+
+def run(output: Path, words: Sequence[str]) -> None:
     """Train and write one JSON object: the metrics of every step, and the seconds before the first."""
-    output = Path(sys.argv[1])
-    options = [option for option in sys.argv[2:] if option != "--torch_adamw"]
+    options = [option for option in words if option != "--torch_adamw"]
     ranks = Ranks.from_environment()
     setup_logging(ranks.rank)
     config = parse_args(options, num_ranks=ranks.num_ranks)
@@ -79,7 +123,7 @@ def main() -> None:
         batches,
         spans=recordings.spans,
         watches=recordings.watches,
-        has_kernel="--torch_adamw" not in sys.argv,
+        has_kernel="--torch_adamw" not in words,
     )
     clock.ends("trainer")
     load_seconds = seconds_since_launch()

@@ -5,8 +5,9 @@
 
 `choice` starts from what auto has chosen and changes one thing at a time, keeping what is faster: the number of stages,
 then of chunks, then residency. Every run is a few steps of scripts/benchmark_worker.py on random weights and tokens, by
-median without the first two. A setting ends at --runs runs or --seconds seconds; what was not tried is told. SETTING...
-takes only those whose name contains one of the words. Nothing is compared with another machine's numbers.
+median without the first two; all are made by the same processes, as long as none fails. A setting ends at --runs runs
+or --seconds seconds; what was not tried is told. SETTING... takes only those whose name contains one of the words.
+Nothing is compared with another machine's numbers.
 """
 
 import argparse
@@ -22,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import gpu_names
-from benchmark_launch import RunResult, end_runs_when_terminated, run_ranks
+from benchmark_launch import RunResult, end_runs_when_terminated
+from benchmark_service import Service
 from make_model import SIZES, write_config
 
-WORKER = Path(__file__).parent / "benchmark_worker.py"
 WARM_UP = 2
 OUTER_STAGES = 2
 ERROR_LINES = 2
@@ -183,27 +184,17 @@ def faster(one: Result, other: Result) -> Result:
 
 
 class Runs:
-    """Runs the worker for one setting, and writes a line for each run."""
+    """Makes the runs of one setting, and writes a line for each."""
 
-    def __init__(self, setting: Setting, arguments: argparse.Namespace, model: Path) -> None:
-        self._setting, self._arguments, self._model = setting, arguments, model
+    def __init__(self, setting: Setting, arguments: argparse.Namespace, model: Path, service: Service) -> None:
+        self._setting, self._arguments, self._model, self._service = setting, arguments, model, service
 
     def measure(self, options: Options) -> Result:
         """A few steps with `options`."""
         arguments = self._arguments
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder, "output.json")
-            command = [sys.executable, str(WORKER), str(output), "--model_path", str(self._model)]
-            command += ["--num_iterations", str(arguments.steps), *self._setting.options(), *options.words()]
-            threads = max(1, len(os.sched_getaffinity(0)) // arguments.gpus)
-            run = run_ranks(
-                [*command, *arguments.mobius_options],
-                num_ranks=arguments.gpus,
-                environment={"OMP_NUM_THREADS": str(threads)},
-                output=output,
-                timeout_seconds=arguments.run_seconds,
-            )
-        result = result_of(options, run)
+        words = ["--model_path", str(self._model), "--num_iterations", str(arguments.steps)]
+        words += [*self._setting.options(), *options.words(), *arguments.mobius_options]
+        result = result_of(options, self._service.run(words, timeout_seconds=arguments.run_seconds))
         print(f"  {result.options}: {describe(result)}", flush=True)
         if arguments.output is not None:
             with arguments.output.open("a", encoding="utf-8") as file:
@@ -221,9 +212,8 @@ def describe(result: Result) -> str:
     return f"{result.step_seconds:.3f} s{predicted}; {chosen}, kept {plan['kept']}, slots {plan['slots']}"
 
 
-def compare_choice(setting: Setting, arguments: argparse.Namespace, model: Path) -> list[str]:
+def compare_choice(setting: Setting, arguments: argparse.Namespace, measure: Measure) -> list[str]:
     """The row of one setting: auto, the best found, and how far auto is from it."""
-    measure = Runs(setting, arguments, model).measure
     start, auto = time.monotonic(), measure(Options())
     if auto.step_seconds is None:
         return [setting.name, "-", "-", "-", "-", auto.problem or "failed"]
@@ -243,9 +233,9 @@ def compare_choice(setting: Setting, arguments: argparse.Namespace, model: Path)
             f"{tried} runs, {note}"]  # fmt: skip
 
 
-def compare_prediction(setting: Setting, arguments: argparse.Namespace, model: Path) -> list[str]:
+def compare_prediction(setting: Setting, arguments: argparse.Namespace, measure: Measure) -> list[str]:
     """The row of one setting: GPU and host memory and seconds, predicted and measured."""
-    result = Runs(setting, arguments, model).measure(Options())
+    result = measure(Options())
     if result.step_seconds is None:
         return [setting.name, *["-"] * 3, result.problem or "failed"]
     plan = result.plan
@@ -309,7 +299,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = arguments.setting
     rows = [titles, ["---"] * len(titles)]
     end_runs_when_terminated()
-    with tempfile.TemporaryDirectory() as folder:
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // arguments.gpus))}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Service(num_ranks=arguments.gpus, environment=threads) as service,
+    ):
         for setting in settings:
             if words and not any(word in setting.name for word in words):
                 continue
@@ -319,7 +313,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if not model.exists():
                 write_config(model, size, arguments.layers)
             print(setting.name, flush=True)
-            rows.append(compare(replace(setting, size=size, limit=limit), arguments, model))
+            own = replace(setting, size=size, limit=limit)
+            rows.append(compare(own, arguments, Runs(own, arguments, model, service).measure))
     print("", *("| " + " | ".join(row) + " |" for row in rows), sep="\n")
 
 

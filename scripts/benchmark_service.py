@@ -1,0 +1,99 @@
+"""Makes one run of benchmark_worker.py after the other in the same processes, which saves most of each one's start.
+
+A run that fails or takes too long ends the processes; the next one starts new ones.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from benchmark_launch import GRACE_SECONDS, POLL_SECONDS, RunResult, end_ranks, free_port, start_ranks, used_host_bytes
+
+WORKER = Path(__file__).parent / "benchmark_worker.py"
+LOG_LINES = 25
+
+
+class Service:
+    """Owns the ranks' processes, and a folder in which they are told what to run; use it with `with`."""
+
+    def __init__(self, *, num_ranks: int, environment: Mapping[str, str]) -> None:
+        """Processes start with the first run, with `environment` beside this process's own."""
+        self._num_ranks, self._environment = num_ranks, environment
+        self._ranks: list[subprocess.Popen[str]] = []
+        self._stack = contextlib.ExitStack()
+        self._folder: Path
+        self._log: IO[str]
+        self._number = 0
+
+    def __enter__(self) -> "Service":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def run(self, options: Sequence[str], *, timeout_seconds: float) -> RunResult:
+        """One run with `options`, which are those of benchmark_worker.py behind its output."""
+        start, before = time.monotonic(), used_host_bytes()
+        if not self._ranks:
+            self._begin()
+        self._log.seek(0, 2)
+        log_start = self._log.tell()
+        order, output = self._folder / f"{self._number}.json", self._folder / f"{self._number}.out"
+        self._number += 1
+        self._tell(order, {"options": list(options), "port": str(free_port()), "start": str(start)})
+        most, deadline, problem = before, start + timeout_seconds, None
+        while problem is None and not output.exists():
+            most = max(most, used_host_bytes())
+            if any(process.poll() is not None for process in self._ranks):
+                time.sleep(GRACE_SECONDS)  # for the others to tell their part
+                problem = "failed"
+            elif time.monotonic() > deadline:
+                problem = "timed out"
+            else:
+                time.sleep(POLL_SECONDS)
+        if problem is not None:
+            end_ranks(self._ranks)  # before the log is read
+        self._log.seek(log_start)
+        lines = self._log.read().splitlines()
+        told = None if problem is not None else json.loads(output.read_text())
+        if problem is not None:
+            self._end()
+        return RunResult(
+            output=told,
+            problem=problem,
+            log_end="\n".join(line[:400] for line in lines[-LOG_LINES:]),
+            machine_bytes=most - before,
+            seconds=time.monotonic() - start,
+        )
+
+    def _begin(self) -> None:
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - the stack closes it
+        self._log = self._stack.enter_context(log)
+        self._number = 0
+        self._ranks = start_ranks(
+            [sys.executable, str(WORKER), "--serve", str(self._folder)],
+            num_ranks=self._num_ranks,
+            environment=self._environment,
+            log=self._log,
+        )
+        self._stack.callback(end_ranks, list(self._ranks))
+
+    def _tell(self, order: Path, what: object) -> None:
+        """Write the file whole: the ranks may look at any moment."""
+        temporary = order.with_suffix(".new")
+        temporary.write_text(json.dumps(what))
+        temporary.replace(order)
+
+    def _end(self) -> None:
+        self._stack.close()
+        self._ranks = []
