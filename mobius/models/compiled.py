@@ -21,16 +21,11 @@ class CompiledFunction(Generic[Arguments, Result]):
     The first call of each kind compiles, which takes seconds to a minute.
     """
 
-    def __init__(self, function: Callable[Arguments, Result], *, name: str, dynamic: bool = False) -> None:
-        """`name` is what a message calls it, in the plural; with `dynamic` one graph serves all shapes."""
+    def __init__(self, function: Callable[Arguments, Result], *, name: str) -> None:
+        """`name` is what a message calls it, in the plural."""
         self._function, self._name = function, name
-        self._compiled = torch.compile(function, dynamic=dynamic)
+        self._compiled = torch.compile(function, dynamic=False)
         self._is_broken = False
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether compiling has failed, so that calls run eagerly."""
-        return self._is_broken
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Run the function; after a failure to compile, eagerly from then on."""

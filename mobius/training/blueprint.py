@@ -91,7 +91,7 @@ class Blueprint:
 
     @property
     def compiles(self) -> bool:
-        """Whether layers, and updates on a GPU, run as compiled graphs."""
+        """Whether layers and loss run as compiled graphs."""
         return _compiles(self.config, self.device)
 
     @property
