@@ -55,14 +55,15 @@ def main() -> None:
 
 
 def serve(folder: Path) -> None:
-    """Make the runs that 0.json, 1.json, ... in `folder` tell, each when its file appears, until one says so."""
+    """Make the runs that 0.json, 1.json, ... in `folder` tell, each when its file appears, while the parent lives."""
+    parent = os.getppid()
     for number in itertools.count():
         order = folder / f"{number}.json"
         while not order.exists():
+            if os.getppid() != parent:
+                return
             time.sleep(POLL_SECONDS)
         told = json.loads(order.read_text())
-        if told is None:
-            return
         # Process groups of an earlier run have left their keys at the store of that port.
         os.environ["MASTER_PORT"], os.environ["BENCHMARK_START"] = told["port"], told["start"]
         temporary = folder / f"{number}.part"
