@@ -7,6 +7,7 @@ group of its own so that nothing it started outlives the run.
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from types import FrameType
 from typing import IO, Any
 
 POLL_SECONDS = 0.2
+PORTS = range(20000, 32000)
 GRACE_SECONDS = 5.0
 """For the other ranks to tell their part once one has failed."""
 
@@ -108,10 +110,11 @@ def end_ranks(ranks: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on now, out of those that the system gives to no connection by itself."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", secrets.choice(PORTS)))
+            return int(probe.getsockname()[1])
 
 
 def used_host_bytes() -> int:

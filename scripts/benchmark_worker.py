@@ -169,11 +169,13 @@ class PlanFacts:
     """Predicted for the fullest rank."""
     host_gib: float
     """Predicted for all ranks; 0 where they compute on the CPU."""
+    host_rates: dict[str, float] | None
+    """Per second and rank: parameters updated, alone and beside copies, and bytes copied each way at once."""
 
 
 def facts_of(blueprint: Blueprint) -> PlanFacts:
     """The plan of a run, for the record."""
-    plan, forecast, uses = blueprint.plan, blueprint.forecast, blueprint.uses
+    plan, forecast, uses, profile = blueprint.plan, blueprint.forecast, blueprint.uses, blueprint.profile
     return PlanFacts(
         plan.num_stages,
         plan.num_microbatches,
@@ -184,6 +186,13 @@ def facts_of(blueprint: Blueprint) -> PlanFacts:
         None if forecast is None else forecast.basis,
         max(blueprint.need_bytes) / GIB,
         host_bytes(blueprint) / GIB,
+        None
+        if profile is None
+        else {
+            "updates": profile.cpu_adamw_together,
+            "updates_beside_copies": profile.cpu_adamw_beside_copies,
+            "copies_each_way": profile.copies.both_down,
+        },
     )
 
 

@@ -30,7 +30,7 @@ def points_of(records: Sequence[Mapping[str, Any]]) -> list[Point]:
     """The measured rows, by memory; raises ValueError if Mobius has fewer than two."""
     points = [
         Point(
-            record["name"],
+            "no limit" if record["name"] == "Mobius" and not record["options"] else record["name"],
             record["measurement"]["reserved_gib"],
             record["measurement"]["tokens_per_second"],
             record["measurement"]["wait_seconds"] is not None,
@@ -50,6 +50,8 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
     axes = figure.subplots()
     own = [point for point in points if point.is_mobius]
+    above = (4, 6)
+    places = {point: above if number % 2 else (4, -12) for number, point in enumerate(own)}
     axes.plot([p.gib for p in own], [p.tokens_per_second for p in own], marker="o", color=(0.13, 0.45, 0.71))
     for point in points:
         if not point.is_mobius:
@@ -57,15 +59,15 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
         axes.annotate(
             point.name,
             (point.gib, point.tokens_per_second),
-            xytext=(5, -11 if point.is_mobius else 5),
+            xytext=places.get(point, above),
             textcoords="offset points",
             fontsize=8,
         )
     axes.set_xlabel("GPU memory taken on the fullest GPU, GiB")
     axes.set_ylabel("tokens per second")
+    axes.margins(x=0.12, y=0.1)
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    axes.margins(x=0.12)
     axes.grid(alpha=0.3)
     axes.set_title(title, fontsize=10)
     figure.savefig(path)

@@ -26,7 +26,7 @@ MOST_ALIKE = 24
 """Settings of all ranks alike that are simulated; 7B's shape in 32 stages has at most 18."""
 NUM_STEPS = 2
 """Simulated; the first has nothing to wait for, the second is the steady one."""
-ALIKE = 0.005
+ALIKE = 0.001
 """Share of a step below which the setting with more resident stages is taken: it needs less host memory."""
 
 _Chosen = tuple[Candidate, ...]

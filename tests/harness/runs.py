@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -96,7 +98,8 @@ def exact_results(
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on now, out of those that the system gives to no connection by itself."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", secrets.choice(range(20000, 32000))))
+            return int(probe.getsockname()[1])

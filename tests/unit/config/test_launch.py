@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import runs
 
 from mobius.config import Device
 from mobius.errors import ConfigError
@@ -21,9 +22,7 @@ BOX = Machine(num_gpus=4, num_cores=64)
 
 @pytest.fixture
 def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return str(probe.getsockname()[1])
+    return str(runs.free_port())
 
 
 def words_of(arguments: list[str], machine: Machine, folder: Path = ROOT) -> list[str]:

@@ -15,11 +15,11 @@ from draw_memory_curve import main, points_of
 def row(name: str, gib: float | None, rate: float, *, is_mobius: bool = True) -> dict[str, Any]:
     waits = {"weights": 0.0} if is_mobius else None
     measurement = {"reserved_gib": gib, "tokens_per_second": rate, "wait_seconds": waits}
-    return {"name": name, "hardware": "4 x NVIDIA H200, 64 cores", "measurement": measurement}
+    return {"name": name, "options": "", "hardware": "4 x NVIDIA H200, 64 cores", "measurement": measurement}
 
 
 ROWS = [
-    row("no limit", 63.0, 50_000.0),
+    row("Mobius", 63.0, 50_000.0),
     row("24 GiB", 21.5, 40_000.0),
     row("fsdp2-offload", 10.1, 16_000.0, is_mobius=False),
     {"name": "deepspeed-zero2", "hardware": "4 x NVIDIA H200", "measurement": None},
