@@ -97,27 +97,28 @@ def measure_in_process(num_gpus: int) -> Slowdowns:
 
 
 class PinnedLoads:
-    """Page-locked host memory and GPU memory of LOAD_BYTES for each GPU; `time` copies."""
+    """Page-locked host memory and GPU memory of LOAD_BYTES for each of `gpus`; `time` copies."""
 
-    def __init__(self, num_gpus: int) -> None:
+    def __init__(self, gpus: Sequence[int]) -> None:
         """Take the memory, the host's near each GPU, and wake the links."""
+        self._gpus = list(gpus)
         self._host, self._device, self._streams = [], [], []
-        for gpu in range(num_gpus):
+        for gpu in gpus:
             with _near_gpu(gpu):
                 self._host.append(torch.ones(LOAD_BYTES, dtype=torch.uint8, pin_memory=True))
             self._device.append(torch.empty(LOAD_BYTES, dtype=torch.uint8, device=torch.device("cuda", gpu)))
             self._streams.append(torch.cuda.Stream(torch.device("cuda", gpu)))
         for _ in range(NUM_WARM_LOADS):
-            self.time(range(num_gpus))
+            self.time(range(len(self._gpus)))
 
-    def time(self, gpus: Sequence[int]) -> list[float]:
-        """Load on all `gpus` at once; seconds that each took, by events on its own stream."""
+    def time(self, places: Sequence[int]) -> list[float]:
+        """Load on the GPUs at those places of the list, all at once; seconds of each, by events on its own stream."""
         spans = []
-        for gpu in gpus:
-            with torch.cuda.device(gpu), torch.cuda.stream(self._streams[gpu]):
+        for place in places:
+            with torch.cuda.device(self._gpus[place]), torch.cuda.stream(self._streams[place]):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begin.record()
-                self._device[gpu].copy_(self._host[gpu], non_blocking=True)
+                self._device[place].copy_(self._host[place], non_blocking=True)
                 end.record()
             spans.append((begin, end))
         for _, end in spans:
@@ -181,7 +182,7 @@ def _ratio(value: object) -> float:
 def main(argv: Sequence[str]) -> None:
     """Measure and write one line of JSON, [[first, second, slowdown], ...]."""
     num_gpus = int(argv[1])
-    slowdowns = measure_slowdowns(num_gpus, PinnedLoads(num_gpus).time)
+    slowdowns = measure_slowdowns(num_gpus, PinnedLoads(range(num_gpus)).time)
     sys.stdout.write(json.dumps([[a, b, value] for (a, b), value in slowdowns.items()]) + "\n")
 
 

@@ -64,7 +64,7 @@ def test_reading_makes_no_context_on_any_gpu(tmp_path: Path) -> None:
 
 
 def test_measured_slowdowns_are_sane() -> None:
-    slowdowns = measure_slowdowns(NUM_GPUS, PinnedLoads(NUM_GPUS).time)
+    slowdowns = measure_slowdowns(NUM_GPUS, PinnedLoads(range(NUM_GPUS)).time)
 
     assert set(slowdowns) == set(combinations(range(NUM_GPUS), 2))
     # Two loads at once take at least the time of one (less what is noise), and at most that of both after each other.

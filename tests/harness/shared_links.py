@@ -1,0 +1,206 @@
+"""Ranks that share GPUs and so their links: real executor, slots and copies, with a kernel of fixed length for compute.
+
+Ranks are threads of one process. Their kernels of one block each run side by side on one GPU, so that only the link is
+shared; on a CPU they are pauses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mobius.memory.host_arena import HostArena
+from mobius.memory.layout import StageLayout
+from mobius.memory.spans import SpanRecorder, TraceLane
+from mobius.memory.weight_slots import WeightSlots
+from mobius.planner.partition import StageSpan
+from mobius.runtime.executor import Executor, StepBatch
+from mobius.runtime.local_transport import LocalTransport, run_rank_threads
+from mobius.runtime.waits import WaitClock
+from mobius.schedule.build import build_schedule
+
+NUM_MICROBATCHES = 4
+WARM_STEPS, STEPS = 1, 3
+NAME = "weight"
+
+
+@dataclass(frozen=True)
+class LinkRun:
+    """Of the measured steps."""
+
+    load_seconds: float
+    """Mean of all loads, from the copy's start to its end."""
+    weights_wait: float
+    """Per step, of the worst rank."""
+    step_seconds: float
+    """Median."""
+    is_exact: bool
+    """Whether every forward and backward saw the weights of its own stage."""
+
+
+class Busy:
+    """Keeps the current stream of a device busy for a given time, the host goes on; on a CPU it pauses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cycles_per_second = 0.0
+        if device.type == "cuda":
+            for _ in range(3):  # the clock rises under load
+                start = time.perf_counter()
+                torch.cuda._sleep(10**8)  # type: ignore[no-untyped-call]
+                torch.cuda.synchronize(device)
+                self._cycles_per_second = 10**8 / (time.perf_counter() - start)
+
+    def __call__(self, seconds: float) -> None:
+        if self._cycles_per_second:
+            torch.cuda._sleep(int(seconds * self._cycles_per_second))  # type: ignore[no-untyped-call]
+        else:
+            time.sleep(seconds)
+
+
+@dataclass
+class TimedStage:
+    """A stage whose forward takes `seconds` and whose backward twice that; it looks at its weights."""
+
+    span: StageSpan
+    seconds: float
+    busy: Busy
+    seen: list[Tensor] = field(default_factory=list)
+
+    def forward(self, weights: Mapping[str, Tensor], inputs: Tensor, **_: Any) -> tuple[Tensor, list[Tensor]]:
+        self._work(weights, self.seconds)
+        return inputs, [inputs]
+
+    def loss(
+        self, weights: object, gradients: object, hidden: Tensor, labels: object, **_: Any
+    ) -> tuple[float, Tensor]:
+        return 0.0, hidden
+
+    def backward(
+        self, weights: Mapping[str, Tensor], gradients: object, kept: Sequence[Tensor], gradient: Tensor
+    ) -> Tensor:
+        self._work(weights, 2 * self.seconds)
+        return gradient
+
+    def embedding_backward(self, *_: object) -> None:
+        """There is no embedding."""
+
+    def is_exact(self) -> bool:
+        return bool(self.seen) and all(bool((values == self.span.stage).all()) for values in self.seen)
+
+    def _work(self, weights: Mapping[str, Tensor], seconds: float) -> None:
+        flat = weights[NAME].flatten()
+        self.busy(seconds)
+        self.seen.append(flat[:: max(1, flat.numel() - 1)].clone())  # the first and the last, after the work
+
+
+class BetweenDevices:
+    """LocalTransport for ranks with streams of their own, on one device or several."""
+
+    def __init__(self, inner: LocalTransport, devices: Sequence[torch.device]) -> None:
+        self._inner, self._devices = inner, devices
+        self.rank, self.num_ranks = inner.rank, inner.num_ranks
+
+    def post_receive(self, source: int) -> None:
+        """Nothing to announce."""
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        own, moved = self._devices[self.rank], tensor.to(self._devices[target], non_blocking=True)
+        event = torch.cuda.current_stream(own).record_event() if own.type == "cuda" else None
+        self._inner.send((moved, event, tensor), target)  # type: ignore[arg-type] # the queues take anything
+
+    def receive(self, source: int) -> Tensor:
+        moved, event, _ = self._inner.receive(source)
+        if event is not None:
+            stream = torch.cuda.current_stream(self._devices[self.rank])
+            stream.wait_event(event)
+            moved.record_stream(stream)
+        return moved
+
+    def finish_step(self) -> None:
+        """Nothing is held back."""
+
+    def barrier(self) -> None:
+        self._inner.barrier()
+
+
+def run_on(
+    devices: Sequence[torch.device], *, stages_per_rank: int, num_slots: int, parameters: int, seconds: float
+) -> LinkRun:
+    """Some steps with one rank per entry of `devices`, which may name a device twice.
+
+    Every stage has `parameters` bf16 weights and takes `seconds` to forward one microbatch.
+    """
+    num_ranks = len(devices)
+    schedule = build_schedule(num_ranks, stages_per_rank, NUM_MICROBATCHES, num_slots)
+    spans = [StageSpan(n, n, n + 1, n == 0, n == schedule.num_stages - 1) for n in range(schedule.num_stages)]
+    busy = {device: Busy(device) for device in devices}
+    tokens = torch.zeros(NUM_MICROBATCHES, 8, dtype=torch.int64)
+    batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel())
+
+    def work(transport: LocalTransport) -> tuple[list[float], list[float], list[float], bool]:
+        rank = transport.rank
+        device, own = devices[rank], spans[rank::num_ranks]
+        stages = {span.stage: TimedStage(span, seconds, busy[device]) for span in own}
+        arena = HostArena(
+            {stage: StageLayout.of({NAME: (parameters, 1)}) for stage in stages},
+            dtype=torch.bfloat16,
+            register=device.type == "cuda",
+        )
+        for stage, state in arena.states.items():
+            state.weights.fill_(stage)
+        recorder, clock = SpanRecorder(device, range(WARM_STEPS + 1, WARM_STEPS + STEPS + 1)), WaitClock(device)
+        with _own_stream(device):
+            memory = WeightSlots(arena.states, num_slots=num_slots, device=device, spans=recorder)
+            executor = Executor(
+                schedule,
+                stages=stages,  # type: ignore[arg-type] # as much of a stage as the executor uses
+                memory=memory,
+                transport=BetweenDevices(transport, devices),  # type: ignore[arg-type]
+                clock=clock,
+                device=device,
+                spans=recorder,
+            )
+            times, waits = [], []
+            for number in range(1, WARM_STEPS + STEPS + 1):
+                transport.barrier()
+                start = time.perf_counter()
+                with recorder.step(number):
+                    executor.run(batch)
+                _synchronize(device)
+                transport.barrier()
+                times.append(time.perf_counter() - start)
+                waits.append(clock.collect()["weights"])
+        loads = [span.end - span.start for span in recorder.collect() if span.lane is TraceLane.LOAD]
+        is_exact = all(stage.is_exact() for stage in stages.values())
+        arena.close()
+        return loads, waits[WARM_STEPS:], times[WARM_STEPS:], is_exact
+
+    results = run_rank_threads(num_ranks, work)
+    return LinkRun(
+        load_seconds=statistics.mean(load for loads, _, _, _ in results for load in loads),
+        weights_wait=max(statistics.mean(waits) for _, waits, _, _ in results),
+        step_seconds=statistics.median(results[0][2]),
+        is_exact=all(is_exact for _, _, _, is_exact in results),
+    )
+
+
+@contextlib.contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Within it this thread computes on a stream of its own."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
