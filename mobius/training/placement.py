@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _MIN_RANKS = 3
 """One rank, or two, are the same in any order."""
+_USUAL_CHUNKS = 2
+"""Microbatches per rank where `--num_chunks auto` is still to be chosen, for which the devices must be known."""
 
 
 def order_devices(config: Config, meeting: Meeting) -> tuple[int, ...]:
@@ -37,7 +39,8 @@ def order_devices(config: Config, meeting: Meeting) -> tuple[int, ...]:
         topology = read_topology(num_gpus)
         return add_measurement(topology, cache_folder(), measure_in_process) if pipeline.probe_topology else topology
 
-    return agree_on_order(meeting, survey, listed=visible_devices(), num_microbatches=pipeline.num_microbatches)
+    num_microbatches = pipeline.num_chunks or _USUAL_CHUNKS * meeting.num_ranks
+    return agree_on_order(meeting, survey, listed=visible_devices(), num_microbatches=num_microbatches)
 
 
 def send_by_host_if_broken(

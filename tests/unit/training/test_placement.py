@@ -126,10 +126,13 @@ def order(config: Config) -> list[tuple[int, ...]]:
     )
 
 
-def test_ranks_get_devices_of_different_root_complexes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_chunks", [4, None])
+def test_ranks_get_devices_of_different_root_complexes_in_turn(
+    monkeypatch: pytest.MonkeyPatch, num_chunks: int | None
+) -> None:
     monkeypatch.setattr(placement, "read_topology", lambda _: BOX)
 
-    assert order(Config()) == [(0, 2, 1, 3)] * 4
+    assert order(config_from({"num_chunks": num_chunks})) == [(0, 2, 1, 3)] * 4
 
 
 def test_a_list_that_does_not_ascend_is_the_user_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
