@@ -170,7 +170,7 @@ class PlanFacts:
     host_gib: float
     """Predicted for all ranks; 0 where they compute on the CPU."""
     host_rates: dict[str, float] | None
-    """Per second and rank: parameters updated, alone and beside copies, and bytes copied each way at once."""
+    """Per second and rank: parameters updated, alone and beside copies, and bytes copied each way, beside and alone."""
 
 
 def facts_of(blueprint: Blueprint) -> PlanFacts:
@@ -191,6 +191,7 @@ def facts_of(blueprint: Blueprint) -> PlanFacts:
         else {
             "updates": profile.cpu_adamw_together,
             "updates_beside_copies": profile.cpu_adamw_beside_copies,
+            "copies_beside_updates": profile.copies_beside_cpu_adamw,
             "copies_each_way": profile.copies.both_down,
         },
     )

@@ -187,6 +187,7 @@ def estimate_profile(
         cpu_adamw=alone,
         cpu_adamw_together=together,
         cpu_adamw_beside_copies=together * COPY_PENALTY,
+        copies_beside_cpu_adamw=(copies.both_down + copies.both_up) / 2,
         cpu_adamw_bytes=CPU_ADAMW_BYTES,
         gpu_adamw=memory / GPU_ADAMW_BYTES,
         host_bandwidth=host.bandwidth,

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 """Counted up when a field changes its meaning, so that an older file is not believed."""
 
 
@@ -92,6 +92,8 @@ class Profile:
     """The same of each rank while all update."""
     cpu_adamw_beside_copies: float
     """The same while all GPUs also copy in both directions."""
+    copies_beside_cpu_adamw: float
+    """Bytes per second of one GPU's copies in each direction meanwhile."""
     cpu_adamw_bytes: int
     """Host memory traffic of one update, in bytes per parameter."""
     gpu_adamw: float
@@ -166,7 +168,13 @@ def _check(profile: Profile) -> None:
     if not isinstance(profile.basis, str):
         raise ValueError("basis is no text")
     rates = (*asdict(profile.copies).values(), profile.cpu_adamw, profile.cpu_adamw_together)
-    rates += (profile.cpu_adamw_beside_copies, profile.gpu_adamw, profile.host_bandwidth, profile.gpu_bandwidth)
+    rates += (
+        profile.cpu_adamw_beside_copies,
+        profile.copies_beside_cpu_adamw,
+        profile.gpu_adamw,
+        profile.host_bandwidth,
+        profile.gpu_bandwidth,
+    )
     if min(*rates, profile.messages.bandwidth) <= 0:
         raise ValueError("a rate is 0")
     kinds = range(len(profile.layer_kinds))

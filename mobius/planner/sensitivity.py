@@ -47,6 +47,7 @@ def with_faster(profile: Profile, resource: Resource, factor: float) -> Profile:
             host_bandwidth=profile.host_bandwidth * factor,
             cpu_adamw_together=min(profile.cpu_adamw_together * factor, profile.cpu_adamw),
             cpu_adamw_beside_copies=profile.cpu_adamw_beside_copies * factor,
+            copies_beside_cpu_adamw=profile.copies_beside_cpu_adamw * factor,
         )
     if resource is Resource.CORES:
         together = profile.cpu_adamw_together * factor

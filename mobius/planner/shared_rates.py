@@ -7,9 +7,6 @@ from collections.abc import Hashable
 from mobius.planner.profile import Profile
 from mobius.planner.tasks import Flow
 
-COPIES_FIRST = 1e-6
-"""Weight of an update against copies, of which it takes what they leave of the host's memory."""
-
 
 class SharedRates:
     """Makes the flows of a run, and tells the capacities of what they share."""
@@ -29,9 +26,11 @@ class SharedRates:
         }
         for rank in range(num_ranks):
             self.capacities[self.DOWN, rank], self.capacities[self.UP, rank] = copies.down, copies.up
-        # Copies keep their rates beside the optimizers (so in traces); what these lose is what a byte copied takes.
-        lost = profile.cpu_adamw_together - profile.cpu_adamw_beside_copies
-        self._host_share = max(lost, 0.0) * profile.cpu_adamw_bytes / (copies.both_down + copies.both_up)
+        # What the optimizers lose beside copies is what these take of the host's memory, in bytes per byte copied;
+        # where both want more than there is they share it as they were seen to.
+        lost, beside = profile.cpu_adamw_together - profile.cpu_adamw_beside_copies, profile.copies_beside_cpu_adamw
+        self._host_share = max(lost, 0.0) * profile.cpu_adamw_bytes / (2 * beside)
+        self._update_weight = profile.cpu_adamw_beside_copies / beside
 
     def load(self, rank: int, num_bytes: float) -> Flow:
         """A copy to the GPU."""
@@ -44,7 +43,7 @@ class SharedRates:
     def update(self, parameters: float) -> Flow:
         """A part of a CPU update."""
         uses: dict[Hashable, float] = {self.HOST: self._profile.cpu_adamw_bytes, self.UPDATES: 1.0}
-        return Flow(parameters, self._profile.cpu_adamw, uses, COPIES_FIRST)
+        return Flow(parameters, self._profile.cpu_adamw, uses, self._update_weight)
 
     def message(self, source: int, target: int, num_bytes: float) -> float | Flow:
         """Seconds of a message over a link of its own, or a flow up to the host and down again."""

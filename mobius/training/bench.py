@@ -25,10 +25,17 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def seconds(self, work: Callable[[], object], *, begin: Callable[[], object] | None = None) -> float:
+    def seconds(
+        self,
+        work: Callable[[], object],
+        *,
+        begin: Callable[[], object] | None = None,
+        end: Callable[[float], object] | None = None,
+    ) -> float:
         """Mean seconds of `work` on all ranks at once, run back to back as within a step.
 
-        `begin` starts what is to go on beside it, with the device idle before.
+        `begin` starts what is to go on beside it, with the device idle before; `end` is told this rank's seconds of all
+        runs together as soon as they are over.
         """
         for _ in range(WARM_UP):
             work()
@@ -46,9 +53,11 @@ class Bench:
             work()
         if begin is None:
             self.synchronize()
-        seconds = (time.perf_counter() - start) / repeats
+        seconds = time.perf_counter() - start
+        if end is not None:
+            end(seconds)
         self.synchronize()
-        return self.mean(seconds)
+        return self.mean(seconds / repeats)
 
     def seconds_alone(self, work: Callable[[], object]) -> float:
         """Mean over the ranks of the seconds that each takes while the others wait."""

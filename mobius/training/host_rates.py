@@ -6,6 +6,7 @@ updated parameters per second and rank (docs/decisions.md). So a run looks at it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +35,8 @@ class HostRates:
     """Down and up at once."""
     updates: float
     updates_beside_copies: float
+    copies_beside_updates: float
+    """Each way, meanwhile."""
     update_bytes: int
     """Memory traffic per parameter."""
 
@@ -59,7 +62,7 @@ def measure_host_rates(
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)  # a run reports its own
-    return HostRates(each_way, cpu.together, cpu.beside_copies, cpu.bytes_moved)
+    return HostRates(each_way, cpu.together, cpu.beside_copies, cpu.copies_each_way or each_way, cpu.bytes_moved)
 
 
 def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
@@ -78,6 +81,7 @@ def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
         cpu_adamw=max(profile.cpu_adamw, rates.updates),
         cpu_adamw_together=rates.updates,
         cpu_adamw_beside_copies=min(rates.updates, rates.updates_beside_copies),
+        copies_beside_cpu_adamw=rates.copies_beside_updates,
         cpu_adamw_bytes=rates.update_bytes,
         host_bandwidth=profile.num_ranks * max(2 * each_way, rates.updates * rates.update_bytes),
     )
@@ -86,13 +90,15 @@ def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
 class Copies:
     """Page-locked and device memory with a stream for each direction; `close` gives it back."""
 
+    DIRECTIONS = ("down", "up")
+
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self._device = device
-        self._host = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)]
-        self._on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._device, self.num_bytes = device, num_bytes
+        self._host = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in self.DIRECTIONS]
+        self._on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in self.DIRECTIONS]
         self._streams: list[torch.cuda.Stream] = []
         if device.type == "cuda":
-            self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+            self._streams = [torch.cuda.Stream(device) for _ in self.DIRECTIONS]
             # Not pin_memory: torch would keep the memory for good.
             for tensor in self._host:
                 error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
@@ -117,6 +123,10 @@ class Copies:
         """Start one each way."""
         self.down()
         self.up()
+
+    def mark(self) -> list[torch.cuda.Event]:
+        """Events behind what was started so far, one for each direction; none on a CPU."""
+        return [stream.record_event() for stream in self._streams]
 
     def _run(self, index: int, target: Tensor, source: Tensor) -> None:
         if not self._streams:
@@ -146,6 +156,8 @@ class CpuRates:
     alone: float
     together: float
     beside_copies: float
+    copies_each_way: float
+    """Bytes per second of this GPU's copies meanwhile; 0 where there are none."""
     bytes_moved: int
 
 
@@ -157,21 +169,37 @@ def measure_cpu_optimizer(
     state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
     state.gradients.fill_(1e-3)
     adamw = FlatAdamW(SETTINGS, kernel)
-    alone = bench.seconds_alone(lambda: update_once(adamw, state))
-    together = beside = bench.seconds(lambda: update_once(adamw, state))
+
+    def update() -> None:
+        update_once(adamw, state)
+
+    alone, together = bench.seconds_alone(update), bench.seconds(update)
+    beside, each_way = together, 0.0
     if bench.device.type == "cuda":
         # Enough that the copies outlast the updates, which are as long as the bench's parts.
-        num_copies = int(2 * max(bench.part_seconds, MIN_REPEATS * together) / bench.seconds(copies.both)) + 1
-
-        def start_copies() -> None:
-            for _ in range(num_copies):
-                copies.both()
-
-        beside = bench.seconds(lambda: update_once(adamw, state), begin=start_copies)
+        long = 2 * max(bench.part_seconds, MIN_REPEATS * together)
+        beside, each_way = _measure_beside(bench, update, copies, int(long / bench.seconds(copies.both)) + 1)
     sizes = [tensor.element_size() for tensor in state.tensors]
     moved = 2 * sum(sizes) - state.gradients.element_size()
     count = layout.num_elements
-    return CpuRates(count / alone, count / together, count / beside, moved)
+    return CpuRates(count / alone, count / together, count / beside, each_way, moved)
+
+
+def _measure_beside(bench: Bench, update: Callable[[], None], copies: Copies, num_copies: int) -> tuple[float, float]:
+    """Seconds of `update` beside that many copies both ways, and the bytes per second that these moved each way."""
+    done: list[torch.cuda.Event] = []
+    rates: list[float] = []
+
+    def start_copies() -> None:
+        for _ in range(num_copies):
+            copies.both()
+            done.extend(copies.mark())
+
+    def count_copies(seconds: float) -> None:
+        rates.append(copies.num_bytes * sum(event.query() for event in done) / len(copies.DIRECTIONS) / seconds)
+
+    seconds = bench.seconds(update, begin=start_copies, end=count_copies)
+    return seconds, bench.mean(rates[0])
 
 
 def update_once(adamw: FlatAdamW, state: StageState) -> None:

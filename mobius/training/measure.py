@@ -93,6 +93,7 @@ def measure_profile(
         cpu_adamw=cpu.alone,
         cpu_adamw_together=cpu.together,
         cpu_adamw_beside_copies=cpu.beside_copies,
+        copies_beside_cpu_adamw=cpu.copies_each_way or both / 2,
         cpu_adamw_bytes=cpu.bytes_moved,
         gpu_adamw=_measure_gpu_optimizer(bench, shape.dtype, amounts.gpu_parameters),
         # At least what was seen to be moved.

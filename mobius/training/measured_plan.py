@@ -83,10 +83,12 @@ def _measure_host(blueprint: Blueprint, transport: Transport) -> HostRates:
         blueprint.dtype, device=blueprint.device, transport=transport, kernel=_kernel(transport.num_ranks)
     )
     logger.info(
-        "host measured in %.1f s: %.2f billion updates per second and rank, %.2f beside copies of %.0f GB/s each way",
+        "host measured in %.1f s: %.2f billion updates per second and rank, or %.2f beside copies of %.0f GB/s each "
+        "way, which alone do %.0f",
         time.perf_counter() - start,
         rates.updates / 1e9,
         rates.updates_beside_copies / 1e9,
+        rates.copies_beside_updates / 1e9,
         rates.copies_each_way / 1e9,
     )
     return rates

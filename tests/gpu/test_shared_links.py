@@ -6,6 +6,8 @@ times.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
@@ -29,9 +31,18 @@ def _any_kernels() -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def test_the_order_that_was_measured_makes_loads_shorter_and_steps_too() -> None:
+def test_in_the_order_that_was_measured_compute_waits_less_for_weights() -> None:
     loads = PinnedLoads([place.index for place in PLACES])
-    slowdowns = measure_slowdowns(4, loads.time)
+
+    def seconds(places: Sequence[int]) -> list[float]:
+        """Until all have loaded: a GPU's two copies take turns, and events tell each one's turn, not what it waited."""
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        start = time.perf_counter()
+        loads.time(places)
+        return [time.perf_counter() - start] * len(places)
+
+    slowdowns = measure_slowdowns(4, seconds)
     alone = 2 * loads.time([0])[0]
     print(f"\na load alone {1e3 * alone:.2f} ms; beside another:", {k: round(v, 2) for k, v in slowdowns.items()})
     assert slowdowns[0, 1] > 1.6
@@ -55,12 +66,11 @@ def test_the_order_that_was_measured_makes_loads_shorter_and_steps_too() -> None
         )
         for name, run in (("0,1,2,3", listed), ("0,2,1,3", crossed)):
             print(
-                f"{num_slots} slot(s), order {name}: a load {1e3 * run.load_seconds:.2f} ms, compute waits for weights "
-                f"{1e3 * run.weights_wait:.1f} ms, a step {1e3 * run.step_seconds:.1f} ms"
+                f"{num_slots} slot(s), order {name}: compute waits for weights {1e3 * run.weights_wait:.1f} ms per "
+                f"step, which takes {1e3 * run.step_seconds:.1f} ms"
             )
         assert listed.is_exact
         assert crossed.is_exact
-        assert crossed.load_seconds < 0.9 * listed.load_seconds
         if num_slots == 1:
-            assert crossed.weights_wait < listed.weights_wait
+            assert crossed.weights_wait < 0.9 * listed.weights_wait
             assert crossed.step_seconds < listed.step_seconds

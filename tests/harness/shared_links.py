@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.spans import SpanRecorder, TraceLane
 from mobius.memory.weight_slots import WeightSlots
 from mobius.planner.partition import StageSpan
 from mobius.runtime.executor import Executor, StepBatch
@@ -35,8 +34,6 @@ NAME = "weight"
 class LinkRun:
     """Of the measured steps."""
 
-    load_seconds: float
-    """Mean of all loads, from the copy's start to its end."""
     weights_wait: float
     """Per step, of the worst rank."""
     step_seconds: float
@@ -144,7 +141,7 @@ def run_on(
     tokens = torch.zeros(NUM_MICROBATCHES, 8, dtype=torch.int64)
     batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel())
 
-    def work(transport: LocalTransport) -> tuple[list[float], list[float], list[float], bool]:
+    def work(transport: LocalTransport) -> tuple[list[float], list[float], bool]:
         rank = transport.rank
         device, own = devices[rank], spans[rank::num_ranks]
         stages = {span.stage: TimedStage(span, seconds, busy[device]) for span in own}
@@ -155,9 +152,9 @@ def run_on(
         )
         for stage, state in arena.states.items():
             state.weights.fill_(stage)
-        recorder, clock = SpanRecorder(device, range(WARM_STEPS + 1, WARM_STEPS + STEPS + 1)), WaitClock(device)
+        clock = WaitClock(device)
         with _own_stream(device):
-            memory = WeightSlots(arena.states, num_slots=num_slots, device=device, spans=recorder)
+            memory = WeightSlots(arena.states, num_slots=num_slots, device=device)
             executor = Executor(
                 schedule,
                 stages=stages,  # type: ignore[arg-type] # as much of a stage as the executor uses
@@ -165,29 +162,25 @@ def run_on(
                 transport=BetweenDevices(transport, devices),  # type: ignore[arg-type]
                 clock=clock,
                 device=device,
-                spans=recorder,
             )
             times, waits = [], []
-            for number in range(1, WARM_STEPS + STEPS + 1):
+            for _ in range(WARM_STEPS + STEPS):
                 transport.barrier()
                 start = time.perf_counter()
-                with recorder.step(number):
-                    executor.run(batch)
+                executor.run(batch)
                 _synchronize(device)
                 transport.barrier()
                 times.append(time.perf_counter() - start)
                 waits.append(clock.collect()["weights"])
-        loads = [span.end - span.start for span in recorder.collect() if span.lane is TraceLane.LOAD]
         is_exact = all(stage.is_exact() for stage in stages.values())
         arena.close()
-        return loads, waits[WARM_STEPS:], times[WARM_STEPS:], is_exact
+        return waits[WARM_STEPS:], times[WARM_STEPS:], is_exact
 
     results = run_rank_threads(num_ranks, work)
     return LinkRun(
-        load_seconds=statistics.mean(load for loads, _, _, _ in results for load in loads),
-        weights_wait=max(statistics.mean(waits) for _, waits, _, _ in results),
-        step_seconds=statistics.median(results[0][2]),
-        is_exact=all(is_exact for _, _, _, is_exact in results),
+        weights_wait=max(statistics.mean(waits) for waits, _, _ in results),
+        step_seconds=statistics.median(results[0][1]),
+        is_exact=all(is_exact for _, _, is_exact in results),
     )
 
 

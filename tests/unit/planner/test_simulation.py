@@ -40,6 +40,7 @@ def plain_profile(num_ranks: int = 1, **changes: object) -> Profile:
         cpu_adamw=5,
         cpu_adamw_together=5,
         cpu_adamw_beside_copies=5,
+        copies_beside_cpu_adamw=10,
         cpu_adamw_bytes=1,
         gpu_adamw=100,
         host_bandwidth=1e12,

@@ -21,7 +21,9 @@ from mobius.training.blueprint import Blueprint, draw_blueprint
 from mobius.training.host_rates import HostRates, measure_host_rates, with_host_rates
 from mobius.training.measured_plan import is_host_to_be_measured, plan_by_measurement
 
-SLOW = HostRates(copies_each_way=10e9, updates=1e9, updates_beside_copies=0.8e9, update_bytes=26)
+SLOW = HostRates(
+    copies_each_way=10e9, updates=1e9, updates_beside_copies=0.8e9, copies_beside_updates=4e9, update_bytes=26
+)
 
 
 def estimate(num_ranks: int = 4) -> Profile:
@@ -41,14 +43,15 @@ def test_all_ranks_measure_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torc
     first, second = run_rank_threads(2, work)
     assert first == second
     assert first.update_bytes == num_bytes
-    assert min(first.copies_each_way, first.updates, first.updates_beside_copies) > 0
+    assert min(first.updates, first.updates_beside_copies) > 0
+    assert first.copies_each_way == first.copies_beside_updates > 0  # on a CPU they are not measured beside updates
 
 
 def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
     before = estimate()
     after = with_host_rates(before, SLOW)
     assert (after.cpu_adamw_together, after.cpu_adamw_beside_copies) == (1e9, 0.8e9)
-    assert (after.copies.both_down, after.copies.both_up) == (10e9, 10e9)
+    assert (after.copies.both_down, after.copies.both_up, after.copies_beside_cpu_adamw) == (10e9, 10e9, 4e9)
     assert after.copies.down == before.copies.down
     assert after.copies.down_together == before.copies.down_together
     assert after.host_bandwidth == 4 * 26e9  # updates move more than copies
@@ -58,7 +61,13 @@ def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
 
 
 def test_updates_are_not_faster_beside_copies_nor_together_than_alone() -> None:
-    fast = HostRates(copies_each_way=50e9, updates=9e9, updates_beside_copies=9.5e9, update_bytes=26)
+    fast = HostRates(
+        copies_each_way=50e9,
+        updates=9e9,
+        updates_beside_copies=9.5e9,
+        copies_beside_updates=40e9,
+        update_bytes=26,
+    )
     after = with_host_rates(estimate(), fast)
     assert after.cpu_adamw == after.cpu_adamw_together == after.cpu_adamw_beside_copies == 9e9
     assert after.copies.down_together == 50e9
@@ -98,6 +107,9 @@ def test_a_run_is_planned_again_by_what_was_measured(
     with caplog.at_level(logging.INFO):
         planned = plan_by_measurement(on_gpu, SingleRankTransport())
     assert seen == [planned.profile] == [with_host_rates(estimate(1), SLOW)]
-    assert "1.00 billion updates per second and rank, 0.80 beside copies of 10 GB/s each way" in caplog.text
+    assert (
+        "1.00 billion updates per second and rank, or 0.80 beside copies of 4 GB/s each way, which alone do 10"
+        in caplog.text
+    )
     assert plan_by_measurement(unknown, SingleRankTransport()) is unknown
     assert len(seen) == 1
