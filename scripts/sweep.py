@@ -2,15 +2,18 @@
 
     python scripts/sweep.py choice --gpus 4 --output sweep.jsonl        # auto beside stages, chunks and residency swept
     python scripts/sweep.py prediction --gpus 4 --output sweep.jsonl    # predicted and measured memory and seconds
+    python scripts/sweep.py report --output sweep.jsonl                 # both tables, of all runs on record
 
 `choice` starts from what auto has chosen and changes one thing at a time, keeping what is faster: the number of stages,
 then of chunks, then residency. Every run is a few steps of scripts/benchmark_worker.py on random weights and tokens, by
 median without the first two; all are made by the same processes, as long as none fails. A setting ends at --runs runs
 or --seconds seconds; what was not tried is told. SETTING... takes only those whose name contains one of the words.
-Nothing is compared with another machine's numbers.
+`report` runs nothing: of each setting it takes the last auto run and what was tried after it, so that settings may be
+swept by several commands and nothing is compared with another machine's numbers.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -179,7 +182,8 @@ def sweep(measure: Measure, auto: Result, *, num_layers: int, batch_size: int, n
 
 def faster(one: Result, other: Result) -> Result:
     """That with fewer seconds; a failed run is never it."""
-    assert one.step_seconds is not None
+    if one.step_seconds is None:
+        return other
     return other if other.step_seconds is not None and other.step_seconds < one.step_seconds else one
 
 
@@ -218,19 +222,25 @@ def compare_choice(setting: Setting, arguments: argparse.Namespace, measure: Mea
     if auto.step_seconds is None:
         return [setting.name, "-", "-", "-", "-", auto.problem or "failed"]
     layers = arguments.layers or SIZES[setting.size][2]
-    best, tried, note = auto, 1, "whole sweep"
+    results, note = [auto], "whole sweep"
     for result in sweep(measure, auto, num_layers=layers, batch_size=setting.batch_size, num_ranks=arguments.gpus):
-        tried += 1
-        best = faster(best, result)
-        if tried >= arguments.runs or time.monotonic() - start > arguments.seconds:
+        results.append(result)
+        if len(results) >= arguments.runs or time.monotonic() - start > arguments.seconds:
             note = "ended early"
             break
-    assert best.step_seconds is not None
+    return choice_row(setting.name, results, note)
+
+
+def choice_row(name: str, results: Sequence[Result], note: str = "") -> list[str]:
+    """Of runs of one setting, the first of them auto's."""
+    auto, best = results[0], functools.reduce(faster, results)
+    if auto.step_seconds is None or best.step_seconds is None:
+        return [name, "-", "-", "-", "-", auto.problem or "failed"]
     chosen = f"{auto.plan['num_stages']} / {auto.plan['num_chunks']} / {max(auto.plan['resident'], default=0)}"
     off = auto.step_seconds / best.step_seconds - 1
     found = "auto" if best is auto else str(best.options)
-    return [setting.name, chosen, f"{auto.step_seconds:.3f}", f"{best.step_seconds:.3f} ({found})", f"{off:+.1%}",
-            f"{tried} runs, {note}"]  # fmt: skip
+    return [name, chosen, f"{auto.step_seconds:.3f}", f"{best.step_seconds:.3f} ({found})", f"{off:+.1%}",
+            f"{len(results)} runs{note and ', '}{note}"]  # fmt: skip
 
 
 def compare_prediction(setting: Setting, arguments: argparse.Namespace, measure: Measure) -> list[str]:
@@ -238,13 +248,18 @@ def compare_prediction(setting: Setting, arguments: argparse.Namespace, measure:
     result = measure(Options())
     if result.step_seconds is None:
         return [setting.name, *["-"] * 3, result.problem or "failed"]
+    return [setting.name, *prediction_cells(result)]
+
+
+def prediction_cells(result: Result) -> list[str]:
+    """GPU and host memory and seconds, predicted and measured, and what the prediction went by."""
     plan = result.plan
-    cells = [
+    return [
         beside(plan["gpu_gib"], result.gpu_gib),
         beside(plan["host_gib"] or None, result.host_gib),
         beside(plan["step_seconds"], result.step_seconds),
+        plan["basis"] or "no estimate",
     ]
-    return [setting.name, *cells, plan["basis"] or "no estimate"]
 
 
 def beside(predicted: float | None, measured: float | None) -> str:
@@ -271,7 +286,7 @@ MODES = {
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; what stands behind ` -- ` is `mobius_options`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("mode", choices=[*MODES, "report"])
     parser.add_argument("setting", nargs="*", help="words of the settings' names (default: all)")
     parser.add_argument("--gpus", type=int, help="processes, one per GPU (default: all GPUs)")
     parser.add_argument("--layers", type=int, help="another number of layers than the sizes' own, for a trial")
@@ -295,9 +310,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure setting after setting, and print the table at the end."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
+    if arguments.mode == "report":
+        report(arguments.output, arguments.setting)
+        return
     settings, compare, titles = MODES[arguments.mode]
     words = arguments.setting
-    rows = [titles, ["---"] * len(titles)]
+    rows = [titles]
     end_runs_when_terminated()
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // arguments.gpus))}
     with (
@@ -315,7 +333,35 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(setting.name, flush=True)
             own = replace(setting, size=size, limit=limit)
             rows.append(compare(own, arguments, Runs(own, arguments, model, service).measure))
-    print("", *("| " + " | ".join(row) + " |" for row in rows), sep="\n")
+    print_table(rows)
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """In Markdown; the first row has the titles."""
+    titles, *others = rows
+    lines = [titles, ["---"] * len(titles), *others]
+    print("", *("| " + " | ".join(row) + " |" for row in lines), sep="\n")
+
+
+def report(path: Path, words: Sequence[str]) -> None:
+    """The tables of `choice` and `prediction` from the runs in `path`."""
+    by_setting: dict[str, list[Result]] = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        name, options = record.pop("setting"), Options(**record.pop("options"))
+        if words and not any(word in name for word in words):
+            continue
+        if options == Options():
+            by_setting[name] = []  # another sweep of it has begun
+        by_setting.setdefault(name, []).append(Result(options, **record))
+    chosen, predicted = [MODES["choice"][2]], [["setting", "options", *MODES["prediction"][2][1:]]]
+    for name, results in by_setting.items():
+        if results[0].options == Options() and len(results) > 1:
+            chosen.append(choice_row(name, results))
+        done = [result for result in results if result.step_seconds is not None]
+        predicted += [[name, str(result.options), *prediction_cells(result)] for result in done]
+    print_table(chosen)
+    print_table(predicted)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ def test_runs_in_the_same_processes_train_as_new_ones_do(tmp_path: Path, words: 
     first, other, again = (
         service.run([*words, "--num_stages", stages], timeout_seconds=100) for stages in ("4", "2", "4")
     )
+    assert len(losses(other)) == len(losses(new))
     assert losses(first) == losses(again) == losses(new)
     assert [run.output["plan"]["num_stages"] for run in (first, other, again)] == [4, 2, 4]
     assert again.output["start"]["imports"] < first.output["start"]["imports"] / 2

@@ -105,4 +105,11 @@ def test_a_whole_run_of_the_smallest_model_on_the_cpu(tmp_path: Path, capsys: py
     assert [row["problem"] for row in rows] == [None, None], capsys.readouterr().out
     assert rows[0]["plan"]["num_stages"] == 4
     assert rows[1]["options"]["num_stages"] == 6
-    assert "| tiny 64x128 no limit | 4 / " in capsys.readouterr().out
+    table = "| tiny 64x128 no limit | 4 / "
+    assert table in capsys.readouterr().out
+
+    sweep.main(["report", "--output", str(output)])
+
+    told = capsys.readouterr().out
+    assert table in told
+    assert told.count("| tiny 64x128 no limit | ") == 3  # of choice, and a prediction for each run
