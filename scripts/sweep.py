@@ -302,6 +302,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         cut = own.index("--")
         own, options = own[:cut], own[cut + 1 :]
     arguments = parser.parse_args(own)
+    if arguments.mode == "report" and not (arguments.output and arguments.output.is_file()):
+        parser.error(f"report: --output {arguments.output} is no file; name the one that the runs were appended to")
     arguments.mobius_options = options
     arguments.gpus = arguments.gpus or max(1, len(gpu_names()))
     return arguments

@@ -94,6 +94,12 @@ def test_the_settings_cover_what_is_to_be_predicted() -> None:
     assert (min(limits), max(limits), min(lengths), max(lengths)) == (8, 64, 128, 4096)
 
 
+def test_a_report_of_runs_that_are_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sweep.main(["report", "--output", str(tmp_path / "rows.jsonl")])
+    assert "rows.jsonl is no file; name the one" in capsys.readouterr().err
+
+
 def test_a_whole_run_of_the_smallest_model_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "rows.jsonl"
     trial = ["--size", "tiny", "--gpus", "1", "--no_limit", "--steps", "1", "--runs", "2", "--output", str(output)]
