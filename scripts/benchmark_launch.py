@@ -21,6 +21,7 @@ from typing import IO, Any
 
 POLL_SECONDS = 0.2
 PORTS = range(20000, 32000)
+"""Linux takes those of connections from 32768 on."""
 GRACE_SECONDS = 5.0
 """For the other ranks to tell their part once one has failed."""
 

@@ -12,12 +12,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from benchmark_launch import GRACE_SECONDS, POLL_SECONDS, RunResult, end_ranks, free_port, start_ranks, used_host_bytes
 
 WORKER = Path(__file__).parent / "benchmark_worker.py"
-LOG_LINES = 25
+LOG, LOG_LINES = "log.txt", 25
+"""What all ranks print, and how much of its end is told."""
 
 
 class Service:
@@ -29,7 +29,6 @@ class Service:
         self._ranks: list[subprocess.Popen[str]] = []
         self._stack = contextlib.ExitStack()
         self._folder: Path
-        self._log: IO[str]
         self._number = 0
 
     def __enter__(self) -> "Service":
@@ -45,8 +44,8 @@ class Service:
         start, before = time.monotonic(), used_host_bytes()
         if not self._ranks:
             self._begin()
-        self._log.seek(0, 2)
-        log_start = self._log.tell()
+        log = self._folder / LOG
+        log_start = log.stat().st_size
         order, output = self._folder / f"{self._number}.json", self._folder / f"{self._number}.out"
         self._number += 1
         self._tell(order, {"options": list(options), "port": str(free_port()), "start": str(start)})
@@ -62,8 +61,7 @@ class Service:
                 time.sleep(POLL_SECONDS)
         if problem is not None:
             end_ranks(self._ranks)  # before the log is read
-        self._log.seek(log_start)
-        lines = self._log.read().splitlines()
+        lines = log.read_bytes()[log_start:].decode(errors="replace").splitlines()
         told = None if problem is not None else json.loads(output.read_text())
         if problem is not None:
             self._end()
@@ -77,15 +75,14 @@ class Service:
 
     def _begin(self) -> None:
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-        log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - the stack closes it
-        self._log = self._stack.enter_context(log)
         self._number = 0
-        self._ranks = start_ranks(
-            [sys.executable, str(WORKER), "--serve", str(self._folder)],
-            num_ranks=self._num_ranks,
-            environment=self._environment,
-            log=self._log,
-        )
+        with (self._folder / LOG).open("a") as log:
+            self._ranks = start_ranks(
+                [sys.executable, str(WORKER), "--serve", str(self._folder)],
+                num_ranks=self._num_ranks,
+                environment=self._environment,
+                log=log,
+            )
         self._stack.callback(end_ranks, list(self._ranks))
 
     def _tell(self, order: Path, what: object) -> None:

@@ -85,6 +85,8 @@ class Blueprint:
     """None where nothing is known of the device's speed."""
     profile: Profile | None
     """What the plan goes by, as far as anything is known of the device's speed."""
+    layer_bytes: LayerBytes | None
+    """Of one microbatch, as measured on the GPU; None on a CPU."""
 
     others_graph_stages: frozenset[int] = frozenset()
     """The same as `graph_stages` of the other ranks, if their GPUs have as much memory as this one's."""
@@ -133,7 +135,17 @@ def redraw(blueprint: Blueprint, profile: Profile) -> Blueprint:
     asked, chosen = blueprint.asked, blueprint.config.pipeline
     config = replace(asked, pipeline=replace(asked.pipeline, num_chunks=chosen.num_microbatches))
     b = blueprint
-    return _draw(config, b.ranks, b.device, b.device_order, b.meeting, b.gpu_bytes, b.parts, profile=profile)
+    return _draw(
+        config,
+        b.ranks,
+        b.device,
+        b.device_order,
+        b.meeting,
+        b.gpu_bytes,
+        b.parts,
+        profile=profile,
+        layer_bytes=b.layer_bytes,
+    )
 
 
 def _draw(
@@ -147,8 +159,9 @@ def _draw(
     *,
     profile: Profile | None = None,
     saved: SavedPlan | None = None,
+    layer_bytes: LayerBytes | None = None,
 ) -> Blueprint:
-    """Plan for a device; `profile` is what was measured on it."""
+    """Plan for a device; `profile` and `layer_bytes` are what was measured on it."""
     shape, gpu = parts.shape(), _gpu(device)
     resolved = resolve_auto(asked, shape, num_ranks=ranks.num_ranks, gpu=gpu, measured=profile)
     config, pipeline = resolved.config, resolved.config.pipeline
@@ -187,10 +200,10 @@ def _draw(
         compiled=_compiles(config, device),
     )
     # By guess: what cannot fit is refused before anything is compiled.
-    measured: LayerBytes | None = None
+    measured = layer_bytes
     fitted = _fit(request, config, ranks, device, saved=saved, measured=measured)
     if device.type == "cuda":
-        measured = measure_layer_bytes(parts, shape=message, dtype=dtype, device=device)
+        measured = measured or measure_layer_bytes(parts, shape=message, dtype=dtype, device=device)
         fitted = _fit(request, config, ranks, device, saved=saved, measured=measured, model=model)
     graph_bytes, peak_bytes = (measured.graph, measured.peak) if measured is not None else (None, None)
     plan = fitted.plan
@@ -216,6 +229,7 @@ def _draw(
         need_bytes(request, fitted, graph_bytes=graph_bytes, peak_bytes=peak_bytes),
         None if model is None else forecast(plan, fitted.uses, shape, model),
         profile,
+        measured,
         fitted.others_graph_stages,
     )
 

@@ -55,14 +55,14 @@ def measure_host_rates(
     memory = Copies(device, copy_bytes)
     try:
         each_way = copy_bytes / bench.seconds(memory.both)
-        cpu = measure_cpu_optimizer(bench, dtype, kernel, parameters, memory)
+        cpu = measure_cpu_optimizer(bench, dtype, kernel, parameters, memory, each_way=each_way)
     finally:
         memory.close()
     del memory
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)  # a run reports its own
-    return HostRates(each_way, cpu.together, cpu.beside_copies, cpu.copies_each_way or each_way, cpu.bytes_moved)
+    return HostRates(each_way, cpu.together, cpu.beside_copies, cpu.copies_each_way, cpu.bytes_moved)
 
 
 def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
@@ -90,15 +90,13 @@ def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
 class Copies:
     """Page-locked and device memory with a stream for each direction; `close` gives it back."""
 
-    DIRECTIONS = ("down", "up")
-
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self._device, self.num_bytes = device, num_bytes
-        self._host = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in self.DIRECTIONS]
-        self._on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in self.DIRECTIONS]
+        self._host = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)]
+        self._on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._streams: list[torch.cuda.Stream] = []
         if device.type == "cuda":
-            self._streams = [torch.cuda.Stream(device) for _ in self.DIRECTIONS]
+            self._streams = [torch.cuda.Stream(device) for _ in range(2)]
             # Not pin_memory: torch would keep the memory for good.
             for tensor in self._host:
                 error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
@@ -136,8 +134,9 @@ class Copies:
             target.copy_(source, non_blocking=True)
 
 
-def measure_copies(bench: Bench, copies: Copies, num_bytes: int) -> CopyRates:
-    """Bytes per second of copies of `num_bytes`, alone and all at once."""
+def measure_copies(bench: Bench, copies: Copies) -> CopyRates:
+    """Bytes per second of `copies`, alone and all at once."""
+    num_bytes = copies.num_bytes
     both = num_bytes / bench.seconds(copies.both)
     return CopyRates(
         down=num_bytes / bench.seconds_alone(copies.down),
@@ -157,14 +156,23 @@ class CpuRates:
     together: float
     beside_copies: float
     copies_each_way: float
-    """Bytes per second of this GPU's copies meanwhile; 0 where there are none."""
+    """Bytes per second of one GPU's copies meanwhile."""
     bytes_moved: int
 
 
 def measure_cpu_optimizer(
-    bench: Bench, dtype: torch.dtype, kernel: AdamWKernel | None, num_parameters: int, copies: Copies
+    bench: Bench,
+    dtype: torch.dtype,
+    kernel: AdamWKernel | None,
+    num_parameters: int,
+    copies: Copies,
+    *,
+    each_way: float,
 ) -> CpuRates:
-    """Parameters per second of a streamed stage's update, on the host with the run's threads."""
+    """Parameters per second of a streamed stage's update, on the host with the run's threads.
+
+    `each_way` is the rate of `copies` both ways by themselves; it stays what it is on a CPU, which has no copy engines.
+    """
     layout = StageLayout.of({"weight": (num_parameters, 1)})
     state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
     state.gradients.fill_(1e-3)
@@ -174,32 +182,38 @@ def measure_cpu_optimizer(
         update_once(adamw, state)
 
     alone, together = bench.seconds_alone(update), bench.seconds(update)
-    beside, each_way = together, 0.0
+    beside = together
     if bench.device.type == "cuda":
         # Enough that the copies outlast the updates, which are as long as the bench's parts.
         long = 2 * max(bench.part_seconds, MIN_REPEATS * together)
-        beside, each_way = _measure_beside(bench, update, copies, int(long / bench.seconds(copies.both)) + 1)
+        beside, each_way = measure_beside(bench, update, copies, int(long * each_way / copies.num_bytes) + 1)
     sizes = [tensor.element_size() for tensor in state.tensors]
     moved = 2 * sum(sizes) - state.gradients.element_size()
     count = layout.num_elements
     return CpuRates(count / alone, count / together, count / beside, each_way, moved)
 
 
-def _measure_beside(bench: Bench, update: Callable[[], None], copies: Copies, num_copies: int) -> tuple[float, float]:
+def measure_beside(bench: Bench, update: Callable[[], None], copies: Copies, num_copies: int) -> tuple[float, float]:
     """Seconds of `update` beside that many copies both ways, and the bytes per second that these moved each way."""
-    done: list[torch.cuda.Event] = []
-    rates: list[float] = []
+    ends: list[torch.cuda.Event] = []
+    num_before, rate = 0, 0.0
+
+    def num_done() -> int:
+        return sum(event.query() for event in ends)
 
     def start_copies() -> None:
+        nonlocal num_before
         for _ in range(num_copies):
             copies.both()
-            done.extend(copies.mark())
+            ends.extend(copies.mark())
+        num_before = num_done()  # the first go while the others are started, beside no update
 
     def count_copies(seconds: float) -> None:
-        rates.append(copies.num_bytes * sum(event.query() for event in done) / len(copies.DIRECTIONS) / seconds)
+        nonlocal rate
+        rate = copies.num_bytes * max(num_done() - num_before, 1) / 2 / seconds
 
     seconds = bench.seconds(update, begin=start_copies, end=count_copies)
-    return seconds, bench.mean(rates[0])
+    return seconds, bench.mean(rate)
 
 
 def update_once(adamw: FlatAdamW, state: StageState) -> None:

@@ -73,8 +73,10 @@ def measure_profile(
     embedding_forward, embedding_backward, loss = _measure_ends(bench, parts, shape)
     memory = Copies(device, amounts.copy_bytes)
     try:
-        copies = measure_copies(bench, memory, amounts.copy_bytes)
-        cpu = measure_cpu_optimizer(bench, shape.dtype, kernel, amounts.cpu_parameters, memory)
+        copies = measure_copies(bench, memory)
+        cpu = measure_cpu_optimizer(
+            bench, shape.dtype, kernel, amounts.cpu_parameters, memory, each_way=copies.both_down
+        )
     finally:
         memory.close()
     both = copies.both_down + copies.both_up
@@ -93,7 +95,7 @@ def measure_profile(
         cpu_adamw=cpu.alone,
         cpu_adamw_together=cpu.together,
         cpu_adamw_beside_copies=cpu.beside_copies,
-        copies_beside_cpu_adamw=cpu.copies_each_way or both / 2,
+        copies_beside_cpu_adamw=cpu.copies_each_way,
         cpu_adamw_bytes=cpu.bytes_moved,
         gpu_adamw=_measure_gpu_optimizer(bench, shape.dtype, amounts.gpu_parameters),
         # At least what was seen to be moved.

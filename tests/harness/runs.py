@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from benchmark_launch import free_port
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 ROOT = Path(__file__).parents[2]
@@ -95,11 +93,3 @@ def exact_results(
     assert result.returncode == 0, result.stdout
     results: dict[str, object] = json.loads(output.read_text())
     return results
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now, out of those that the system gives to no connection by itself."""
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", secrets.choice(range(20000, 32000))))
-            return int(probe.getsockname()[1])

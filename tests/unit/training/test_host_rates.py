@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from mobius.ranks import Ranks
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.transport import SingleRankTransport
 from mobius.training import host_rates, measured_plan
+from mobius.training.bench import MIN_REPEATS, Bench
 from mobius.training.blueprint import Blueprint, draw_blueprint
-from mobius.training.host_rates import HostRates, measure_host_rates, with_host_rates
+from mobius.training.host_rates import HostRates, measure_beside, measure_host_rates, with_host_rates
 from mobius.training.measured_plan import is_host_to_be_measured, plan_by_measurement
 
 SLOW = HostRates(
@@ -71,6 +74,39 @@ def test_updates_are_not_faster_beside_copies_nor_together_than_alone() -> None:
     after = with_host_rates(estimate(), fast)
     assert after.cpu_adamw == after.cpu_adamw_together == after.cpu_adamw_beside_copies == 9e9
     assert after.copies.down_together == 50e9
+
+
+class CopiesOnTheirWay:
+    """Of every four copies that were started one has ended when they all have been, and three when the updates have."""
+
+    num_bytes = 100
+
+    def __init__(self) -> None:
+        self.num_started, self.num_queries = 0, 0
+
+    def both(self) -> None:
+        self.num_started += 2
+
+    def mark(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(query=self.has_ended) for _ in range(2)]
+
+    def has_ended(self) -> bool:
+        self.num_queries += 1
+        place = (self.num_queries - 1) % self.num_started
+        return place % 4 < (1 if self.num_queries <= self.num_started else 3)
+
+
+def test_copies_count_from_the_start_of_the_updates_to_their_end() -> None:
+    bench = Bench(torch.device("cpu"), SingleRankTransport(), part_seconds=0.01)
+    copies = CopiesOnTheirWay()
+
+    seconds, rate = measure_beside(bench, lambda: time.sleep(0.002), copies, num_copies=8)
+
+    assert copies.num_started == 16
+    # Of 16 copies 4 had ended before and 12 have at the end: 4 each way of 100 bytes, beside some updates of 2 ms.
+    num_updates = 4 * 100 / rate / seconds
+    assert num_updates == pytest.approx(round(num_updates), rel=1e-6)
+    assert num_updates >= MIN_REPEATS
 
 
 def blueprint_of(*arguments: str) -> Blueprint:
