@@ -66,6 +66,9 @@ class MixedStages:
     def wait_until_updated(self, stage: int) -> None:
         self._parts[stage].wait_until_updated(stage)
 
+    def is_ready(self, stage: int) -> bool:
+        return self._parts[stage].is_ready(stage)
+
     def weights(self, stage: int) -> dict[str, Tensor]:
         return self._parts[stage].weights(stage)
 

@@ -86,6 +86,9 @@ class ResidentStages:
     def wait_until_updated(self, stage: int) -> None:
         """Nothing to wait for: updates and compute follow one another on the device."""
 
+    def is_ready(self, stage: int) -> bool:
+        return True
+
     def weights(self, stage: int) -> dict[str, Tensor]:
         return self._weights[stage]
 

@@ -51,6 +51,9 @@ class StageMemory(Protocol):
     def wait_until_updated(self, stage: int) -> None:
         """Make the host wait until the optimizer has updated `stage`."""
 
+    def is_ready(self, stage: int) -> bool:
+        """Whether `wait_until_updated` and `weights` let nobody wait, because they did before or nothing changed."""
+
     def weights(self, stage: int) -> dict[str, Tensor]:
         """Parameter views on the device; the compute stream waits until they are there."""
 

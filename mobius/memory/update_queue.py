@@ -68,6 +68,10 @@ class UpdateQueue:
                 return
         action()
 
+    def is_under_way(self, stage: int) -> bool:
+        """Whether `wait` was not called since the stage's last update was submitted."""
+        return stage in self._updates
+
     def wait(self, stage: int) -> None:
         """Return when `stage` is updated and what followed the update has run; raises what the update raised."""
         entry = self._updates.get(stage)

@@ -124,6 +124,10 @@ class WeightSlots:
         if self._updates is not None:
             self._updates.wait(stage)
 
+    def is_ready(self, stage: int) -> bool:
+        is_updated = self._updates is None or not self._updates.is_under_way(stage)
+        return is_updated and self._slot_of(stage).ready is None
+
     def weights(self, stage: int) -> dict[str, Tensor]:
         """Views of the slot that holds `stage`; at the first call after a load, the compute stream waits for it."""
         self.wait_until_updated(stage)

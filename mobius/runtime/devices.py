@@ -130,10 +130,12 @@ class MemoryMeter:
         """The numbers now; asks torch and the kernel, does not synchronize."""
         if not self.has_gpu:
             return MemoryReading(0, 0, 0, peak_host_bytes())
+        stats = torch.cuda.memory_stats(self._device)  # once: it takes the time of all of them
+        allocated = "allocated_bytes.all"
         return MemoryReading(
-            torch.cuda.max_memory_allocated(self._device),
-            torch.cuda.max_memory_reserved(self._device),
-            torch.cuda.memory_allocated(self._device),
+            stats[f"{allocated}.peak"],
+            stats["reserved_bytes.all.peak"],
+            stats[f"{allocated}.current"],
             peak_host_bytes(),
         )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
 from mobius.memory.stage_memory import Departure, StageMemory
+from mobius.memory.streams import new_stream, record_current
 from mobius.models.graph import Views
 from mobius.runtime.stage import Kept, StageModule
 from mobius.runtime.stash import Stash
@@ -101,6 +102,7 @@ class Executor:
         self._stages, self._memory, self._transport, self._clock = stages, memory, transport, clock
         self._device, self._unsealed_names, self._graph_stages = device, unsealed_names, graph_stages
         self._spans = spans
+        self._to_device = new_stream(device)
         self._stash = Stash()
         self._step: _Step
         self._receivers = [
@@ -149,10 +151,22 @@ class Executor:
             self._handlers[action.kind](action)
 
     def _generate_data(self, action: Action) -> None:
-        """Bring the step's tokens and labels to the device; copies from page-locked memory do not block."""
+        """Bring the step's tokens and labels to the device; copies from page-locked memory do not block.
+
+        On a stream of their own: behind a copy on the compute stream, compute waited for all loads that were enqueued
+        before its next kernel.
+        """
         step, num_microbatches = self._step, self._schedule.num_microbatches
-        step.tokens = step.batch.input_ids.to(self._device, non_blocking=True).chunk(num_microbatches)
-        step.labels = step.batch.labels.to(self._device, non_blocking=True).chunk(num_microbatches)
+        sources = (step.batch.input_ids, step.batch.labels)
+        targets = [torch.empty_like(source, device=self._device) for source in sources]
+        is_free = record_current(self._device)  # of what their memory was before
+        with self._to_device.run():
+            is_free.wait()
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+            arrival = self._to_device.record()
+        arrival.wait()
+        step.tokens, step.labels = (target.chunk(num_microbatches) for target in targets)
 
     def _offload(self, action: Action) -> None:
         departure = self._memory.offload(action.stage)
@@ -214,6 +228,8 @@ class Executor:
         return self._step.tokens[microbatch] if self._stages[stage].span.is_first else self._receive(stage - 1)
 
     def _weights(self, stage: int) -> dict[str, Tensor]:
+        if self._memory.is_ready(stage):  # waits are not measured where there are none: that takes the host time
+            return self._memory.weights(stage)
         with self._waiting(WaitCause.OPTIMIZER):
             self._memory.wait_until_updated(stage)
         with self._waiting(WaitCause.WEIGHTS):

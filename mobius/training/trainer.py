@@ -47,6 +47,7 @@ class Trainer:
         self._transport, self._clock, self._meter = transport, clock, meter
         self._step = 0
         self._step_end = 0.0
+        self._next_batch: StepBatch | None = None
 
     def train(self) -> Iterator[StepMetrics]:
         """Run all steps, yielding the numbers of each as it ends."""
@@ -61,13 +62,15 @@ class Trainer:
 
     def train_step(self) -> StepMetrics:
         """One optimizer step: M microbatches through all stages, then AdamW."""
-        batch = next(self._batches)
+        batch = self._next_batch or next(self._batches)
         learning_rate = learning_rate_at(self._step, self._config)
         self._stepper.begin_step(learning_rate)
         sums = self._executor.run(batch, loss_scale=self._stepper.loss_scale.value, listener=self._stepper)
         self._step += 1
+        is_last = self._step == self._config.num_iterations
+        self._next_batch = None if is_last else next(self._batches)  # while the device works
         outcome = self._stepper.apply(sums, step=self._step)
-        if self._step == self._config.num_iterations:
+        if is_last:
             self._stepper.drain()
         return self._measure(batch, outcome, learning_rate)
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness.shared_links import NUM_MICROBATCHES, host_states, run_on
 from harness.trainers import make_single_trainer
 
 from mobius.optim.stepper import Stepper
 from mobius.runtime.executor import Executor, StepSums
+from mobius.runtime.load_probe import LOAD_BYTES, PinnedLoads
 from mobius.training.build import RankState
 from mobius.training.trainer import Trainer
 
@@ -92,3 +94,17 @@ def test_a_wait_within_a_step_would_be_seen(
     monkeypatch.setattr(Stepper, "gradients_leave", lambda *_: torch.zeros(1, device="cuda").item())
     with pytest.raises(RuntimeError, match="synchronizing"):
         list(trainer.train())
+
+
+def test_compute_begins_with_the_first_weights_not_with_all_that_are_prefetched() -> None:
+    (load,) = PinnedLoads([0]).time([0])
+    num_stages, seconds = 6, load / 2
+    states = host_states(num_stages, LOAD_BYTES // 2, page_locked=True)
+
+    run = run_on([torch.device("cuda", 0)], states, num_slots=num_stages, seconds=seconds)
+
+    computing = 3 * NUM_MICROBATCHES * num_stages * seconds
+    print(f"\na load {1e3 * load:.2f} ms, computing {1e3 * computing:.1f}, the step {1e3 * run.step_seconds:.1f}")
+    assert run.is_exact
+    # One load is waited for, and the last stage's gradients; if it were all loads, it would be seven copies.
+    assert run.step_seconds < computing + 4 * load

@@ -163,3 +163,19 @@ def test_a_load_that_comes_early_copies_the_updated_weights_and_not_the_old_ones
     opener.start()
     assert (slots.weights(0)["weight"] == 7).all()
     opener.join()
+
+
+def test_a_stage_is_ready_once_its_weights_were_waited_for_and_until_something_changes() -> None:
+    states = HostArena({0: StageLayout.of({"weight": (4, 32)})}, dtype=torch.bfloat16, register=False).states
+    queue, gate = UpdateQueue(), threading.Event()
+    slots = WeightSlots(states, num_slots=1, device=CPU, updates=queue)
+    slots.load(0)
+    assert not slots.is_ready(0)  # the copy is not waited for yet
+    slots.weights(0)
+    assert slots.is_ready(0)
+
+    queue.submit(0, held(gate, lambda: None))
+    assert not slots.is_ready(0)
+    gate.set()
+    slots.wait_until_updated(0)
+    assert slots.is_ready(0)

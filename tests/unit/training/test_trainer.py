@@ -1,0 +1,38 @@
+"""A training loop takes the batches that it trains on, each before it is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness.trainers import make_single_trainer
+
+from mobius.data.batches import Batch, Batches
+from mobius.optim.stepper import StepOutcome, Stepper
+from mobius.runtime.executor import StepSums
+
+OPTIONS = "--device cpu --num_stages 2 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 3"
+
+
+def test_the_next_batch_is_made_before_a_step_is_waited_for_and_none_behind_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    take, apply = Batches.__next__, Stepper.apply
+
+    def taken(self: Batches) -> Batch:
+        events.append("batch")
+        return take(self)
+
+    def applied(self: Stepper, sums: StepSums, *, step: int) -> StepOutcome:
+        events.append(f"end of step {step}")
+        return apply(self, sums, step=step)
+
+    monkeypatch.setattr(Batches, "__next__", taken)
+    monkeypatch.setattr(Stepper, "apply", applied)
+    trainer, state = make_single_trainer(tmp_path, OPTIONS)
+
+    assert [metrics.step for metrics in trainer.train()] == [1, 2, 3]
+
+    state.close()
+    assert events == ["batch", "batch", "end of step 1", "batch", "end of step 2", "end of step 3"]
