@@ -27,11 +27,13 @@ BACKWARD_SHARE = 0.755
 """A layer's backward over large products: 8.40 less 2.47 ms, less what the fp32 sums take."""
 ACCUMULATION_BYTES = 8
 """GPU memory traffic of products that add to fp32 sums, per parameter and microbatch: sum read 4, written 4."""
-FORWARD_LAUNCH, BACKWARD_LAUNCH = 0.6e-3, 1.2e-3
-"""Seconds of Python and launches for a layer, the least that it takes: 2.4 ms with recompute, split by guess."""
+LAUNCH = LayerSeconds(0.28e-3, 1.5e-3, 1.9e-3)
+"""Seconds of Python and launches for a compiled layer: 0.25 to 0.31, 1.4 to 1.7, 1.8 to 2.1 ms on hosts of H200s."""
+ACTION_LAUNCH = 0.35e-3
+"""The same for messages, slots and events of an action: 0.2 ms (forward) to 0.4 (backward) in runs."""
 LOSS_SHARE = 0.748
 """Head and loss with their backward: 5.41 ms for 3.22 TFLOP in chunks of 2048 tokens, 595 TFLOP/s."""
-SUSTAINED_SHARE = 0.94
+SUSTAINED_SHARE = 0.955
 """Within a whole step over alone: near what 7B on 4 x H200 with everything on the GPUs takes, 0.665 s measured."""
 MEMORY_SHARE = 0.8
 """Of the GPU's memory bandwidth, what passes over long tensors reach. A guess, not measured."""
@@ -43,8 +45,9 @@ CPU_ADAMW_PER_CORE = 0.335e9
 """Parameters per second and core while memory is free: 5.36e9 on 16 cores."""
 COPY_PENALTY = 0.70
 """CPU AdamW beside copies in both directions over alone: 5.0 of 7.2 Gparam/s for four ranks."""
-STEP_OVERHEAD = 0.002
-"""Seconds between two steps for summing norms over ranks. A guess, not measured."""
+STEP_OVERHEAD = 0.003
+"""Seconds between two steps: the host waits for the last backward, reads norms, waits and memory, and begins again. A
+guess from runs that took 6 to 8 ms before waits and batches were handled beside the device's work."""
 
 PCIE_BYTES = {3: 12.5e9, 4: 25.5e9, 5: 55e9}
 """One direction of x16 as copies reach it: generation 5 measured, 3 and 4 usual values of others' measurements."""
@@ -194,14 +197,16 @@ def estimate_profile(
         gpu_bandwidth=memory,
         gpu_memory=int(card.memory_gb * GIB),
         step_overhead=STEP_OVERHEAD,
+        launch=LAUNCH,
+        action_launch=ACTION_LAUNCH,
     )
 
 
 def _layer(parameters: int, operations: float, rate: float, memory: float) -> LayerSeconds:
     """A layer with `operations` forward, on a GPU with so many operations and bytes of memory per second."""
-    forward = max(operations / (rate * FORWARD_SHARE), FORWARD_LAUNCH)
+    forward = operations / (rate * FORWARD_SHARE)
     products = 2 * operations / (rate * BACKWARD_SHARE)
-    backward = max(products + ACCUMULATION_BYTES * parameters / memory, BACKWARD_LAUNCH)
+    backward = products + ACCUMULATION_BYTES * parameters / memory
     return LayerSeconds(forward, backward, forward + backward)
 
 

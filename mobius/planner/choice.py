@@ -97,24 +97,10 @@ def predict(job: Job, spans: tuple[StageSpan, ...], num_chunks: int, *, is_quick
     fitting = fit(spans, num_chunks)
     profile = job.profile_of(job.batch_size // num_chunks * job.seq_length)
     schedule = schedule_of_slots(job.num_ranks, len(spans), num_chunks, fitting.slots, fitting.resident)
-    num_steps = QUICK_STEPS if is_quick else 3
-    prediction = simulate_again(job, spans, num_chunks, fitting, schedule, profile, num_steps=num_steps)
-    return Candidate(spans, num_chunks, fitting, schedule, profile, prediction)
-
-
-def simulate_again(
-    job: Job,
-    spans: tuple[StageSpan, ...],
-    num_chunks: int,
-    fitting: Fitting,
-    schedule: Schedule,
-    profile: Profile,
-    *,
-    num_steps: int = 3,
-) -> Prediction:
-    """The prediction of a setting on the machine of `profile`."""
     costs = stage_costs(spans, job.shape, profile, resident=fitting.resident, graph_stages=fitting.graph_stages)
-    return simulate_steps(schedule, costs, profile, job.rules(num_chunks), num_steps=num_steps)
+    num_steps = QUICK_STEPS if is_quick else 3
+    prediction = simulate_steps(schedule, costs, profile, job.rules(num_chunks), num_steps=num_steps)
+    return Candidate(spans, num_chunks, fitting, schedule, profile, prediction)
 
 
 def choose_stages_and_chunks(

@@ -15,7 +15,7 @@ from mobius.planner.fit import Choose
 from mobius.planner.fit_request import FitRequest
 from mobius.planner.preference import Candidate, Rates, Score, estimated_seconds
 from mobius.planner.profile import Profile
-from mobius.planner.simulation import simulate_steps
+from mobius.planner.simulation import simulated_seconds
 from mobius.planner.stage_costs import StepRules, stage_costs
 from mobius.schedule.action import Action
 from mobius.schedule.looped import compute_order, data_actions
@@ -155,8 +155,7 @@ class _Search:
         costs = stage_costs(plan.spans, request.shape, model.profile, resident=resident, graph_stages=graphs)
         slots = [each.num_slots for each in chosen]
         schedule = schedule_of_slots(plan.num_ranks, plan.num_stages, plan.num_microbatches, slots, resident)
-        prediction = simulate_steps(schedule, costs, model.profile, model.rules, num_steps=NUM_STEPS)
-        self._seconds[chosen] = prediction.step_seconds
+        self._seconds[chosen] = simulated_seconds(schedule, costs, model.profile, model.rules, num_steps=NUM_STEPS)
 
 
 def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:

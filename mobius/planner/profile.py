@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 """Counted up when a field changes its meaning, so that an older file is not believed."""
 
 
@@ -106,6 +106,10 @@ class Profile:
     """Bytes of one GPU."""
     step_overhead: float
     """Seconds between the last backward of a step and the first action of the next: norms and losses are summed."""
+    launch: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
+    """What the host takes to enqueue a layer: small microbatches are computed faster than that."""
+    action_launch: float = 0.0
+    """The same of everything else that an action needs: events, messages, slots."""
 
     def of_layer(self, layer: int) -> LayerSeconds:
         """The seconds of the model's layer number `layer`."""
@@ -137,6 +141,7 @@ class Profile:
                 layer_kinds=kinds,
                 kind_of_layer=tuple(fields.pop("kind_of_layer")),
                 copies=_numbers(CopyRates, fields.pop("copies")),
+                launch=_numbers(LayerSeconds, fields.pop("launch")),
                 messages=_numbers(MessageRates, fields.pop("messages")),
                 **fields,
             )

@@ -53,6 +53,17 @@ class ComputeTask:
     """What the host waited for before it began the step."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """The name of a message; as all names it becomes text only where spans are told."""
+
+    action: Action
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.action} to {self.target}"
+
+
 @dataclass
 class _Slot:
     stage: int | None = None
@@ -68,6 +79,10 @@ class _RankTasks:
     slots: list[_Slot] = field(default_factory=list)
     loads: dict[int, Task] = field(default_factory=dict)
     updates: dict[int, Task] = field(default_factory=dict)
+    enqueued: float = 0.0
+    """Seconds of the host since the step began."""
+    computed: float = 0.0
+    """The least seconds of the GPU since then."""
     last_of_stage: dict[int, Task] = field(default_factory=dict)
     last_is_backward: dict[int, bool] = field(default_factory=dict)
     computes: list[ComputeTask] = field(default_factory=list)
@@ -79,7 +94,8 @@ class StepTasks:
     def __init__(self, schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> None:
         self.schedule, self.costs, self.profile, self.rules = schedule, costs, profile, rules
         self.tasks: list[Task] = []
-        self.names: dict[Task, tuple[int, Lane, str, int, int | None]] = {}
+        self.names: dict[Task, tuple[int, Lane, object, int, int | None]] = {}
+        """Rank, lane, what tells its name as text, step and peer."""
         self.ranks = [_RankTasks() for _ in range(schedule.num_ranks)]
         self.step_ends: list[Task] = []
         self.flows = SharedRates(profile, schedule.num_ranks)
@@ -134,7 +150,8 @@ class StepTasks:
         seconds = cost.backward if is_backward else cost.forward
         if ends_stage:
             seconds += SEAL_BYTES * cost.parameters / self.profile.gpu_bandwidth
-        task = self._compute(rank, str(action), seconds, waits)
+        launch = cost.backward_launch if is_backward else cost.forward_launch
+        task = self._compute(rank, action, seconds, waits, launch=launch)
         state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
         target = outgoing(action, self.schedule.num_stages)
         if target is not None:
@@ -143,9 +160,17 @@ class StepTasks:
             self._update_on_gpu(rank, stage)
         return True
 
-    def _compute(self, rank: int, name: str, seconds: float, waits: dict[WaitFor, Task | None]) -> Task:
+    def _compute(
+        self, rank: int, name: object, seconds: float, waits: dict[WaitFor, Task | None], *, launch: float = 0.0
+    ) -> Task:
         state = self.ranks[rank]
-        needs = [task for task in (state.last, state.begin, *waits.values()) if task is not None]
+        state.enqueued += launch
+        # Where the GPU has had more to do than the host so far, it does not wait for it.
+        launched = None
+        if state.enqueued > state.computed:
+            launched = self._task(None, state.enqueued, [] if state.begin is None else [state.begin])
+        state.computed += seconds
+        needs = [task for task in (state.last, state.begin, launched, *waits.values()) if task is not None]
         task = self._task((Lane.COMPUTE, rank), seconds, needs, name=name)
         state.computes.append(ComputeTask(task, waits, len(self.step_ends), state.begin))
         state.last = task
@@ -157,7 +182,7 @@ class StepTasks:
             self._messages[key] = sent
             return
         work = self.flows.message(rank, target, self.rules.message_bytes)
-        self._messages[key] = self._task((Lane.SEND, rank, target), work, [sent], name=f"{action} to {target}")
+        self._messages[key] = self._task((Lane.SEND, rank, target), work, [sent], name=_Sent(action, target))
 
     def _add_load(self, rank: int, stage: int) -> None:
         state = self.ranks[rank]
@@ -194,7 +219,7 @@ class StepTasks:
     def _finish(self, end: Task) -> None:
         """What is left to update once the step has ended, in forward order; then the next step may begin."""
         for rank, state in enumerate(self.ranks):
-            state.begin = end
+            state.begin, state.enqueued, state.computed = end, 0.0, 0.0
             for stage in self.schedule.local_stages(rank):
                 if self.costs[stage].is_resident:
                     if not self._updates_at_once(stage):
@@ -217,7 +242,7 @@ class StepTasks:
             self.ranks[rank].updates[stage] = task
 
     def _task(
-        self, lane: Hashable | None, work: float | Flow, needs: Sequence[Task], *, name: str = "", priority: int = 0
+        self, lane: Hashable | None, work: float | Flow, needs: Sequence[Task], *, name: object = "", priority: int = 0
     ) -> Task:
         task = Task(lane, work, tuple(dict.fromkeys(needs)), priority)
         self.tasks.append(task)

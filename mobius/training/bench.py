@@ -59,6 +59,20 @@ class Bench:
         self.synchronize()
         return self.mean(seconds / repeats)
 
+    def launch_seconds(self, work: Callable[[], object]) -> float:
+        """Seconds that the host takes to enqueue `work` while nothing keeps it, the mean of all ranks; 0 on a CPU."""
+        if self.device.type != "cuda":
+            return 0.0
+        times = []
+        for _ in range(MIN_REPEATS):
+            self.synchronize()
+            start = time.perf_counter()
+            for _ in range(MIN_REPEATS):
+                work()
+            times.append((time.perf_counter() - start) / MIN_REPEATS)
+        self.synchronize()
+        return self.mean(min(times))
+
     def seconds_alone(self, work: Callable[[], object]) -> float:
         """Mean over the ranks of the seconds that each takes while the others wait."""
         own = 0.0

@@ -15,7 +15,7 @@ from mobius.planner.preference import Candidate
 from mobius.planner.profile import Profile
 from mobius.planner.sensitivity import Resource, limiting_resource
 from mobius.planner.shape import ModelShape
-from mobius.planner.simulation import simulate_steps
+from mobius.planner.simulation import simulated_seconds
 from mobius.planner.stage_costs import stage_costs
 
 UNSTEADY_STEPS = 2
@@ -60,7 +60,7 @@ def forecast(plan: Plan, uses: Sequence[Candidate], shape: ModelShape, model: St
 
     def seconds(profile: Profile) -> float:
         costs = stage_costs(plan.spans, shape, profile, resident=resident, graph_stages=graphs)
-        return simulate_steps(schedule, costs, profile, model.rules).step_seconds
+        return simulated_seconds(schedule, costs, profile, model.rules)
 
     limit, gain = limiting_resource(model.profile, seconds)
     basis = f"{model.profile.source} ({model.profile.basis})"

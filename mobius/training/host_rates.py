@@ -25,6 +25,9 @@ SETTINGS = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01
 PART_SECONDS = 0.15
 COPY_BYTES, PARAMETERS = 2**26, 2**25
 """At a time: 128 MiB of GPU memory and 0.6 GiB of the host's are taken for a moment."""
+UPDATES_WITHIN_STEP = 0.87
+"""What updates reach within a step, where Python works too, of what was measured: 6.3 of 7.3e9 per second on one H200,
+1.7 of 2.0e9 for each of four."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ def measure_host_rates(
 def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
     """`profile` with what was measured of the host in the place of what it had."""
     copies, each_way = profile.copies, rates.copies_each_way
+    updates, beside_copies = (UPDATES_WITHIN_STEP * rate for rate in (rates.updates, rates.updates_beside_copies))
     return replace(
         profile,
         basis=f"{profile.basis}, the host measured",
@@ -78,9 +82,9 @@ def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
             down_together=max(copies.down_together, each_way),
             up_together=max(copies.up_together, each_way),
         ),
-        cpu_adamw=max(profile.cpu_adamw, rates.updates),
-        cpu_adamw_together=rates.updates,
-        cpu_adamw_beside_copies=min(rates.updates, rates.updates_beside_copies),
+        cpu_adamw=max(profile.cpu_adamw, updates),
+        cpu_adamw_together=updates,
+        cpu_adamw_beside_copies=min(updates, beside_copies),
         copies_beside_cpu_adamw=rates.copies_beside_updates,
         cpu_adamw_bytes=rates.update_bytes,
         host_bandwidth=profile.num_ranks * max(2 * each_way, rates.updates * rates.update_bytes),

@@ -19,12 +19,22 @@ from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.optim.adamw import FlatAdamW
 from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.kernel import AdamWKernel
+from mobius.planner.cards import ACTION_LAUNCH, STEP_OVERHEAD
 from mobius.planner.partition import StageSpan
 from mobius.planner.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.runtime.stage import StageModule
 from mobius.runtime.transport import Transport
 from mobius.training.bench import Bench
-from mobius.training.host_rates import SETTINGS, Copies, measure_copies, measure_cpu_optimizer, update_once
+from mobius.training.host_rates import (
+    COPY_BYTES,
+    PARAMETERS,
+    SETTINGS,
+    UPDATES_WITHIN_STEP,
+    Copies,
+    measure_copies,
+    measure_cpu_optimizer,
+    update_once,
+)
 
 MESSAGES = 8
 """Sent in a row to a neighbour."""
@@ -48,8 +58,8 @@ class MicrobatchShape:
 class Amounts:
     """How much is copied and updated at a time; smaller for tests."""
 
-    copy_bytes: int = 2**28
-    cpu_parameters: int = 2**26
+    copy_bytes: int = COPY_BYTES
+    cpu_parameters: int = PARAMETERS
     gpu_parameters: int = 2**26
 
 
@@ -69,7 +79,7 @@ def measure_profile(
     """
     amounts = amounts or Amounts()
     bench = Bench(device, transport)
-    layers, kind_of_layer = _measure_layers(bench, parts, shape)
+    layers, launch, kind_of_layer = _measure_layers(bench, parts, shape)
     embedding_forward, embedding_backward, loss = _measure_ends(bench, parts, shape)
     memory = Copies(device, amounts.copy_bytes)
     try:
@@ -92,17 +102,19 @@ def measure_profile(
         loss=loss,
         copies=copies,
         messages=_measure_messages(bench, parts, shape, is_through_host=messages_through_host),
-        cpu_adamw=cpu.alone,
-        cpu_adamw_together=cpu.together,
-        cpu_adamw_beside_copies=cpu.beside_copies,
+        cpu_adamw=UPDATES_WITHIN_STEP * cpu.alone,
+        cpu_adamw_together=UPDATES_WITHIN_STEP * cpu.together,
+        cpu_adamw_beside_copies=UPDATES_WITHIN_STEP * cpu.beside_copies,
         copies_beside_cpu_adamw=cpu.copies_each_way,
         cpu_adamw_bytes=cpu.bytes_moved,
         gpu_adamw=_measure_gpu_optimizer(bench, shape.dtype, amounts.gpu_parameters),
         # At least what was seen to be moved.
         host_bandwidth=transport.num_ranks * max(both, cpu.together * cpu.bytes_moved),
         gpu_bandwidth=_measure_gpu_memory(bench, amounts.copy_bytes),
-        gpu_memory=_memory_bytes(device),
-        step_overhead=bench.seconds(transport.barrier),
+        gpu_memory=int(bench.mean(_memory_bytes(device))),  # of a CPU it changes from one look to the next
+        step_overhead=STEP_OVERHEAD + 2 * bench.seconds(transport.barrier),
+        launch=launch,
+        action_launch=ACTION_LAUNCH,
     )
     del memory
     if device.type == "cuda":
@@ -113,15 +125,18 @@ def measure_profile(
 
 def _measure_layers(
     bench: Bench, parts: ModelParts, shape: MicrobatchShape
-) -> tuple[tuple[LayerSeconds, ...], tuple[int, ...]]:
-    """Every kind of layer, forward, backward with recompute, and forward and backward with the graph kept."""
+) -> tuple[tuple[LayerSeconds, ...], LayerSeconds, tuple[int, ...]]:
+    """Every kind of layer, forward, backward with recompute, and forward and backward with the graph kept.
+
+    Tells the device's seconds of each kind, the host's of the first, and every layer's kind.
+    """
     device = bench.device
     inputs = LayerInputs(parts, device=device, dtype=shape.dtype)
     # Layers of one kind share a module; masks differ by what the family gives them beside the hidden states.
     kinds: dict[int, int] = {}
     for index, layer in enumerate(parts.layers):
         kinds.setdefault(id(layer.module), index)
-    seconds = []
+    seconds, launch = [], None
     for index in kinds.values():
         span = StageSpan(0, index, index + 1, is_first=False, is_last=False)
         stage = StageModule(parts, span, inputs, loss_chunk_tokens=shape.loss_chunk_tokens)
@@ -147,8 +162,13 @@ def _measure_layers(
         # What is kept is measured as a pair; a forward that keeps its graph counts as one that does not.
         backward = max(bench.seconds(kept) - forward_seconds, 0.0)
         seconds.append(LayerSeconds(forward_seconds, backward, bench.seconds(recomputed)))
+        if launch is None:
+            forward_launch = bench.launch_seconds(forward)
+            backward_launch = max(bench.launch_seconds(kept) - forward_launch, 0.0)
+            launch = LayerSeconds(forward_launch, backward_launch, bench.launch_seconds(recomputed))
+    assert launch is not None, "a model has layers"
     order = list(kinds)
-    return tuple(seconds), tuple(order.index(id(layer.module)) for layer in parts.layers)
+    return tuple(seconds), launch, tuple(order.index(id(layer.module)) for layer in parts.layers)
 
 
 def _measure_ends(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.shared_links import NUM_MICROBATCHES, run_on
+from harness.shared_links import NUM_MICROBATCHES, host_states, run_on
 
 SECONDS = 0.002
 STAGES_PER_RANK = 3
@@ -13,7 +13,8 @@ STAGES_PER_RANK = 3
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_every_stage_sees_its_own_weights_and_takes_its_time(num_slots: int) -> None:
     cpu = torch.device("cpu")
-    run = run_on([cpu] * 4, stages_per_rank=STAGES_PER_RANK, num_slots=num_slots, parameters=2**12, seconds=SECONDS)
+    states = host_states(4 * STAGES_PER_RANK, 2**12, page_locked=False)
+    run = run_on([cpu] * 4, states, num_slots=num_slots, seconds=SECONDS)
 
     assert run.is_exact
     # A rank's forwards and backwards, which take twice as long, one after the other.

@@ -14,8 +14,8 @@ from mobius.planner.profile import CopyRates, LayerSeconds, MessageRates, Profil
 from mobius.planner.sensitivity import Resource, limiting_resource, with_faster
 from mobius.planner.shape import ModelShape
 from mobius.planner.shared_rates import SharedRates
-from mobius.planner.simulation import Prediction, simulate_steps, stash_over_time
-from mobius.planner.stage_costs import StageCost, StepRules, stage_costs
+from mobius.planner.simulation import Prediction, simulate_steps, simulated_seconds, stash_over_time
+from mobius.planner.stage_costs import LAUNCH_BESIDE_UPDATES, StageCost, StepRules, stage_costs
 from mobius.planner.step_tasks import Lane, WaitFor
 from mobius.planner.tasks import share_rates
 from mobius.schedule.build import build_schedule
@@ -281,3 +281,48 @@ def test_spans_carry_the_names_of_the_grid_and_lie_in_order() -> None:
     assert {"F0.0", "F2.1", "B0.1", "L0", "O0", "U0", "F0.0 to 1"} <= names
     for spans in prediction.spans:
         assert [span.start for span in spans] == sorted(span.start for span in spans)
+
+
+def test_seconds_alone_are_those_of_the_prediction() -> None:
+    costs = [StageCost(1, 2, 10), StageCost(1, 3, 10)] * 2
+    schedule, rules = build_schedule(2, 2, 4, 1), StepRules(clips=True, message_bytes=5)
+    profile = plain_profile(2)
+    for num_steps in (1, 3):
+        whole = simulate_steps(schedule, costs, profile, rules, num_steps=num_steps)
+        assert simulated_seconds(schedule, costs, profile, rules, num_steps=num_steps) == whole.step_seconds
+
+
+def test_compute_waits_for_the_host_where_that_is_slower() -> None:
+    # Four microbatches forward and backward: the host takes 3 + 4 for each, the device 1 + 2.
+    slow = [StageCost(1, 2, 0, is_resident=True, forward_launch=3, backward_launch=4)] * 2
+    prediction = predict(slow, microbatches=4)
+    assert prediction.step_seconds == pytest.approx(8 * 3 + 8 * 4 + 2)  # and the last backward behind its launch
+
+
+def test_a_host_that_is_ahead_costs_nothing_but_the_first_launch() -> None:
+    quick = [StageCost(1, 2, 0, is_resident=True, forward_launch=0.5, backward_launch=0.5)] * 2
+    free = [StageCost(1, 2, 0, is_resident=True)] * 2
+    for microbatches in (1, 4):
+        with_host = predict(quick, microbatches=microbatches).step_seconds
+        assert with_host == pytest.approx(predict(free, microbatches=microbatches).step_seconds + 0.5)
+
+
+def test_a_stage_costs_the_host_its_layers_and_each_action(llama_7b: ModelShape) -> None:
+    profile = replace(
+        estimate_profile(CARDS["H200"], llama_7b, microbatch_tokens=2048, seq_length=512, num_ranks=2),
+        launch=LayerSeconds(1.0, 4.0, 6.0),
+        action_launch=0.5,
+    )
+    spans = balanced_partition(32, 16)
+    every = frozenset(range(16))
+
+    def launches(stage: int, *, resident: frozenset[int], kept: frozenset[int]) -> tuple[float, float]:
+        cost = stage_costs(spans, llama_7b, profile, resident=resident, graph_stages=kept)[stage]
+        return cost.forward_launch, cost.backward_launch
+
+    assert launches(3, resident=every, kept=every) == (2 * 1.0 + 0.5, 2 * 4.0 + 0.5)
+    assert launches(3, resident=every, kept=frozenset()) == (2 * 1.0 + 0.5, 2 * 6.0 + 0.5)
+    # The last stage's forward is in its backward.
+    assert launches(15, resident=every, kept=every) == (0.0, 2 * 4.0 + 0.5 + 2 * 1.0 + 0.5)
+    # Where any stage is updated by the host, that slows what it launches in backward.
+    assert launches(3, resident=every - {7}, kept=every) == (2.5, 8.5 * LAUNCH_BESIDE_UPDATES)

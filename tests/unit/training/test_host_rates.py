@@ -21,7 +21,13 @@ from mobius.runtime.transport import SingleRankTransport
 from mobius.training import host_rates, measured_plan
 from mobius.training.bench import MIN_REPEATS, Bench
 from mobius.training.blueprint import Blueprint, draw_blueprint
-from mobius.training.host_rates import HostRates, measure_beside, measure_host_rates, with_host_rates
+from mobius.training.host_rates import (
+    UPDATES_WITHIN_STEP,
+    HostRates,
+    measure_beside,
+    measure_host_rates,
+    with_host_rates,
+)
 from mobius.training.measured_plan import is_host_to_be_measured, plan_by_measurement
 
 SLOW = HostRates(
@@ -53,7 +59,8 @@ def test_all_ranks_measure_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torc
 def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
     before = estimate()
     after = with_host_rates(before, SLOW)
-    assert (after.cpu_adamw_together, after.cpu_adamw_beside_copies) == (1e9, 0.8e9)
+    within = UPDATES_WITHIN_STEP
+    assert (after.cpu_adamw_together, after.cpu_adamw_beside_copies) == (within * 1e9, within * 0.8e9)
     assert (after.copies.both_down, after.copies.both_up, after.copies_beside_cpu_adamw) == (10e9, 10e9, 4e9)
     assert after.copies.down == before.copies.down
     assert after.copies.down_together == before.copies.down_together
@@ -72,7 +79,7 @@ def test_updates_are_not_faster_beside_copies_nor_together_than_alone() -> None:
         update_bytes=26,
     )
     after = with_host_rates(estimate(), fast)
-    assert after.cpu_adamw == after.cpu_adamw_together == after.cpu_adamw_beside_copies == 9e9
+    assert after.cpu_adamw == after.cpu_adamw_together == after.cpu_adamw_beside_copies == UPDATES_WITHIN_STEP * 9e9
     assert after.copies.down_together == 50e9
 
 
