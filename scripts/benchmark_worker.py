@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Sequence
@@ -36,14 +37,14 @@ from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 from mobius.memory.available import huge_page_share  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.planner.budget import GIB, GPU_PROCESS_BYTES, ByteSizes, host_need  # noqa: E402
+from mobius.planner.budget import GIB  # noqa: E402
 from mobius.runtime.devices import set_host_threads  # noqa: E402
 from mobius.training.blueprint import Blueprint, draw_blueprint  # noqa: E402
 from mobius.training.build import assemble, connect, load_state, rehearse, trace_facts  # noqa: E402
 from mobius.training.measured_plan import plan_by_measurement  # noqa: E402
 from mobius.training.recordings import Recordings  # noqa: E402
 
-POLL_SECONDS = 0.05
+POLL_SECONDS, PARENT_SECONDS = 0.05, 1.0
 
 
 def main() -> None:
@@ -56,12 +57,10 @@ def main() -> None:
 
 def serve(folder: Path) -> None:
     """Make the runs that 0.json, 1.json, ... in `folder` tell, each when its file appears, while the parent lives."""
-    parent = os.getppid()
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     for number in itertools.count():
         order = folder / f"{number}.json"
         while not order.exists():
-            if os.getppid() != parent:
-                return
             time.sleep(POLL_SECONDS)
         told = json.loads(order.read_text())
         # Process groups of an earlier run have left their keys at the store of that port.
@@ -71,6 +70,13 @@ def serve(folder: Path) -> None:
         clean_up()
         if temporary.exists():
             temporary.replace(folder / f"{number}.out")
+
+
+def end_with(parent: int) -> None:
+    """End this process, whatever it does, once its parent has gone."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os._exit(1)
 
 
 def clean_up() -> None:
@@ -185,7 +191,7 @@ def facts_of(blueprint: Blueprint) -> PlanFacts:
         None if forecast is None else forecast.step_seconds,
         None if forecast is None else forecast.basis,
         max(blueprint.need_bytes) / GIB,
-        host_bytes(blueprint) / GIB,
+        0.0 if blueprint.device.type == "cpu" else blueprint.host.total / GIB,
         None
         if profile is None
         else {
@@ -195,22 +201,6 @@ def facts_of(blueprint: Blueprint) -> PlanFacts:
             "copies_each_way": profile.copies.both_down,
         },
     )
-
-
-def host_bytes(blueprint: Blueprint) -> int:
-    """What all ranks are predicted to take of the host's memory."""
-    if blueprint.device.type == "cpu":
-        return 0
-    config = blueprint.config
-    need = host_need(
-        blueprint.plan,
-        blueprint.shape,
-        ByteSizes.of(config.model.dtype, has_fp32_gradients=config.pipeline.fp32_gradients),
-        process_bytes=GPU_PROCESS_BYTES,
-        waiting=blueprint.waiting,
-        on_cpu=False,
-    )
-    return need.total
 
 
 class RandomWeights:

@@ -41,6 +41,11 @@ def peak_host_bytes() -> int:
     return _status_bytes("VmHWM:")
 
 
+def own_host_bytes() -> int:
+    """The resident set of this process now, mapped files included."""
+    return _status_bytes("VmRSS:")
+
+
 def _status_bytes(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):

@@ -29,7 +29,6 @@ from mobius.planner.choice import (
     Job,
     choose_stages_and_chunks,
     predict,
-    simulate_again,
 )
 from mobius.planner.fit import memory_uses
 from mobius.planner.fit_request import FitRequest
@@ -39,7 +38,8 @@ from mobius.planner.plan import Plan, make_plan
 from mobius.planner.profile import MessageRates, Profile
 from mobius.planner.sensitivity import Resource, limiting_resource
 from mobius.planner.shape import ModelShape
-from mobius.planner.stage_costs import StepRules
+from mobius.planner.simulation import simulated_seconds
+from mobius.planner.stage_costs import StepRules, stage_costs
 from mobius.planner.working_set import estimate_layer
 
 OUTSIDE_BYTES = GIB
@@ -162,8 +162,10 @@ def answer(machine: Machine, run: Run, *, measured: Profile | None = None) -> An
     best = choice.best
 
     def seconds(profile: Profile) -> float:
-        again = simulate_again(job, best.spans, best.num_chunks, best.fitting, best.schedule, profile)
-        return again.step_seconds
+        costs = stage_costs(
+            best.spans, job.shape, profile, resident=best.fitting.resident, graph_stages=best.fitting.graph_stages
+        )
+        return simulated_seconds(best.schedule, costs, profile, job.rules(best.num_chunks))
 
     limit, gain = limiting_resource(best.profile, seconds)
     memory = _gpu_bytes(machine, run, best.spans, best.num_chunks, best.fitting)

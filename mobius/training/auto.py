@@ -33,6 +33,21 @@ logger = logging.getLogger(__name__)
 DIGEST_BITS = 20
 
 
+def measures_at_start(asked: Config) -> bool:
+    """Whether a run on GPUs measures layers (for `auto`) or the host (if it streams) before its stages take memory."""
+    return measures_layers(asked) or measures_host(asked)
+
+
+def measures_layers(asked: Config) -> bool:
+    """Whether what a measurement tells has a choice to make that is worth its seconds."""
+    return asked.pipeline.num_stages is None
+
+
+def measures_host(asked: Config) -> bool:
+    """Whether the run streams, and its plan is not a given one."""
+    return asked.pipeline.use_offload and asked.planning.plan is None
+
+
 @dataclass(frozen=True)
 class Gpu:
     """What each rank computes on, the same on all of them."""

@@ -10,13 +10,14 @@ import torch
 from transformers import PretrainedConfig
 
 from mobius.config import Compile, Config, Dtype
-from mobius.memory.available import available_host_bytes
+from mobius.memory.available import available_host_bytes, own_host_bytes
 from mobius.models.blocks import ModelParts
 from mobius.planner.budget import (
     CPU_PROCESS_BYTES,
     GIB,
     GPU_PROCESS_BYTES,
     ByteSizes,
+    HostNeed,
     StepTokens,
     check_host_memory,
     host_need,
@@ -39,7 +40,7 @@ from mobius.runtime.stage import measure_layer_bytes
 from mobius.runtime.store_meeting import meet_at_store
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
-from mobius.training.auto import Gpu, estimate_of, resolve_auto, step_rules
+from mobius.training.auto import Gpu, estimate_of, measures_at_start, resolve_auto, step_rules
 from mobius.training.forecast import Forecast, forecast
 from mobius.training.placement import order_devices
 
@@ -81,6 +82,8 @@ class Blueprint:
     """What every rank does with its memory, as far as this one knows."""
     need_bytes: tuple[int, ...]
     """GPU memory of every rank by the planner's arithmetic, as far as this one knows."""
+    host: HostNeed
+    """The host's memory of all ranks, if their processes are as large as this one."""
     forecast: Forecast | None
     """None where nothing is known of the device's speed."""
     profile: Profile | None
@@ -127,7 +130,10 @@ def draw_blueprint(
     if saved is not None:
         digest = ModelDigest.of(parts.shape(), config.model.dtype)
         check_saved_plan(saved, Path(config.planning.plan or ""), model=digest, num_ranks=ranks.num_ranks)
-    return _draw(config, ranks, device, device_order, meeting, gpu_bytes, parts, saved=saved)
+    will_be_redrawn = device.type == "cuda" and saved is None and measures_at_start(config)
+    return _draw(
+        config, ranks, device, device_order, meeting, gpu_bytes, parts, saved=saved, is_preliminary=will_be_redrawn
+    )
 
 
 def redraw(blueprint: Blueprint, profile: Profile) -> Blueprint:
@@ -160,13 +166,17 @@ def _draw(
     profile: Profile | None = None,
     saved: SavedPlan | None = None,
     layer_bytes: LayerBytes | None = None,
+    is_preliminary: bool = False,
 ) -> Blueprint:
-    """Plan for a device; `profile` and `layer_bytes` are what was measured on it."""
+    """Plan for a device; `profile` and `layer_bytes` are what was measured on it.
+
+    What is preliminary goes by a closed form: the simulation comes with what is measured.
+    """
     shape, gpu = parts.shape(), _gpu(device)
     resolved = resolve_auto(asked, shape, num_ranks=ranks.num_ranks, gpu=gpu, measured=profile)
     config, pipeline = resolved.config, resolved.config.pipeline
     profile = profile or estimate_of(config, shape, num_ranks=ranks.num_ranks, gpu=gpu)
-    model = None if profile is None else StepModel(profile, step_rules(config, shape))
+    model = None if profile is None or is_preliminary else StepModel(profile, step_rules(config, shape))
     plan = make_plan(
         shape,
         num_ranks=ranks.num_ranks,
@@ -201,10 +211,12 @@ def _draw(
     )
     # By guess: what cannot fit is refused before anything is compiled.
     measured = layer_bytes
-    fitted = _fit(request, config, ranks, device, saved=saved, measured=measured)
+    fitted = _fit(request, ranks, saved=saved, measured=measured)
+    host = _count_host(request, fitted.plan, asked, device)
     if device.type == "cuda":
         measured = measured or measure_layer_bytes(parts, shape=message, dtype=dtype, device=device)
-        fitted = _fit(request, config, ranks, device, saved=saved, measured=measured, model=model)
+        fitted = _fit(request, ranks, saved=saved, measured=measured, model=model)
+        host = _count_host(request, fitted.plan, asked, device)
     graph_bytes, peak_bytes = (measured.graph, measured.peak) if measured is not None else (None, None)
     plan = fitted.plan
     schedule = build_schedule(
@@ -227,6 +239,7 @@ def _draw(
         gpu_bytes,
         fitted.uses,
         need_bytes(request, fitted, graph_bytes=graph_bytes, peak_bytes=peak_bytes),
+        host,
         None if model is None else forecast(plan, fitted.uses, shape, model),
         profile,
         measured,
@@ -236,36 +249,37 @@ def _draw(
 
 def _fit(
     request: FitRequest,
-    config: Config,
     ranks: Ranks,
-    device: torch.device,
     *,
     saved: SavedPlan | None,
     measured: LayerBytes | None,
     model: StepModel | None = None,
 ) -> FittedPlan:
-    """Fit the plan into GPU memory, and check that what it leaves to the host fits there.
-
-    What is best is found by simulation with `model`, without one by a closed form.
-    """
+    """Fit the plan into GPU memory; what is best is found by simulation with `model`, without one by a closed form."""
     if saved is not None:
-        fitted = fit_as_given(request, FittedPlan(saved.plan, saved.graph_stages), rank=ranks.rank, measured=measured)
-    else:
-        graph_bytes, peak_bytes = (measured.graph, measured.peak) if measured is not None else (None, None)
-        choose = None if model is None else by_simulation(model)
-        fitted = fit_plan(request, rank=ranks.rank, graph_bytes=graph_bytes, peak_bytes=peak_bytes, choose=choose)
-    on_cpu, limit = device.type == "cpu", config.pipeline.host_memory_limit
-    if on_cpu or fitted.plan.num_slots is not None:
-        need = host_need(
-            fitted.plan,
-            request.shape,
-            request.sizes,
-            process_bytes=CPU_PROCESS_BYTES if on_cpu else GPU_PROCESS_BYTES,
-            waiting=request.waiting,
-            on_cpu=on_cpu,
-        )
+        return fit_as_given(request, FittedPlan(saved.plan, saved.graph_stages), rank=ranks.rank, measured=measured)
+    graph_bytes, peak_bytes = (measured.graph, measured.peak) if measured is not None else (None, None)
+    choose = None if model is None else by_simulation(model)
+    return fit_plan(request, rank=ranks.rank, graph_bytes=graph_bytes, peak_bytes=peak_bytes, choose=choose)
+
+
+def _count_host(request: FitRequest, plan: Plan, asked: Config, device: torch.device) -> HostNeed:
+    """The host's memory; raises HostMemoryError if there is less and the plan needs it for stages."""
+    pipeline, on_cpu = asked.pipeline, device.type == "cpu"
+    need = host_need(
+        plan,
+        request.shape,
+        request.sizes,
+        # A process that has run something else before has more.
+        process_bytes=CPU_PROCESS_BYTES if on_cpu else max(GPU_PROCESS_BYTES, own_host_bytes()),
+        waiting=request.waiting,
+        on_cpu=on_cpu,
+        measures=measures_at_start(asked),
+    )
+    if on_cpu or plan.num_slots is not None:
+        limit = pipeline.host_memory_limit
         check_host_memory(need, available_bytes=available_host_bytes() if limit is None else int(limit * GIB))
-    return fitted
+    return need
 
 
 def _compiles(config: Config, device: torch.device) -> bool:

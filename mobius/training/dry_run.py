@@ -38,7 +38,7 @@ from mobius.planner.shape import ModelShape
 from mobius.planner.what_if import Answer, Machine, Run, answer, waiting_of
 from mobius.ranks import Ranks, cpu_share, visible_devices
 from mobius.runtime.device_order import device_names
-from mobius.training.auto import resolve_auto, run_of
+from mobius.training.auto import measures_at_start, resolve_auto, run_of
 from mobius.training.output_folder import replaced_whole
 from mobius.training.placement import order_devices
 from mobius.validation import validate
@@ -205,7 +205,7 @@ def _on_cpus(config: Config, run: Run, num_ranks: int) -> _Planned:
 
 def _log_host(config: Config, run: Run, planned: _Planned, *, on_cpu: bool) -> bool:
     """Print the host's bytes; whether they are there."""
-    need = _host_need(run, planned.plan, on_cpu=on_cpu)
+    need = _host_need(run, planned.plan, on_cpu=on_cpu, measures=measures_at_start(config))
     limit = config.pipeline.host_memory_limit
     available = available_host_bytes() if limit is None else int(limit * GIB)
     logger.info("%s", describe_host(need, available))
@@ -217,7 +217,7 @@ def _log_host(config: Config, run: Run, planned: _Planned, *, on_cpu: bool) -> b
     return True
 
 
-def _host_need(run: Run, plan: Plan, *, on_cpu: bool) -> HostNeed:
+def _host_need(run: Run, plan: Plan, *, on_cpu: bool, measures: bool) -> HostNeed:
     return host_need(
         plan,
         run.shape,
@@ -225,6 +225,7 @@ def _host_need(run: Run, plan: Plan, *, on_cpu: bool) -> HostNeed:
         process_bytes=CPU_PROCESS_BYTES if on_cpu else GPU_PROCESS_BYTES,
         waiting=waiting_of(run, plan.num_stages),
         on_cpu=on_cpu,
+        measures=measures,
     )
 
 

@@ -18,7 +18,7 @@ from mobius.planner.profile import Profile
 from mobius.ranks import allows_peer_copies, cache_folder
 from mobius.runtime.devices import optimizer_threads
 from mobius.runtime.transport import Transport
-from mobius.training.auto import check_agreement
+from mobius.training.auto import check_agreement, measures_host, measures_layers
 from mobius.training.blueprint import Blueprint, redraw
 from mobius.training.host_rates import HostRates, measure_host_rates, with_host_rates
 from mobius.training.measure import MicrobatchShape, measure_profile
@@ -46,14 +46,13 @@ def plan_by_measurement(blueprint: Blueprint, transport: Transport) -> Blueprint
 
 
 def is_to_be_measured(blueprint: Blueprint) -> bool:
-    """Whether what a measurement tells has a choice to make that is worth its seconds."""
-    return blueprint.device.type == "cuda" and blueprint.asked.pipeline.num_stages is None
+    """Whether layers are measured, as `measures_layers` says."""
+    return blueprint.device.type == "cuda" and measures_layers(blueprint.asked)
 
 
 def is_host_to_be_measured(blueprint: Blueprint) -> bool:
-    """Whether the run streams, and its plan is not a given one."""
-    config = blueprint.config
-    return blueprint.device.type == "cuda" and config.pipeline.use_offload and config.planning.plan is None
+    """Whether the host is looked at, as `measures_host` says."""
+    return blueprint.device.type == "cuda" and measures_host(blueprint.config)
 
 
 def measured_profile(blueprint: Blueprint, transport: Transport) -> Profile:

@@ -10,6 +10,7 @@ from mobius.config import Dtype
 from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.planner.budget import (
     GIB,
+    MEASURING_BYTES,
     ByteSizes,
     GpuNeed,
     HostNeed,
@@ -112,6 +113,18 @@ def test_resident_stages_take_no_host_memory_but_that_of_a_cpu(llama_7b: ModelSh
     first, second = EMBEDDING + 4 * LAYER, 4 * LAYER
     assert on_cpu.resident == first * 12 + second * 14
     assert on_cpu.total == host_need_of(plan, llama_7b).total + on_cpu.resident
+
+
+def test_measuring_counts_where_it_takes_more_than_the_stages_do(llama_7b: ModelShape) -> None:
+    # All stages of ranks 0 and 1 stay on their GPUs; ranks 2 and 3 stream gibibytes.
+    plan = plan_of(llama_7b, num_stages=8).with_resident((2, 2, 0, 0), 2)
+    without = host_need_of(plan, llama_7b)
+
+    need = host_need_of(plan, llama_7b, measures=True)
+
+    assert need.total == without.total + 2 * MEASURING_BYTES
+    assert need.describe() == f"{without.describe()} + 0.9 GiB while they measure"
+    assert host_need_of(plan, llama_7b, measures=True, on_cpu=True).measuring == 0
 
 
 def test_exactly_enough_host_memory_is_enough_and_a_byte_less_is_not(llama_7b: ModelShape) -> None:

@@ -19,7 +19,7 @@ from mobius.planner.model_files import shape_of_model
 from mobius.planner.partition import partition_of
 from mobius.planner.plan import Plan
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
-from mobius.training.auto import Gpu, check_agreement, resolve_auto
+from mobius.training.auto import Gpu, check_agreement, measures_at_start, resolve_auto
 
 RTX4090 = Gpu("NVIDIA GeForce RTX 4090", 24 * GIB)
 SHAPE = replace(shape_of_model("1b"), layer_parameters=shape_of_model("1b").layer_parameters[:8])
@@ -128,3 +128,10 @@ def test_a_run_with_auto_trains_and_saves_the_numbers(workplace: Path, run: Any)
     run("--num_stages", "auto", "--num_chunks", "auto")
     saved = yaml.safe_load((workplace / "out" / "training_args.yaml").read_text())
     assert (saved["num_stages"], saved["num_chunks"]) == (4, 4)
+
+
+def test_a_run_measures_at_its_start_for_auto_and_where_it_streams() -> None:
+    assert measures_at_start(config_of("--num_stages", "auto", "--no_offload"))
+    assert measures_at_start(config_of("--num_stages", "4", "--use_offload"))
+    assert not measures_at_start(config_of("--num_stages", "4", "--no_offload"))
+    assert not measures_at_start(config_of("--num_stages", "4", "--use_offload", "--plan", "plan.json"))
