@@ -12,7 +12,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from harness.shared_links import NUM_MICROBATCHES, run_on
+from harness.shared_links import NUM_MICROBATCHES, host_states, run_on
 
 from mobius.planner.mapping import best_order
 from mobius.planner.topology import Gpu, Link, Topology
@@ -53,15 +53,10 @@ def test_in_the_order_that_was_measured_compute_waits_less_for_weights() -> None
     order = best_order(topology, num_microbatches=NUM_MICROBATCHES)
     assert order == (0, 2, 1, 3)
 
+    states = host_states(3 * len(PLACES), PARAMETERS, page_locked=True)
     for num_slots in (1, 2):
         listed, crossed = (
-            run_on(
-                [PLACES[place] for place in places],
-                stages_per_rank=3,
-                num_slots=num_slots,
-                parameters=PARAMETERS,
-                seconds=alone / 2,
-            )
+            run_on([PLACES[place] for place in places], states, num_slots=num_slots, seconds=alone / 2)
             for places in (range(4), order)
         )
         for name, run in (("0,1,2,3", listed), ("0,2,1,3", crossed)):

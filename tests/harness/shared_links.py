@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
+from mobius.memory.stage_state import Remainder, StageState
 from mobius.memory.weight_slots import WeightSlots
 from mobius.planner.partition import StageSpan
 from mobius.runtime.executor import Executor, StepBatch
@@ -50,7 +50,8 @@ class Busy:
         if device.type == "cuda":
             for _ in range(3):  # the clock rises under load
                 start = time.perf_counter()
-                torch.cuda._sleep(10**8)  # type: ignore[no-untyped-call]
+                with torch.cuda.device(device):
+                    torch.cuda._sleep(10**8)  # type: ignore[no-untyped-call]
                 torch.cuda.synchronize(device)
                 self._cycles_per_second = 10**8 / (time.perf_counter() - start)
 
@@ -97,28 +98,28 @@ class TimedStage:
         self.seen.append(flat[:: max(1, flat.numel() - 1)].clone())  # the first and the last, after the work
 
 
-class BetweenDevices:
-    """LocalTransport for ranks with streams of their own, on one device or several."""
+class FreeMessages:
+    """LocalTransport whose messages only say when: nothing is copied, so that links carry weights and gradients alone.
 
-    def __init__(self, inner: LocalTransport, devices: Sequence[torch.device]) -> None:
-        self._inner, self._devices = inner, devices
+    What arrives is a tensor of the receiver's own, of the same shape.
+    """
+
+    def __init__(self, inner: LocalTransport, device: torch.device) -> None:
+        self._inner, self._device = inner, device
         self.rank, self.num_ranks = inner.rank, inner.num_ranks
 
     def post_receive(self, source: int) -> None:
         """Nothing to announce."""
 
     def send(self, tensor: Tensor, target: int) -> None:
-        own, moved = self._devices[self.rank], tensor.to(self._devices[target], non_blocking=True)
-        event = torch.cuda.current_stream(own).record_event() if own.type == "cuda" else None
-        self._inner.send((moved, event, tensor), target)  # type: ignore[arg-type] # the queues take anything
+        event = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
+        self._inner.send((event, tensor.to("meta")), target)  # type: ignore[arg-type] # the queues take anything
 
     def receive(self, source: int) -> Tensor:
-        moved, event, _ = self._inner.receive(source)
+        event, shape = self._inner.receive(source)
         if event is not None:
-            stream = torch.cuda.current_stream(self._devices[self.rank])
-            stream.wait_event(event)
-            moved.record_stream(stream)
-        return moved
+            torch.cuda.current_stream().wait_event(event)  # type: ignore[arg-type]
+        return torch.empty_like(shape, device=self._device)
 
     def finish_step(self) -> None:
         """Nothing is held back."""
@@ -127,39 +128,44 @@ class BetweenDevices:
         self._inner.barrier()
 
 
-def run_on(
-    devices: Sequence[torch.device], *, stages_per_rank: int, num_slots: int, parameters: int, seconds: float
-) -> LinkRun:
+def host_states(num_stages: int, parameters: int, *, page_locked: bool) -> list[StageState]:
+    """Of each stage the bf16 weights, all of them its number, and room for gradients; nobody updates these stages."""
+    layout = StageLayout.of({NAME: (parameters, 1)})
+    states, nothing = [], torch.empty(0)
+    for stage in range(num_stages):
+        weights, gradients = (
+            torch.full((layout.num_elements,), stage, dtype=torch.bfloat16, pin_memory=page_locked) for _ in range(2)
+        )
+        remainder = Remainder(torch.empty(0, dtype=torch.int16))
+        states.append(StageState(layout, weights, gradients, remainder, nothing, nothing))
+    return states
+
+
+def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num_slots: int, seconds: float) -> LinkRun:
     """Some steps with one rank per entry of `devices`, which may name a device twice.
 
-    Every stage has `parameters` bf16 weights and takes `seconds` to forward one microbatch.
+    `states` are those of all stages, each of which takes `seconds` to forward one microbatch.
     """
     num_ranks = len(devices)
-    schedule = build_schedule(num_ranks, stages_per_rank, NUM_MICROBATCHES, num_slots)
+    schedule = build_schedule(num_ranks, len(states) // num_ranks, NUM_MICROBATCHES, num_slots)
     spans = [StageSpan(n, n, n + 1, n == 0, n == schedule.num_stages - 1) for n in range(schedule.num_stages)]
     busy = {device: Busy(device) for device in devices}
-    tokens = torch.zeros(NUM_MICROBATCHES, 8, dtype=torch.int64)
+    tokens = torch.zeros(NUM_MICROBATCHES, 2**13, dtype=torch.int64, pin_memory=devices[0].type == "cuda")
     batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel())
 
     def work(transport: LocalTransport) -> tuple[list[float], list[float], bool]:
         rank = transport.rank
         device, own = devices[rank], spans[rank::num_ranks]
         stages = {span.stage: TimedStage(span, seconds, busy[device]) for span in own}
-        arena = HostArena(
-            {stage: StageLayout.of({NAME: (parameters, 1)}) for stage in stages},
-            dtype=torch.bfloat16,
-            register=device.type == "cuda",
-        )
-        for stage, state in arena.states.items():
-            state.weights.fill_(stage)
         clock = WaitClock(device)
         with _own_stream(device):
-            memory = WeightSlots(arena.states, num_slots=num_slots, device=device)
+            own_states = {stage: states[stage] for stage in stages}
+            memory = WeightSlots(own_states, num_slots=num_slots, device=device)
             executor = Executor(
                 schedule,
                 stages=stages,  # type: ignore[arg-type] # as much of a stage as the executor uses
                 memory=memory,
-                transport=BetweenDevices(transport, devices),  # type: ignore[arg-type]
+                transport=FreeMessages(transport, device),  # type: ignore[arg-type]
                 clock=clock,
                 device=device,
             )
@@ -173,7 +179,6 @@ def run_on(
                 times.append(time.perf_counter() - start)
                 waits.append(clock.collect()["weights"])
         is_exact = all(stage.is_exact() for stage in stages.values())
-        arena.close()
         return waits[WARM_STEPS:], times[WARM_STEPS:], is_exact
 
     results = run_rank_threads(num_ranks, work)
@@ -195,5 +200,6 @@ def _own_stream(device: torch.device) -> Iterator[None]:
 
 
 def _synchronize(device: torch.device) -> None:
+    """Wait for copies too, so that the next step's loads begin in their order."""
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        torch.cuda.synchronize(device)
