@@ -98,6 +98,7 @@ def start_ranks(
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # a process that crashes tells where
         "PYTHONWARNINGS": "ignore",  # they would fill the end of the log
         **environment,
     }

@@ -1,6 +1,8 @@
 """Runs that follow one another in the same processes are the runs that new processes would make."""
 
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,5 +64,38 @@ def test_a_run_that_fails_is_told_with_its_last_lines_and_the_next_one_goes_on(
 @pytest.mark.xdist_group("processes")
 def test_a_run_that_takes_too_long_is_ended(words: list[str], service: Service) -> None:
     slow = service.run([*words, "--num_stages", "2", "--num_iterations", "100000"], timeout_seconds=4)
-    assert slow.problem == "timed out"
+    assert slow.problem == "timed out", slow.log_end
     assert slow.seconds < 15
+
+
+@pytest.mark.xdist_group("processes")
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, words: list[str]) -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+from benchmark_service import Service
+with Service(num_ranks=2, environment={ALONE!r}) as service:
+    service.run({[*words, "--num_stages", "2"]!r}, timeout_seconds=100)
+    print(*(process.pid for process in service._ranks), flush=True)
+    service.run({[*words, "--num_stages", "2", "--num_iterations", "1000000"]!r}, timeout_seconds=100)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    ranks = [int(number) for number in parent.stdout.readline().split()]
+    assert len(ranks) == 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+
+    deadline = time.monotonic() + 30
+    while any(is_running(rank) for rank in ranks):
+        assert time.monotonic() < deadline, "the ranks outlive their parent"
+        time.sleep(0.2)
+
+
+def is_running(process: int) -> bool:
+    """Whether there is such a process that has not ended; one that nobody waits for has ended all the same."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
