@@ -17,7 +17,7 @@ from benchmark_launch import GRACE_SECONDS, POLL_SECONDS, RunResult, end_ranks, 
 
 WORKER = Path(__file__).parent / "benchmark_worker.py"
 LOG, LOG_LINES = "log.txt", 25
-"""What all ranks print, and how much of its end is told."""
+"""What all ranks print, and how many of its last lines are told."""
 
 
 class Service:
@@ -44,8 +44,6 @@ class Service:
         start, before = time.monotonic(), used_host_bytes()
         if not self._ranks:
             self._begin()
-        log = self._folder / LOG
-        log_start = log.stat().st_size
         order, output = self._folder / f"{self._number}.json", self._folder / f"{self._number}.out"
         self._number += 1
         self._tell(order, {"options": list(options), "port": str(free_port()), "start": str(start)})
@@ -60,10 +58,13 @@ class Service:
             else:
                 time.sleep(POLL_SECONDS)
         if problem is not None:
+            codes = [process.poll() for process in self._ranks]
             end_ranks(self._ranks)  # before the log is read
-        lines = log.read_bytes()[log_start:].decode(errors="replace").splitlines()
+        # Of earlier runs too: what ends a rank may have been printed before the run in which it is seen to be gone.
+        lines = (self._folder / LOG).read_text(errors="replace").splitlines()
         told = None if problem is not None else json.loads(output.read_text())
         if problem is not None:
+            lines.append(f"exit codes of the ranks: {codes}")
             self._end()
         return RunResult(
             output=told,

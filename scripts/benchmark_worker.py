@@ -68,7 +68,7 @@ def serve(folder: Path) -> None:
         temporary = folder / f"{number}.part"
         run(temporary, told["options"])
         clean_up()
-        if temporary.exists():
+        if Ranks.from_environment().is_first:  # which has written it, and has cleaned up
             temporary.replace(folder / f"{number}.out")
 
 
