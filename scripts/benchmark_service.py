@@ -23,9 +23,12 @@ LOG, LOG_LINES = "log.txt", 25
 class Service:
     """Owns the ranks' processes, and a folder in which they are told what to run; use it with `with`."""
 
-    def __init__(self, *, num_ranks: int, environment: Mapping[str, str]) -> None:
-        """Processes start with the first run, with `environment` beside this process's own."""
-        self._num_ranks, self._environment = num_ranks, environment
+    def __init__(self, *, num_ranks: int, environment: Mapping[str, str], is_always_new: bool = False) -> None:
+        """Processes start with the first run, with `environment` beside this process's own.
+
+        `is_always_new` starts them for every run: their memory is then what that run takes, and nothing else.
+        """
+        self._num_ranks, self._environment, self._is_always_new = num_ranks, environment, is_always_new
         self._ranks: list[subprocess.Popen[str]] = []
         self._stack = contextlib.ExitStack()
         self._folder: Path
@@ -41,6 +44,8 @@ class Service:
 
     def run(self, options: Sequence[str], *, timeout_seconds: float) -> RunResult:
         """One run with `options`, which are those of benchmark_worker.py behind its output."""
+        if self._is_always_new:
+            self._end()
         start, before = time.monotonic(), used_host_bytes()
         if not self._ranks:
             self._begin()

@@ -6,8 +6,9 @@
 
 `choice` starts from what auto has chosen and changes one thing at a time, keeping what is faster: the number of stages,
 then of chunks, then residency. Every run is a few steps of scripts/benchmark_worker.py on random weights and tokens, by
-median without the first two; all are made by the same processes, as long as none fails. A setting ends at --runs runs
-or --seconds seconds; what was not tried is told. SETTING... takes only those whose name contains one of the words.
+median without the first two; the same processes make all of them unless one fails or --new_processes is given. A
+setting ends at --runs runs or --seconds seconds; what was not tried is told. SETTING... takes only those whose name
+contains one of the words.
 `report` runs nothing: of each setting it takes the last auto run and what was tried after it, so that settings may be
 swept by several commands and nothing is compared with another machine's numbers.
 """
@@ -302,6 +303,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=12, help="of one setting at most (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=600, help="for one setting; no run begins behind them")
     parser.add_argument("--run_seconds", type=float, default=180, help="after which a run is ended")
+    parser.add_argument(
+        "--new_processes", action="store_true", help="for every run: host memory is its own, starts longer"
+    )
     parser.add_argument("--output", type=Path, help="JSON-lines file that each run is appended to")
     own, options = list(argv), []
     if "--" in own:
@@ -328,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // arguments.gpus))}
     with (
         tempfile.TemporaryDirectory() as folder,
-        Service(num_ranks=arguments.gpus, environment=threads) as service,
+        Service(num_ranks=arguments.gpus, environment=threads, is_always_new=arguments.new_processes) as service,
     ):
         for setting in settings:
             if words and not any(word in setting.name for word in words):

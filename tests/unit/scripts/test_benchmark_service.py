@@ -52,6 +52,15 @@ def test_runs_in_the_same_processes_train_as_new_ones_do(tmp_path: Path, words: 
 
 
 @pytest.mark.xdist_group("processes")
+def test_processes_are_new_for_every_run_if_that_is_asked_for(words: list[str]) -> None:
+    with Service(num_ranks=1, environment=ALONE, is_always_new=True) as service:
+        for _ in range(2):
+            result = service.run([*words, "--num_stages", "2", "--num_iterations", "1"], timeout_seconds=100)
+            assert losses(result)
+            assert result.output["start"]["imports"] > 0.5
+
+
+@pytest.mark.xdist_group("processes")
 def test_a_run_that_fails_is_told_with_its_last_lines_and_the_next_one_goes_on(
     words: list[str], service: Service
 ) -> None:
