@@ -49,15 +49,17 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _WINDOWED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 5}
-FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_COMMON),
-    "llama-tied": lambda: LlamaConfig(**{**_COMMON, "tie_word_embeddings": True}),
-    "qwen2": lambda: Qwen2Config(**_COMMON, **_WINDOWED),
-    "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=16, **_WINDOWED),
-    "mistral": lambda: MistralConfig(**_COMMON, sliding_window=5),
-    "gemma3": lambda: Gemma3TextConfig(**{**_COMMON, "tie_word_embeddings": True}, head_dim=16, sliding_window=4),
-    "gemma3-softcap": lambda: Gemma3TextConfig(**_COMMON, head_dim=16, sliding_window=4, final_logit_softcapping=5.0),
+_GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 4}
+FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
+    "llama": lambda **more: LlamaConfig(**_COMMON | more),
+    "llama-tied": lambda **more: LlamaConfig(**_COMMON | {"tie_word_embeddings": True} | more),
+    "qwen2": lambda **more: Qwen2Config(**_COMMON | _WINDOWED | more),
+    "qwen3": lambda **more: Qwen3Config(**_COMMON | _WINDOWED | {"head_dim": 16} | more),
+    "mistral": lambda **more: MistralConfig(**_COMMON | {"sliding_window": 5} | more),
+    "gemma3": lambda **more: Gemma3TextConfig(**_COMMON | _GEMMA | {"tie_word_embeddings": True} | more),
+    "gemma3-softcap": lambda **more: Gemma3TextConfig(**_COMMON | _GEMMA | {"final_logit_softcapping": 5.0} | more),
 }
+"""By name: a tiny configuration of it, with whatever else is given."""
 
 
 _PARTS: dict[tuple[int, int, str], tuple[PretrainedConfig, ModelParts]] = {}
@@ -165,9 +167,9 @@ class Pipeline:
         return memory
 
 
-def make_model(family: str) -> PreTrainedModel:
+def make_model(family: str, num_layers: int = NUM_LAYERS) -> PreTrainedModel:
     """A tiny model of `family` with random weights, norms and biases included."""
-    return model_of(FAMILIES[family]())
+    return model_of(FAMILIES[family](num_hidden_layers=num_layers))
 
 
 def model_of(config: PretrainedConfig) -> PreTrainedModel:
