@@ -23,12 +23,21 @@ LOG, LOG_LINES = "log.txt", 25
 class Service:
     """Owns the ranks' processes, and a folder in which they are told what to run; use it with `with`."""
 
-    def __init__(self, *, num_ranks: int, environment: Mapping[str, str], is_always_new: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        environment: Mapping[str, str],
+        is_always_new: bool = False,
+        worker: Path = WORKER,
+    ) -> None:
         """Processes start with the first run, with `environment` beside this process's own.
 
-        `is_always_new` starts them for every run: their memory is then what that run takes, and nothing else.
+        `is_always_new` starts them for every run: their memory is then what that run takes, and nothing else. `worker`
+        is the program that serves.
         """
-        self._num_ranks, self._environment, self._is_always_new = num_ranks, environment, is_always_new
+        self._num_ranks, self._environment = num_ranks, environment
+        self._is_always_new, self._worker = is_always_new, worker
         self._ranks: list[subprocess.Popen[str]] = []
         self._stack = contextlib.ExitStack()
         self._folder: Path
@@ -84,7 +93,7 @@ class Service:
         self._number = 0
         with (self._folder / LOG).open("a") as log:
             self._ranks = start_ranks(
-                [sys.executable, str(WORKER), "--serve", str(self._folder)],
+                [sys.executable, str(self._worker), "--serve", str(self._folder)],
                 num_ranks=self._num_ranks,
                 environment=self._environment,
                 log=log,
