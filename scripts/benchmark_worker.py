@@ -35,7 +35,7 @@ from mobius.data.batches import Batches  # noqa: E402
 from mobius.data.store import TokenizedDataset  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
-from mobius.memory.available import huge_page_share  # noqa: E402
+from mobius.memory.available import huge_page_share, own_host_bytes  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.planner.budget import GIB  # noqa: E402
 from mobius.runtime.devices import set_host_threads  # noqa: E402
@@ -137,7 +137,7 @@ def run(output: Path, words: Sequence[str]) -> None:
     steps = [dataclasses.asdict(metrics) for metrics in trainer.train()]
     if ranks.is_first:
         told: dict[str, object] = {"steps": steps, "load_seconds": load_seconds, "huge_page_share": huge_page_share()}
-        told["start"] = clock.seconds
+        told["start"], told["start_host_gib"] = clock.seconds, clock.host_gib
         told["plan"] = dataclasses.asdict(facts_of(blueprint))
         output.write_text(json.dumps(told))
     recordings.write(trace_facts(blueprint), transport)
@@ -150,11 +150,15 @@ class StartClock:
     """What the start takes, part by part, on this rank; "imports" is what came before it."""
 
     def __init__(self) -> None:
-        self.seconds = {"imports": seconds_since_launch()}
+        self.seconds: dict[str, float] = {}
+        self.host_gib: dict[str, float] = {}
+        """Of this process, at each part's end."""
+        self.ends("imports")
 
     def ends(self, part: str) -> None:
         """Say that `part` has ended now."""
         self.seconds[part] = seconds_since_launch() - sum(self.seconds.values())
+        self.host_gib[part] = own_host_bytes() / GIB
 
 
 @dataclasses.dataclass(frozen=True)

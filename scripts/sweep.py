@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,8 @@ class Result:
     gpu_gib: float | None
     host_gib: float | None
     problem: str | None
+    start_host_gib: dict[str, float] = field(default_factory=dict)
+    """Of the first rank's process, at the end of each part of its start."""
 
 
 Measure = Callable[[Options], Result]
@@ -140,6 +142,7 @@ def result_of(options: Options, run: RunResult) -> Result:
         steps[-1]["reserved_gpu_memory_gib"],
         steps[-1]["peak_host_memory_gib"],
         None,
+        run.output["start_host_gib"],
     )
 
 
