@@ -117,7 +117,8 @@ def row_of(model: str, found: Answer) -> list[str]:
     """One line of the table."""
     candidate, prediction = found.candidate, found.candidate.prediction
     fitting = candidate.fitting
-    slots = "-" if fitting.num_slots is None else str(fitting.num_slots)
+    numbers = sorted({number for number in fitting.slots if number > 0})
+    slots = "-".join(map(str, dict.fromkeys((*numbers[:1], *numbers[-1:])))) or "-"
     waits = [
         f"{prediction.worst_wait(cause):.3f}" for cause in (WaitFor.WEIGHTS, WaitFor.OPTIMIZER, WaitFor.NEIGHBOURS)
     ]

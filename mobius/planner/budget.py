@@ -232,7 +232,7 @@ def gpu_need(
     own = [plan.spans[stage] for stage in plan.stages_of(rank)]
     streamed = [span.num_parameters(shape) for span in own if span.stage not in plan.resident]
     resident = {span.stage: span.num_parameters(shape) for span in own if span.stage in plan.resident}
-    slots = plan.slots_of(rank) * max(streamed, default=0)
+    slots = plan.slots[rank] * max(streamed, default=0)
     kept = sum(count for stage, count in resident.items() if stage in waiting)
     # Gradients add up in one fp32 sum, of which there are two where streamed ones leave from it.
     in_place = {stage for stage in resident if stage in waiting and sizes.gradient == 4}

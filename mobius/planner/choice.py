@@ -40,11 +40,6 @@ class Fitting:
     resident: frozenset[int]
     graph_stages: frozenset[int]
 
-    @property
-    def num_slots(self) -> int | None:
-        """The most of a rank; None where nothing is streamed."""
-        return max(self.slots) or None
-
 
 @dataclass(frozen=True)
 class Job:

@@ -120,11 +120,8 @@ def memory_uses(
 
 
 def fitted_plan(plan: Plan, chosen: Sequence[Candidate], *, rank: int) -> FittedPlan:
-    """The plan of `rank` where all ranks do as `chosen` says."""
-    own = chosen[rank]
-    # Where this rank streams nothing, what the others do must still make a schedule.
-    slots = own.num_slots or max((candidate.num_slots for candidate in chosen), default=0) or None
-    fitted = plan.with_resident([candidate.num_resident for candidate in chosen], slots)
+    """The plan where all ranks do as `chosen` says, with the stages that keep activations on `rank` and on others."""
+    fitted = plan.with_resident([each.num_resident for each in chosen], [each.num_slots for each in chosen])
     stages = plan.stages_of(rank)
     graphs = [_last(plan.stages_of(each), candidate.num_graphs) for each, candidate in enumerate(chosen)]
     others = frozenset[int]().union(*graphs) - frozenset(stages)
@@ -158,7 +155,7 @@ def fit_as_given(
         Candidate(
             len(plan.resident.intersection(plan.stages_of(each))),
             len(given.graph_stages.intersection(plan.stages_of(each))),
-            plan.slots_of(each),
+            plan.slots[each],
         )
         for each in range(num_ranks)
     )
@@ -237,7 +234,7 @@ def _fitting(request: FitRequest, rank: int, layer: _Layer) -> list[Candidate]:
 
 def _need(request: FitRequest, rank: int, candidate: Candidate, layer: _Layer) -> GpuNeed:
     counts = [candidate.num_resident] * request.plan.num_ranks
-    plan = request.plan.with_resident(counts, candidate.num_slots or None)
+    plan = request.plan.with_resident(counts, candidate.num_slots)
     return _need_of(request, plan, rank, _last(plan.stages_of(rank), candidate.num_graphs), layer)
 
 

@@ -61,7 +61,7 @@ def schedule_of_slots(
         )
         for rank, number in enumerate(slots)
     )
-    return Schedule(num_ranks, num_stages, num_microbatches, max(slots) or None, actions, resident)
+    return Schedule(num_ranks, num_stages, num_microbatches, tuple(slots), actions, resident)
 
 
 @lru_cache(maxsize=1024)

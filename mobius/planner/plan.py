@@ -18,9 +18,8 @@ class Plan:
 
     num_ranks: int
     num_microbatches: int
-    num_slots: int | None
-    """GPU slots per rank for streamed stages, of which a rank has no more than it streams; None when every stage is
-    resident."""
+    slots: tuple[int, ...]
+    """GPU slots of each rank for the stages that it streams; 0 where it streams none."""
     spans: tuple[StageSpan, ...]
     resident: frozenset[int]
     """Stages whose whole state stays on their GPU; the others are streamed."""
@@ -28,6 +27,11 @@ class Plan:
     @property
     def num_stages(self) -> int:
         return len(self.spans)
+
+    @property
+    def num_slots(self) -> int | None:
+        """The most slots of a rank; None where every stage is resident."""
+        return max(self.slots) or None
 
     @property
     def stages_per_rank(self) -> int:
@@ -41,20 +45,26 @@ class Plan:
         """The stages of `rank` whose weights come and go, ascending."""
         return [stage for stage in self.stages_of(rank) if stage not in self.resident]
 
-    def slots_of(self, rank: int) -> int:
-        """The GPU slots that `rank` takes; 0 where it streams nothing."""
-        return min(self.num_slots or 0, len(self.streamed_stages(rank)))
+    def with_resident(self, counts: Sequence[int], slots: int | Sequence[int]) -> Plan:
+        """The same cut with the first `counts[rank]` stages of each rank resident, the others in `slots[rank]` slots.
 
-    def with_resident(self, counts: Sequence[int], num_slots: int | None) -> Plan:
-        """The same cut with the first `counts[rank]` stages of each rank resident, the others in `num_slots` slots."""
-        resident = frozenset(stage for rank, count in enumerate(counts) for stage in list(self.stages_of(rank))[:count])
-        most_streamed = self.stages_per_rank - min(counts)
-        slots = None if num_slots is None or most_streamed == 0 else min(num_slots, most_streamed)
-        return replace(self, num_slots=slots, resident=resident)
+        One number is that of all ranks. A rank has no more slots than it streams stages.
+        """
+        resident = frozenset(stage for rank, count in enumerate(counts) for stage in self.stages_of(rank)[:count])
+        streamed = [self.stages_per_rank - count for count in counts]
+        wanted = [slots] * self.num_ranks if isinstance(slots, int) else slots
+        return replace(self, slots=tuple(map(min, wanted, streamed)), resident=resident)
+
+    def describe_slots(self) -> str:
+        """The slots of the ranks that have any, as text."""
+        numbers = sorted({number for number in self.slots if number > 0})
+        if len(numbers) > 1:
+            return f"{numbers[0]} to {numbers[-1]} slots"
+        return f"{numbers[0]} slot(s)" if numbers else "no slots"
 
     def describe(self, shape: ModelShape) -> str:
         """A short table for the log and the report: one line per stage."""
-        mode = "resident" if self.num_slots is None else f"streamed through {self.num_slots} slot(s)"
+        mode = "resident" if self.num_slots is None else f"streamed through {self.describe_slots()}"
         is_mixed = self.num_slots is not None and len(self.resident) > 0
         if is_mixed:
             mode = f"{len(self.resident)} resident, the others {mode}"
@@ -89,6 +99,6 @@ def make_plan(
     """
     spans = balanced_partition(shape.num_layers, num_stages, num_ranks=num_ranks) if spans is None else spans
     assert len(spans) == num_stages
-    plan = Plan(num_ranks, num_microbatches, num_slots, tuple(spans), frozenset())
+    plan = Plan(num_ranks, num_microbatches, (0,) * num_ranks, tuple(spans), frozenset())
     num_resident = plan.stages_per_rank if num_slots is None else 0
-    return plan.with_resident([num_resident] * num_ranks, num_slots)
+    return plan.with_resident([num_resident] * num_ranks, num_slots or 0)

@@ -17,7 +17,7 @@ from mobius.planner.partition import StageSpan
 from mobius.planner.plan import Plan
 from mobius.planner.shape import ModelShape
 
-VERSION = 1
+VERSION = 2
 ALL_AGAIN = "Make it anew with --dry_run, or leave --plan out."
 
 
@@ -86,7 +86,6 @@ def read_plan(path: Path) -> SavedPlan:
 
 
 def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
-    slots = fields["num_slots"]
     spans = tuple(
         StageSpan(
             _count(span["stage"]),
@@ -100,7 +99,7 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
     plan = Plan(
         _count(fields["num_ranks"]),
         _count(fields["num_microbatches"]),
-        None if slots is None else _count(slots),
+        tuple(map(_count, fields["slots"])),
         spans,
         frozenset(map(_count, fields["resident"])),
     )
@@ -130,11 +129,13 @@ def _contradiction(saved: SavedPlan) -> str | None:
         return f"its stages do not hold the model's {saved.model.num_layers} layers"
     if not (plan.resident | saved.graph_stages) <= set(range(number)):
         return "resident stages or kept activations name a stage that there is not"
-    if (plan.num_slots is None) != (len(plan.resident) == number) or plan.num_slots == 0:
-        return f"{plan.num_slots} slots for {number - len(plan.resident)} streamed stages"
+    if len(plan.slots) != plan.num_ranks:
+        return f"slots of {len(plan.slots)} ranks, not {plan.num_ranks}"
     for rank in range(plan.num_ranks):
         streamed = plan.streamed_stages(rank)
-        staying = set(streamed[len(streamed) - plan.slots_of(rank) :])
+        if not min(1, len(streamed)) <= plan.slots[rank] <= len(streamed):
+            return f"{plan.slots[rank]} slots for the {len(streamed)} streamed stages of rank {rank}"
+        staying = set(streamed[len(streamed) - plan.slots[rank] :])
         lost = sorted(saved.graph_stages & set(streamed) - staying)
         if lost:
             return f"the stages {lost} keep activations, but their weights leave"

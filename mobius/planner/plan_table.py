@@ -55,7 +55,7 @@ def describe_stages(plan: Plan, shape: ModelShape, graph_stages: Collection[int]
                 "-" if not span.layers else "kept" if span.stage in graph_stages else "recomputed",
             ]
         )
-    slots = "no slots" if plan.num_slots is None else f"{plan.num_slots} slot(s) per rank"
+    slots = plan.describe_slots() if plan.num_slots is None else f"{plan.describe_slots()} per rank"
     head = f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.num_microbatches} microbatches, {slots}"
     return f"{head}\n{format_columns(rows)}"
 

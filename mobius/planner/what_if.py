@@ -305,7 +305,7 @@ def _usable_bytes(machine: Machine, run: Run) -> int:
 
 def _gpu_bytes(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunks: int, fitting: Fitting) -> int:
     """By the arithmetic of planner/budget.py, with what is kept and what is resident."""
-    plan = Plan(machine.num_ranks, num_chunks, fitting.num_slots, spans, fitting.resident)
+    plan = Plan(machine.num_ranks, num_chunks, fitting.slots, spans, fitting.resident)
     return fullest(
         gpu_need(
             plan,

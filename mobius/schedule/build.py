@@ -3,7 +3,7 @@
 Does not own any of the three passes.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from mobius.errors import ScheduleError
 from mobius.schedule.action import Action
@@ -17,23 +17,26 @@ def build_schedule(
     num_ranks: int,
     stages_per_rank: int,
     num_microbatches: int,
-    num_slots: int | None,
+    num_slots: int | Sequence[int] | None,
     resident: Collection[int] = (),
 ) -> Schedule:
     """The looped breadth-first schedule of one step, already checked.
 
-    The stages in `resident` stay on the GPU for good. `num_slots` GPU slots per rank hold the weights of the others: 2
-    prefetches the next stage, 1 does not; with None every stage is resident.
+    The stages in `resident` stay on the GPU for good. `num_slots` GPU slots per rank, or of each rank, hold the weights
+    of the others: 2 prefetch the next stage, 1 does not; with None every stage is resident.
     Raises ScheduleError where a number is below 1.
     """
-    _require_positive(num_ranks, stages_per_rank, num_microbatches, num_slots)
     num_stages = num_ranks * stages_per_rank
     staying = frozenset(range(num_stages) if num_slots is None else resident)
-    slots = None if len(staying) == num_stages else num_slots
+    given = num_slots if isinstance(num_slots, Sequence) else [num_slots or 0] * num_ranks
+    streams = [not staying.issuperset(range(rank, num_stages, num_ranks)) for rank in range(num_ranks)]
+    slots = tuple(number if streaming else 0 for number, streaming in zip(given, streams, strict=True))
+    least = min((number for number, streaming in zip(slots, streams, strict=True) if streaming), default=1)
+    _require_positive(num_ranks, stages_per_rank, num_microbatches, least)
 
     def actions_of(rank: int) -> tuple[Action, ...]:
         order = compute_order(rank, num_ranks, num_stages, num_microbatches)
-        transfers = order if slots is None else add_transfers(order, slots, staying)
+        transfers = add_transfers(order, slots[rank], staying) if streams[rank] else order
         return (*data_actions(rank, num_ranks, num_stages), *transfers)
 
     actions = tuple(actions_of(rank) for rank in range(num_ranks))
@@ -42,12 +45,12 @@ def build_schedule(
     return schedule
 
 
-def _require_positive(num_ranks: int, stages_per_rank: int, num_microbatches: int, num_slots: int | None) -> None:
+def _require_positive(num_ranks: int, stages_per_rank: int, num_microbatches: int, num_slots: int) -> None:
     given = {
         "ranks": num_ranks,
         "stages per rank (--num_stages / ranks)": stages_per_rank,
         "microbatches (--num_chunks)": num_microbatches,
-        "GPU slots": 1 if num_slots is None else num_slots,
+        "GPU slots": num_slots,
     }
     wrong = [f"{number} {what}" for what, number in given.items() if number < 1]
     if wrong:

@@ -128,8 +128,8 @@ def _check_residency(schedule: Schedule, rank: int) -> None:
             raise _violation(schedule, rank, index, Rule.RESIDENT, text)
         done = num_backwards[action.stage]
         if action.kind is ActionKind.LOAD:
-            if len(loaded) == schedule.num_slots:
-                text = f"all slots ({schedule.num_slots}) are taken by the stages {sorted(loaded)}"
+            if len(loaded) == schedule.slots[rank]:
+                text = f"all slots ({schedule.slots[rank]}) are taken by the stages {sorted(loaded)}"
                 raise _violation(schedule, rank, index, Rule.BUDGET, text)
             if done:
                 raise _violation(schedule, rank, index, Rule.GRADIENTS, "its gradients have gone home already")

@@ -13,16 +13,20 @@ class Schedule:
     """One step of all ranks: `actions[rank]` is what that rank does, in order.
 
     The stages in `resident` keep their weights on the GPU and have no load or offload; the others are streamed through
-    `num_slots` GPU slots per rank, None where there are no others. `build_schedule` returns only schedules that passed
-    `check`.
+    `slots[rank]` GPU slots, 0 where a rank has no others. `build_schedule` returns only schedules that passed `check`.
     """
 
     num_ranks: int
     num_stages: int
     num_microbatches: int
-    num_slots: int | None
+    slots: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
     resident: frozenset[int] = frozenset()
+
+    @property
+    def num_slots(self) -> int | None:
+        """The most slots of a rank; None where nothing is streamed."""
+        return max(self.slots) or None
 
     def rank_of(self, stage: int) -> int:
         """The rank that runs `stage`."""

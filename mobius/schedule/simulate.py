@@ -78,7 +78,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                 key = (action.kind.is_backward, source, action.microbatch) if source is not None else None
                 if key is not None and key not in computed:
                     break
-                span = _play(clocks[rank], action, computed[key] if key else 0, schedule.num_slots, costs)
+                span = _play(clocks[rank], action, computed[key] if key else 0, schedule.slots[rank], costs)
                 if action.kind.is_compute:
                     computed[action.kind.is_backward, action.stage, action.microbatch] = span.end
                 spans[rank].append(span)
@@ -87,12 +87,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return tuple(tuple(rank_spans) for rank_spans in spans)
 
 
-def _play(clock: _RankClock, action: Action, message_arrives: int, num_slots: int | None, costs: Costs) -> Span:
+def _play(clock: _RankClock, action: Action, message_arrives: int, num_slots: int, costs: Costs) -> Span:
     lane = _LANES.get(action.kind, Lane.COMPUTE)
     start = max(clock.lane_free[lane], message_arrives)
     duration = 0
     if action.kind is ActionKind.LOAD:
-        assert num_slots is not None, "a checked schedule without slots has no loads"
         if clock.num_loads >= num_slots:
             start = max(start, clock.offload_ends[clock.num_loads - num_slots])
         clock.num_loads += 1

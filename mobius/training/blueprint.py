@@ -219,9 +219,7 @@ def _draw(
         host = _count_host(request, fitted.plan, asked, device)
     graph_bytes, peak_bytes = (measured.graph, measured.peak) if measured is not None else (None, None)
     plan = fitted.plan
-    schedule = build_schedule(
-        ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots, plan.resident
-    )
+    schedule = build_schedule(ranks.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.slots, plan.resident)
     return Blueprint(
         config,
         ranks,

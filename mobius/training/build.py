@@ -121,7 +121,7 @@ def load_state(
     memory, arena = take_memory(
         layouts,
         resident=blueprint.plan.resident,
-        num_slots=blueprint.plan.slots_of(blueprint.ranks.rank),
+        num_slots=blueprint.plan.slots[blueprint.ranks.rank],
         dtype=blueprint.dtype,
         gradient_dtype=torch.float32 if config.pipeline.fp32_gradients else blueprint.dtype,
         waiting=blueprint.waiting,

@@ -146,7 +146,7 @@ def _on_gpus(run: Run, machine: Machine) -> _Planned:
         logger.warning("the cards' rates are for formats of two bytes: the step of fp32 is longer than predicted")
     found = answer(machine, run)
     candidate, fitting = found.candidate, found.candidate.fitting
-    plan = Plan(machine.num_ranks, candidate.num_chunks, fitting.num_slots, candidate.spans, fitting.resident)
+    plan = Plan(machine.num_ranks, candidate.num_chunks, fitting.slots, candidate.spans, fitting.resident)
     for notice in found.choice.notices:
         logger.info("%s", notice)
     logger.info("%s", describe_stages(plan, run.shape, fitting.graph_stages))

@@ -92,7 +92,7 @@ def saved_plan_of(blueprint: Blueprint) -> SavedPlan:
     kept: set[int] = set()
     for rank in range(plan.num_ranks):
         streamed = plan.streamed_stages(rank)
-        kept.update(streamed[len(streamed) - plan.slots_of(rank) :])
+        kept.update(streamed[len(streamed) - plan.slots[rank] :])
     graphs = (blueprint.graph_stages | blueprint.others_graph_stages) & (plan.resident | kept)
     return SavedPlan(
         ModelDigest.of(blueprint.shape, config.model.dtype),

@@ -105,15 +105,13 @@ def count_step(
     memory, arena = take_memory(
         {stage: StageLayout.of(module.shapes) for stage, module in stages.items()},
         resident=plan.resident,
-        num_slots=plan.slots_of(rank),
+        num_slots=plan.slots[rank],
         dtype=dtype,
         gradient_dtype=dtype,
         waiting=plan.resident,
         device=device,
     )
-    schedule = build_schedule(
-        plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.num_slots, plan.resident
-    )
+    schedule = build_schedule(plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.slots, plan.resident)
     inputs(seq_length)  # rotary embeddings and masks are made once
     tokens = torch.randint(0, config.vocab_size, (batch_size, seq_length))
     transport = SingleRankTransport() if plan.num_ranks == 1 else RehearsalTransport(

@@ -91,11 +91,11 @@ def test_without_residency_activations_come_first_with_the_slots_they_need_and_t
     llama_7b: ModelShape, slots: int, num_graphs: int
 ) -> None:
     fitted = fit(llama_7b, least_gib(slots, num_graphs) + 0.01)
-    assert fitted.plan.num_slots == slots
+    assert fitted.plan.slots[0] == slots
     assert fitted.graph_stages == set(range(28, -4, -4)[:num_graphs])
     if (slots, num_graphs) != (2, 0):
         less = fit(llama_7b, least_gib(slots, num_graphs) - 0.01)
-        assert (less.plan.num_slots, len(less.graph_stages)) != (slots, num_graphs)
+        assert (less.plan.slots[0], len(less.graph_stages)) != (slots, num_graphs)
 
 
 def test_the_models_last_stage_of_one_layer_takes_no_more_when_it_keeps_its_activations(llama_7b: ModelShape) -> None:
@@ -169,9 +169,9 @@ def test_all_ranks_make_the_same_plan_but_for_their_own_slots(llama_7b: ModelSha
         plans = [fit(llama_7b, gib, rank=rank, resident=None).plan for rank in range(4)]
         assert len({plan.resident for plan in plans}) == 1
         for rank, plan in enumerate(plans):
-            assert (plan.slots_of(rank) > 0) == (num_resident(FittedPlan(plan, frozenset()), rank) < 8)
+            assert (plan.slots[rank] > 0) == (num_resident(FittedPlan(plan, frozenset()), rank) < 8)
             others = range(plan.num_ranks)
-            assert all(plan.slots_of(other) > 0 for other in others if plan.streamed_stages(other))
+            assert all(plan.slots[other] > 0 for other in others if plan.streamed_stages(other))
 
 
 def test_kept_activations_have_their_weights_in_place(llama_7b: ModelShape) -> None:
@@ -179,7 +179,7 @@ def test_kept_activations_have_their_weights_in_place(llama_7b: ModelShape) -> N
         for rank in range(4):
             fitted = fit(llama_7b, gib, rank=rank, resident=None)
             streamed = fitted.plan.streamed_stages(rank)
-            staying = streamed[len(streamed) - fitted.plan.slots_of(rank) :]
+            staying = streamed[len(streamed) - fitted.plan.slots[rank] :]
             assert fitted.graph_stages <= fitted.plan.resident.union(staying)
 
 
@@ -189,7 +189,7 @@ def test_more_memory_is_never_used_worse(llama_7b: ModelShape) -> None:
     seconds = []
     for gib in range(8, 80, 2):
         fitted = fit(llama_7b, gib, resident=None)
-        chosen = Candidate(num_resident(fitted), len(fitted.graph_stages), fitted.plan.slots_of(0))
+        chosen = Candidate(num_resident(fitted), len(fitted.graph_stages), fitted.plan.slots[0])
         seconds.append(estimated_seconds(chosen, counts, tokens=TOKENS.step, clips=True, rates=Rates()))
     assert all(later <= earlier for earlier, later in pairwise(seconds))
     assert seconds[-1] < seconds[0]
@@ -248,7 +248,7 @@ def test_a_rank_without_streamed_stages_leaves_the_others_slots_in_its_plan(llam
         return abs(candidate.num_resident - (8 if rank == 0 else 0))
 
     plan = fit(llama_7b, 140, resident=None, score=by_rank).plan
-    assert (plan.slots_of(0), plan.slots_of(1)) == (0, 8)
+    assert (plan.slots[0], plan.slots[1]) == (0, 8)
 
 
 # Two stages of 3e9 parameters, 1e6 tokens, 1e16 FLOP and 1e9 updates a second: forward 0.6 s per stage, update 3 s.

@@ -19,7 +19,7 @@ SIZE = MicrobatchBytes(activation=10, layer=LayerBytes(graph=100, peak=150), los
 
 
 def plan_of(sizes: list[int], *, num_ranks: int, num_microbatches: int) -> Plan:
-    return Plan(num_ranks, num_microbatches, None, partition_of(sizes), frozenset(range(len(sizes))))
+    return Plan(num_ranks, num_microbatches, (0,) * num_ranks, partition_of(sizes), frozenset(range(len(sizes))))
 
 
 def test_the_executor_receives_as_far_ahead_as_the_model_counts() -> None:

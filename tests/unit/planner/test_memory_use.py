@@ -99,7 +99,7 @@ def test_every_rank_finds_the_same_for_all_where_memory_is_alike(llama_7b: Model
     fits = [fit_plan(request, rank=rank, graph_bytes=GRAPH, choose=by_simulation(model)) for rank in range(4)]
     assert len({(fit.uses, fit.plan.resident) for fit in fits}) == 1
     for rank, fit in enumerate(fits):
-        assert fit.plan.slots_of(rank) == fit.uses[rank].num_slots
+        assert fit.plan.slots[rank] == fit.uses[rank].num_slots
         assert fit.graph_stages == set(list(fit.plan.stages_of(rank))[8 - fit.uses[rank].num_graphs :])
 
 

@@ -69,8 +69,9 @@ def test_each_rank_keeps_its_first_stages_and_slots_for_the_others(small: ModelS
 
     assert plan.resident == {0, 2, 1}
     assert [plan.streamed_stages(rank) for rank in range(2)] == [[], [3]]
-    assert (plan.num_slots, plan.slots_of(0), plan.slots_of(1)) == (1, 0, 1)
+    assert (plan.num_slots, plan.slots) == (1, (0, 1))
     assert streamed.with_resident((0, 0), 2) == streamed
+    assert streamed.with_resident((0, 0), (1, 3)).slots == (1, 2)
     everything = streamed.with_resident((2, 2), 2)
     assert everything == make_plan(small, num_ranks=2, num_stages=4, num_microbatches=1, num_slots=None)
     assert everything.resident == {0, 1, 2, 3}
@@ -80,5 +81,5 @@ def test_the_description_of_a_mixture_tells_which_stages_are_resident(small: Mod
     plan = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=1, num_slots=2).with_resident((1, 0), 2)
 
     first, *stages = plan.describe(small).splitlines()
-    assert first == "4 stages on 2 rank(s), 1 microbatches, 1 resident, the others streamed through 2 slot(s)"
+    assert first == "4 stages on 2 rank(s), 1 microbatches, 1 resident, the others streamed through 1 to 2 slots"
     assert ["resident" in stage for stage in stages] == [True, False, False, False]

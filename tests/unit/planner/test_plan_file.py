@@ -17,7 +17,7 @@ from mobius.planner.shape import ModelShape
 
 @pytest.fixture
 def saved(small: ModelShape) -> SavedPlan:
-    plan = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=2, num_slots=1).with_resident((1, 0), 1)
+    plan = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=2, num_slots=2).with_resident((1, 0), 1)
     return SavedPlan(ModelDigest.of(small, Dtype.BF16), plan, frozenset({0, 3}), batch_size=8, seq_length=16)
 
 
@@ -28,12 +28,14 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_a_file_gives_the_plan_back(saved: SavedPlan, tmp_path: Path) -> None:
-    assert read_plan(write(tmp_path, saved.to_json())) == saved
+    other_slots = replace(saved, plan=saved.plan.with_resident((1, 0), (1, 2)))
+    for plan in (saved, other_slots):
+        assert read_plan(write(tmp_path, plan.to_json())) == plan
 
 
 def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPlan) -> None:
     fields = json.loads(saved.to_json())
-    assert fields["version"] == 1
+    assert fields["version"] == 2
     assert fields["model"] == {
         "num_parameters": 240 + 500 + 244 - 240,  # the tied matrix once
         "num_layers": 5,
@@ -42,7 +44,7 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
         "is_tied": True,
         "dtype": "bf16",
     }
-    assert (fields["num_ranks"], fields["num_microbatches"], fields["num_slots"]) == (2, 2, 1)
+    assert (fields["num_ranks"], fields["num_microbatches"], fields["slots"]) == (2, 2, [1, 1])
     assert (fields["resident"], fields["kept_activations"]) == ([0], [0, 3])
     assert (fields["batch_size"], fields["seq_length"]) == (8, 16)
     assert [(span["first_layer"], span["end_layer"]) for span in fields["spans"]] == [(0, 1), (1, 3), (3, 4), (4, 5)]
@@ -51,7 +53,7 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda f: f.update(version=2), "has version 2, this program reads version 1"),
+        (lambda f: f.update(version=1), "has version 1, this program reads version 2"),
         (lambda f: f.pop("version"), "has version None"),
         (lambda f: f.pop("spans"), "is broken: KeyError 'spans'"),
         (lambda f: f.update(num_ranks=3), "4 stages on 3 ranks"),
@@ -61,7 +63,9 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
         (lambda f: f["spans"][1].update(first_layer=2), "do not follow each other"),
         (lambda f: f["spans"][3].update(end_layer=7), "do not hold the model's 5 layers"),
         (lambda f: f.update(resident=[9]), "name a stage that there is not"),
-        (lambda f: f.update(num_slots=None), "None slots for 3 streamed stages"),
+        (lambda f: f.update(slots=[1]), "slots of 1 ranks, not 2"),
+        (lambda f: f.update(slots=[0, 1]), "0 slots for the 1 streamed stages of rank 0"),
+        (lambda f: f.update(slots=[1, 3]), "3 slots for the 2 streamed stages of rank 1"),
         (lambda f: f.update(kept_activations=[1]), r"the stages \[1\] keep activations, but their weights leave"),
         (lambda f: f["model"].pop("dtype"), "is broken: TypeError"),
     ],

@@ -37,6 +37,16 @@ def test_with_more_stages_than_slots_the_next_stage_is_loaded_before_the_current
     )
 
 
+def test_each_rank_may_have_slots_of_its_own() -> None:
+    schedule = build_schedule(2, 2, 2, (1, 2))
+    assert (schedule.slots, schedule.num_slots) == ((1, 2), 2)
+    assert names(schedule) == (BY_HAND[1][0], BY_HAND[2][1])
+    resident = build_schedule(2, 2, 2, (0, 1), {0, 2})
+    assert (names(resident)[0], resident.slots) == (BY_HAND[None][0], (0, 1))
+    with pytest.raises(ScheduleError, match="0 GPU slots"):
+        build_schedule(2, 2, 2, (0, 1))
+
+
 def test_one_stage_in_all_is_loaded_once() -> None:
     assert names(build_schedule(1, 1, 2, 1)) == ("D0 L0 F0.0 B0.0 F0.1 B0.1 O0",)
 

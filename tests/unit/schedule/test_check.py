@@ -85,12 +85,12 @@ def test_stages_that_do_not_divide_among_the_ranks_are_refused(small: Schedule) 
 
 def test_a_schedule_for_two_slots_does_not_fit_one(small: Schedule) -> None:
     with pytest.raises(ScheduleError, match=r"budget: rank 0, action 2 \(L2\): all slots \(1\) are taken .*\[0\]"):
-        check(replace(small, num_slots=1))
+        check(replace(small, slots=(1, 1)))
 
 
 def test_without_slots_nothing_may_be_loaded(small: Schedule) -> None:
     with pytest.raises(ScheduleError, match=r"budget: rank 0, action 1 \(L0\)"):
-        check(replace(small, num_slots=None))
+        check(replace(small, slots=(0, 0)))
 
 
 def test_a_rank_between_first_and_last_stage_makes_no_batch() -> None:

@@ -74,7 +74,7 @@ def test_a_plan_is_printed_with_bytes_by_category_a_predicted_step_and_whether_i
     assert "estimated: 4 x H200" in text
     assert text.endswith("the run fits")
     saved = json.loads((large / "plan.json").read_text())
-    assert (saved["version"], saved["num_ranks"], len(saved["spans"])) == (1, 4, 32)
+    assert (saved["version"], saved["num_ranks"], len(saved["spans"])) == (2, 4, 32)
     assert not (large / "save_ckpt").exists()
 
 
