@@ -4,6 +4,7 @@ Does not own the content, nor the files a run writes. Parts log through `logging
 """
 
 import logging
+import os
 import re
 import sys
 import warnings
@@ -75,5 +76,7 @@ class _BarSafeHandler(logging.Handler):
         try:
             tqdm.write(self.format(record), file=self._stream)
             self._stream.flush()
+        except BrokenPipeError:  # its reader has gone, as behind `| head`; from here on it goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         except Exception:  # the logging module's own rule: a record that cannot be written must not end the run
             self.handleError(record)

@@ -1,5 +1,6 @@
 """The first rank talks, the others only warn, and libraries are quiet."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,17 @@ def test_other_ranks_only_warn_and_say_who_they_are() -> None:
     assert out == ""
     assert err.splitlines()[:2] == ["[rank 2] warning: skipped", "[rank 2] error: lost"]
     assert all("noise" not in line for line in err.splitlines())
+
+
+@pytest.mark.xdist_group("processes")
+def test_a_reader_that_has_gone_ends_nothing_and_is_not_complained_about() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "0"], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_every_error_is_a_mobius_error_with_an_exit_code() -> None:
