@@ -52,6 +52,13 @@ def setup_logging(rank: int) -> None:
     logging.captureWarnings(True)
 
 
+def drop(stream: IO[str]) -> None:
+    """Let go nowhere what is written to `stream` from here on, and what its buffer holds: nobody reads it any more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 class _PlainFormatter(logging.Formatter):
     """The bare message; from WARNING on with its level, and with the rank if it is not the first."""
 
@@ -76,7 +83,7 @@ class _BarSafeHandler(logging.Handler):
         try:
             tqdm.write(self.format(record), file=self._stream)
             self._stream.flush()
-        except BrokenPipeError:  # its reader has gone, as behind `| head`; from here on it goes nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        except BrokenPipeError:  # its reader has gone, as behind `| head`
+            drop(self._stream)
         except Exception:  # the logging module's own rule: a record that cannot be written must not end the run
             self.handleError(record)

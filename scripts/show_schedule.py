@@ -7,7 +7,6 @@ Does not train and reads no configuration.
 
 import argparse
 import importlib.util
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mobius.errors import MobiusError, ScheduleError
+from mobius.log import drop
 from mobius.schedule import Schedule, build_schedule
 from mobius.schedule.render import render_picture, render_text
 
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has seen enough; without this Python complains once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop(sys.stdout)
     except (MobiusError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

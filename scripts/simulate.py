@@ -17,6 +17,7 @@ if importlib.util.find_spec("mobius") is None:
 
 from mobius.config import Recompute
 from mobius.errors import GpuMemoryError, MobiusError
+from mobius.log import drop
 from mobius.planner.budget import GIB
 from mobius.planner.cards import CARDS, HOST_BANDWIDTH, PCIE_BYTES, Host, find_card
 from mobius.planner.model_files import LLAMA_SHAPES, shape_of_model
@@ -117,8 +118,9 @@ def row_of(model: str, found: Answer) -> list[str]:
     """One line of the table."""
     candidate, prediction = found.candidate, found.candidate.prediction
     fitting = candidate.fitting
-    numbers = sorted({number for number in fitting.slots if number > 0})
-    slots = "-".join(map(str, dict.fromkeys((*numbers[:1], *numbers[-1:])))) or "-"
+    numbers = [number for number in fitting.slots if number > 0]
+    fewest, most = min(numbers, default="-"), max(numbers, default="-")
+    slots = str(most) if fewest == most else f"{fewest}-{most}"
     waits = [
         f"{prediction.worst_wait(cause):.3f}" for cause in (WaitFor.WEIGHTS, WaitFor.OPTIMIZER, WaitFor.NEIGHBOURS)
     ]
@@ -191,6 +193,9 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(dict.fromkeys(details)))
         if last is not None and (arguments.output or arguments.trace):
             draw(last, arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        drop(sys.stdout)
     except (MobiusError, ProfileError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

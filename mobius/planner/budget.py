@@ -15,11 +15,11 @@ from mobius.planner.working_set import embedding_bytes, estimate_layer, loss_byt
 GIB = 2**30
 MOMENTS_BYTES = 8
 """The two fp32 moments of AdamW, per parameter."""
-GPU_PROCESS_BYTES = int(2.3 * GIB)
-"""Host memory of a rank beside its stages: Python, torch, CUDA context, communicators, kernels (2.15 to 2.55 GiB on
-four H200s)."""
-MEASURING_BYTES = int(0.45 * GIB)
-"""Of a rank that measures at its start, beyond that: buffers, given back before its stages take memory."""
+GPU_PROCESS_BYTES = int(2.15 * GIB)
+"""Host memory of a rank beside its stages: Python, torch, CUDA context, communicators, kernels (7B on four H200s)."""
+HOST_WORK_BYTES = int(0.35 * GIB)
+"""More of a rank that streams, or that measures the host at its start, for threads and buffers: 0.3 to 0.45 with 1B, 7B
+and 13B on four H200s, 0.6 with 30B."""
 LIBRARY_BYTES = 2**27
 """Of torch's GPU memory, workspaces of matrix products for the two threads that enqueue them, 32 MiB each on Hopper,
 and what is smaller than any stage: rotary embeddings, masks, scalars. An estimate."""
@@ -92,12 +92,10 @@ class HostNeed:
     """Resident stages of ranks that compute on the CPU; on GPUs they take none."""
     process_bytes: int
     """Of one process."""
-    measuring: int = 0
-    """What measuring takes at the start, where that is more than a rank's stages take later."""
 
     @property
     def total(self) -> int:
-        return self.streamed + self.resident + self.measuring + self.num_ranks * self.process_bytes
+        return self.streamed + self.resident + self.num_ranks * self.process_bytes
 
     def describe(self) -> str:
         """The sum as text."""
@@ -109,27 +107,22 @@ class HostNeed:
             )
             if count > 0 and num_bytes > 0
         ]
-        parts.append(f"{self.num_ranks} x {self.process_bytes / GIB:.1f} GiB for the processes")
-        if self.measuring > 0:
-            parts.append(f"{self.measuring / GIB:.1f} GiB while they measure")
+        parts.append(f"{self.num_ranks} x {self.process_bytes / GIB:.3g} GiB for the processes")
         return " + ".join(parts)
 
 
+def gpu_process_bytes(*, works_on_host: bool) -> int:
+    """Host bytes of a rank with a GPU beside its stages, if it streams or measures the host, and if it does not."""
+    return GPU_PROCESS_BYTES + (HOST_WORK_BYTES if works_on_host else 0)
+
+
 def host_need(
-    plan: Plan,
-    shape: ModelShape,
-    sizes: ByteSizes,
-    *,
-    process_bytes: int,
-    waiting: Collection[int],
-    on_cpu: bool,
-    measures: bool = False,
+    plan: Plan, shape: ModelShape, sizes: ByteSizes, *, process_bytes: int, waiting: Collection[int], on_cpu: bool
 ) -> HostNeed:
     """Count the host bytes of all ranks; with `on_cpu` resident stages are in host memory as well.
 
-    `waiting` are the stages that keep their gradients (`waiting_stages`). `measures`: layers and rates are measured
-    before stages take memory. While stages are loaded, one tensor at a time comes on top; the buffers that a step takes
-    later are not there yet.
+    `waiting` are the stages that keep their gradients (`waiting_stages`). While stages are loaded, one tensor at a time
+    comes on top; the buffers that a step takes later are not there yet.
     """
     streamed = resident = resident_bytes = 0
     for span in plan.spans:
@@ -139,12 +132,7 @@ def host_need(
         elif on_cpu:
             resident += count
             resident_bytes += count * sizes.resident(keeps_gradients=span.stage in waiting)
-    measuring = 0
-    if measures and not on_cpu:
-        for rank in range(plan.num_ranks):
-            own = sum(plan.spans[stage].num_parameters(shape) for stage in plan.streamed_stages(rank))
-            measuring += max(0, MEASURING_BYTES - own * sizes.host)
-    return HostNeed(plan.num_ranks, streamed, streamed * sizes.host, resident, resident_bytes, process_bytes, measuring)
+    return HostNeed(plan.num_ranks, streamed, streamed * sizes.host, resident, resident_bytes, process_bytes)
 
 
 def check_host_memory(need: HostNeed, *, available_bytes: int) -> None:

@@ -14,11 +14,11 @@ from mobius.config import Dtype, Recompute
 from mobius.errors import PlanError
 from mobius.planner.budget import (
     GIB,
-    GPU_PROCESS_BYTES,
     ByteSizes,
     StepTokens,
     fullest,
     gpu_need,
+    gpu_process_bytes,
     waiting_stages,
 )
 from mobius.planner.cards import GIGA, LATENCY, TERA, Card, Host, estimate_profile
@@ -324,4 +324,4 @@ def _host_bytes(machine: Machine, run: Run, candidate: Candidate) -> int:
     streamed = [span for span in candidate.spans if span.stage not in candidate.fitting.resident]
     parameters = sum(span.num_parameters(run.shape) for span in streamed)
     per_node = math.ceil(parameters * run.sizes.host / machine.num_nodes)
-    return per_node + machine.num_gpus * GPU_PROCESS_BYTES
+    return per_node + machine.num_gpus * gpu_process_bytes(works_on_host=run.use_offload)

@@ -15,11 +15,11 @@ from mobius.models.blocks import ModelParts
 from mobius.planner.budget import (
     CPU_PROCESS_BYTES,
     GIB,
-    GPU_PROCESS_BYTES,
     ByteSizes,
     HostNeed,
     StepTokens,
     check_host_memory,
+    gpu_process_bytes,
     host_need,
     waiting_stages,
 )
@@ -264,15 +264,17 @@ def _fit(
 def _count_host(request: FitRequest, plan: Plan, asked: Config, device: torch.device) -> HostNeed:
     """The host's memory; raises HostMemoryError if there is less and the plan needs it for stages."""
     pipeline, on_cpu = asked.pipeline, device.type == "cpu"
+    works_on_host = plan.num_slots is not None or measures_at_start(asked)
     need = host_need(
         plan,
         request.shape,
         request.sizes,
         # A process that has run something else before has more.
-        process_bytes=CPU_PROCESS_BYTES if on_cpu else max(GPU_PROCESS_BYTES, own_host_bytes()),
+        process_bytes=CPU_PROCESS_BYTES
+        if on_cpu
+        else max(gpu_process_bytes(works_on_host=works_on_host), own_host_bytes()),
         waiting=request.waiting,
         on_cpu=on_cpu,
-        measures=measures_at_start(asked),
     )
     if on_cpu or plan.num_slots is not None:
         limit = pipeline.host_memory_limit

@@ -21,11 +21,11 @@ from mobius.models.families import load_model_config, locate_model
 from mobius.planner.budget import (
     CPU_PROCESS_BYTES,
     GIB,
-    GPU_PROCESS_BYTES,
     HostNeed,
     StepTokens,
     check_host_memory,
     gpu_need,
+    gpu_process_bytes,
     host_need,
 )
 from mobius.planner.cards import CARDS, Card, Host, card_of_device, find_card
@@ -205,7 +205,7 @@ def _on_cpus(config: Config, run: Run, num_ranks: int) -> _Planned:
 
 def _log_host(config: Config, run: Run, planned: _Planned, *, on_cpu: bool) -> bool:
     """Print the host's bytes; whether they are there."""
-    need = _host_need(run, planned.plan, on_cpu=on_cpu, measures=measures_at_start(config))
+    need = _host_need(config, run, planned.plan, on_cpu=on_cpu)
     limit = config.pipeline.host_memory_limit
     available = available_host_bytes() if limit is None else int(limit * GIB)
     logger.info("%s", describe_host(need, available))
@@ -217,15 +217,15 @@ def _log_host(config: Config, run: Run, planned: _Planned, *, on_cpu: bool) -> b
     return True
 
 
-def _host_need(run: Run, plan: Plan, *, on_cpu: bool, measures: bool) -> HostNeed:
+def _host_need(config: Config, run: Run, plan: Plan, *, on_cpu: bool) -> HostNeed:
+    works_on_host = plan.num_slots is not None or measures_at_start(config)
     return host_need(
         plan,
         run.shape,
         run.sizes,
-        process_bytes=CPU_PROCESS_BYTES if on_cpu else GPU_PROCESS_BYTES,
+        process_bytes=CPU_PROCESS_BYTES if on_cpu else gpu_process_bytes(works_on_host=works_on_host),
         waiting=waiting_of(run, plan.num_stages),
         on_cpu=on_cpu,
-        measures=measures,
     )
 
 

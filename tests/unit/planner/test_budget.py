@@ -10,7 +10,6 @@ from mobius.config import Dtype
 from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.planner.budget import (
     GIB,
-    MEASURING_BYTES,
     ByteSizes,
     GpuNeed,
     HostNeed,
@@ -19,6 +18,7 @@ from mobius.planner.budget import (
     check_host_memory,
     fullest,
     gpu_need,
+    gpu_process_bytes,
     host_need,
     waiting_stages,
 )
@@ -115,16 +115,9 @@ def test_resident_stages_take_no_host_memory_but_that_of_a_cpu(llama_7b: ModelSh
     assert on_cpu.total == host_need_of(plan, llama_7b).total + on_cpu.resident
 
 
-def test_measuring_counts_where_it_takes_more_than_the_stages_do(llama_7b: ModelShape) -> None:
-    # All stages of ranks 0 and 1 stay on their GPUs; ranks 2 and 3 stream gibibytes.
-    plan = plan_of(llama_7b, num_stages=8).with_resident((2, 2, 0, 0), 2)
-    without = host_need_of(plan, llama_7b)
-
-    need = host_need_of(plan, llama_7b, measures=True)
-
-    assert need.total == without.total + 2 * MEASURING_BYTES
-    assert need.describe() == f"{without.describe()} + 0.9 GiB while they measure"
-    assert host_need_of(plan, llama_7b, measures=True, on_cpu=True).measuring == 0
+def test_a_rank_that_works_on_the_host_is_larger() -> None:
+    assert gpu_process_bytes(works_on_host=False) == int(2.15 * GIB)
+    assert gpu_process_bytes(works_on_host=True) == pytest.approx(2.5 * GIB)
 
 
 def test_exactly_enough_host_memory_is_enough_and_a_byte_less_is_not(llama_7b: ModelShape) -> None:
@@ -143,7 +136,7 @@ def test_too_little_host_memory_is_told_with_the_arithmetic_and_a_way_out(llama_
     message = str(caught.value)
     # 98,632,785,920 bytes are 91.86 GiB.
     assert "4 rank(s) need 91.9 GiB of host memory" in message
-    assert "(6.74e+09 parameters x 14 bytes + 4 x 1.0 GiB for the processes)" in message
+    assert "(6.74e+09 parameters x 14 bytes + 4 x 1 GiB for the processes)" in message
     assert "80.0 GiB is available" in message
     assert "--host_memory_limit" in message
 
@@ -152,7 +145,7 @@ def test_the_arithmetic_of_a_mixture_on_a_cpu_names_both_parts(llama_7b: ModelSh
     plan = plan_of(llama_7b, num_stages=8).with_resident((1, 1, 1, 1), 2)
     text = host_need_of(plan, llama_7b, on_cpu=True).describe()
     assert text == (
-        "3.37e+09 parameters x 14 bytes + 3.37e+09 resident parameters x 14 bytes + 4 x 1.0 GiB for the processes"
+        "3.37e+09 parameters x 14 bytes + 3.37e+09 resident parameters x 14 bytes + 4 x 1 GiB for the processes"
     )
 
 
