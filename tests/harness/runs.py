@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from benchmark_launch import free_port
+from benchmark_launch import free_port, run_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 ROOT = Path(__file__).parents[2]
@@ -78,18 +78,15 @@ def exact_results(
 ) -> dict[str, object]:
     """Train with each variant of `options` under deterministic kernels; equal results are equal to the bit."""
     make_checkpoint(folder / "model", num_layers=num_layers, is_tied=True)
-    launcher = f"-m torch.distributed.run --nproc_per_node {num_ranks} --master_port {free_port()}".split()
     worker = str(Path(__file__).with_name("exact_worker.py"))
     output = folder / "exact.json"
-    result = subprocess.run(
-        [sys.executable, *launcher, worker, str(output), str(folder / "model"), options, *variants],
-        env=environment(folder / "cache"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
+    result = run_ranks(
+        [sys.executable, worker, str(output), str(folder / "model"), options, *variants],
+        num_ranks=num_ranks,
+        environment=environment(folder / "cache"),
+        output=output,
+        timeout_seconds=280,
     )
-    assert result.returncode == 0, result.stdout
-    results: dict[str, object] = json.loads(output.read_text())
+    assert result.problem is None, result.log_end
+    results: dict[str, object] = result.output
     return results

@@ -7,6 +7,9 @@ import torch
 from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, plain_step
 
 STAGES_PER_RANK = (1, 2, 3)
+MICROBATCHES = (1, 2, 3, 5, 8)
+WITH_ALL_MICROBATCHES = {"llama", "llama-tied", "gemma3"}
+"""The others differ from these within a layer, which knows nothing of ranks, stages and microbatches: 1 and 3 do."""
 CASES = {  # number of slots, whether graphs are kept
     "resident": (None, False),
     "resident, graphs kept": (None, True),
@@ -29,7 +32,7 @@ def test_pipeline_equals_the_plain_model_bit_by_bit(family: str, num_ranks: int)
     # A layer in each of the most stages; gemma3 has two kinds of layers from 6 on.
     model = make_model(family, max(6, num_ranks * max(STAGES_PER_RANK)))
     tied = {"model.embed_tokens.weight", "lm_head.weight"} if model.config.tie_word_embeddings else set()
-    for num_microbatches in (1, 2, 3, 5, 8):
+    for num_microbatches in MICROBATCHES if family in WITH_ALL_MICROBATCHES else (1, 3):
         batch = make_batch(num_microbatches)
         expected_loss, expected = plain_step(model, batch, num_microbatches)
         for stages_per_rank in STAGES_PER_RANK:
