@@ -16,7 +16,7 @@ import torch
 
 from mobius.config import Config, Dtype, PipelineConfig
 from mobius.errors import PlanError
-from mobius.planner.budget import GIB
+from mobius.planner.budget import CPU_PROCESS_BYTES, GIB, gpu_process_bytes
 from mobius.planner.cards import Card, Host, card_of_device
 from mobius.planner.choice import choose_stages_and_chunks
 from mobius.planner.partition import StageSpan
@@ -46,6 +46,13 @@ def measures_layers(asked: Config) -> bool:
 def measures_host(asked: Config) -> bool:
     """Whether the run streams, and its plan is not a given one."""
     return asked.pipeline.use_offload and asked.planning.plan is None
+
+
+def usual_process_bytes(asked: Config, plan: Plan, *, on_cpu: bool) -> int:
+    """Host bytes of a rank beside its stages, if it has run nothing before."""
+    if on_cpu:
+        return CPU_PROCESS_BYTES
+    return gpu_process_bytes(works_on_host=plan.num_slots is not None or measures_at_start(asked))
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,11 @@ from mobius.config import Compile, Config, Dtype
 from mobius.memory.available import available_host_bytes, own_host_bytes
 from mobius.models.blocks import ModelParts
 from mobius.planner.budget import (
-    CPU_PROCESS_BYTES,
     GIB,
     ByteSizes,
     HostNeed,
     StepTokens,
     check_host_memory,
-    gpu_process_bytes,
     host_need,
     waiting_stages,
 )
@@ -40,7 +38,7 @@ from mobius.runtime.stage import measure_layer_bytes
 from mobius.runtime.store_meeting import meet_at_store
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
-from mobius.training.auto import Gpu, estimate_of, measures_at_start, resolve_auto, step_rules
+from mobius.training.auto import Gpu, estimate_of, measures_at_start, resolve_auto, step_rules, usual_process_bytes
 from mobius.training.forecast import Forecast, forecast
 from mobius.training.placement import order_devices
 
@@ -264,15 +262,12 @@ def _fit(
 def _count_host(request: FitRequest, plan: Plan, asked: Config, device: torch.device) -> HostNeed:
     """The host's memory; raises HostMemoryError if there is less and the plan needs it for stages."""
     pipeline, on_cpu = asked.pipeline, device.type == "cpu"
-    works_on_host = plan.num_slots is not None or measures_at_start(asked)
     need = host_need(
         plan,
         request.shape,
         request.sizes,
         # A process that has run something else before has more.
-        process_bytes=CPU_PROCESS_BYTES
-        if on_cpu
-        else max(gpu_process_bytes(works_on_host=works_on_host), own_host_bytes()),
+        process_bytes=max(usual_process_bytes(asked, plan, on_cpu=on_cpu), 0 if on_cpu else own_host_bytes()),
         waiting=request.waiting,
         on_cpu=on_cpu,
     )

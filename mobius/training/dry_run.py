@@ -19,13 +19,11 @@ from mobius.memory.available import available_host_bytes
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_model_config, locate_model
 from mobius.planner.budget import (
-    CPU_PROCESS_BYTES,
     GIB,
     HostNeed,
     StepTokens,
     check_host_memory,
     gpu_need,
-    gpu_process_bytes,
     host_need,
 )
 from mobius.planner.cards import CARDS, Card, Host, card_of_device, find_card
@@ -38,7 +36,7 @@ from mobius.planner.shape import ModelShape
 from mobius.planner.what_if import Answer, Machine, Run, answer, waiting_of
 from mobius.ranks import Ranks, cpu_share, visible_devices
 from mobius.runtime.device_order import device_names
-from mobius.training.auto import measures_at_start, resolve_auto, run_of
+from mobius.training.auto import resolve_auto, run_of, usual_process_bytes
 from mobius.training.output_folder import replaced_whole
 from mobius.training.placement import order_devices
 from mobius.validation import validate
@@ -218,12 +216,11 @@ def _log_host(config: Config, run: Run, planned: _Planned, *, on_cpu: bool) -> b
 
 
 def _host_need(config: Config, run: Run, plan: Plan, *, on_cpu: bool) -> HostNeed:
-    works_on_host = plan.num_slots is not None or measures_at_start(config)
     return host_need(
         plan,
         run.shape,
         run.sizes,
-        process_bytes=CPU_PROCESS_BYTES if on_cpu else gpu_process_bytes(works_on_host=works_on_host),
+        process_bytes=usual_process_bytes(config, plan, on_cpu=on_cpu),
         waiting=waiting_of(run, plan.num_stages),
         on_cpu=on_cpu,
     )
