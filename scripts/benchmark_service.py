@@ -1,6 +1,7 @@
 """Makes one run of benchmark_worker.py after the other in the same processes, which saves most of each one's start.
 
-A run that fails or takes too long ends the processes; the next one starts new ones.
+A run that fails or takes too long ends the processes, and the next one starts new ones; that the planner refuses one
+changes nothing.
 """
 
 import contextlib
@@ -77,7 +78,9 @@ class Service:
         # Of earlier runs too: what ends a rank may have been printed before the run in which it is seen to be gone.
         lines = (self._folder / LOG).read_text(errors="replace").splitlines()
         told = None if problem is not None else json.loads(output.read_text())
-        if problem is not None:
+        if told is not None and "refused" in told:
+            told, problem, lines = None, "refused", [told["refused"]]
+        elif problem is not None:
             lines.append(f"exit codes of the ranks: {codes}")
             self._end()
         return RunResult(

@@ -31,6 +31,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mobius.cli import parse_args  # noqa: E402
+from mobius.config import Config  # noqa: E402
 from mobius.data.batches import Batches  # noqa: E402
 from mobius.data.store import TokenizedDataset  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
@@ -66,10 +67,17 @@ def serve(folder: Path) -> None:
         # Process groups of an earlier run have left their keys at the store of that port.
         os.environ["MASTER_PORT"], os.environ["BENCHMARK_START"] = told["port"], told["start"]
         temporary = folder / f"{number}.part"
-        run(temporary, told["options"])
+        try:
+            run(temporary, told["options"])
+        except RefusedError as error:
+            temporary.write_text(json.dumps({"refused": str(error)}))
         clean_up()
         if Ranks.from_environment().is_first:  # which has written it, and has cleaned up
             temporary.replace(folder / f"{number}.out")
+
+
+class RefusedError(MobiusError):
+    """The plan does not fit, which every rank has found by itself: nothing is loaded, and nobody waits."""
 
 
 def end_with(parent: int) -> None:
@@ -99,7 +107,7 @@ def run(output: Path, words: Sequence[str]) -> None:
     config = parse_args(options, num_ranks=ranks.num_ranks)
     folder = Path(config.model.model_path)
     clock = StartClock()
-    blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model))
+    blueprint = draw(config, ranks, folder)
     set_host_threads(ranks, blueprint.device, blueprint.device_order)
     recordings = Recordings(config, rank=ranks.rank, device=blueprint.device, folder=Path(config.output.save_dir))
     if config.output.trace:
@@ -144,6 +152,14 @@ def run(output: Path, words: Sequence[str]) -> None:
     transport.barrier()
     state.close()
     transport.close()
+
+
+def draw(config: Config, ranks: Ranks, folder: Path) -> Blueprint:
+    """The plan of the model in `folder`; raises RefusedError if it does not fit."""
+    try:
+        return draw_blueprint(config, ranks, load_model_config(folder, config.model))
+    except MobiusError as error:
+        raise RefusedError(str(error)) from error
 
 
 class StartClock:

@@ -162,9 +162,9 @@ def chunk_numbers(batch_size: int, num_ranks: int, chosen: int) -> list[int]:
 
 
 def residencies(stages_per_rank: int, chosen: Sequence[int]) -> list[int]:
-    """None resident, all, and one more and one less than the planner's most."""
+    """The planner's most, on every rank, one less and one more, then all and none."""
     middle = max(chosen, default=0)
-    wanted = (0, stages_per_rank, middle - 1, middle + 1, middle)
+    wanted = (middle, middle - 1, middle + 1, stages_per_rank, 0)
     return [number for number in dict.fromkeys(wanted) if 0 <= number <= stages_per_rank]
 
 

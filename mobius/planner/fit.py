@@ -33,7 +33,7 @@ from mobius.planner.preference import Candidate, Rates, Score, estimated_seconds
 from mobius.planner.remedies import find_remedies
 from mobius.planner.working_set import LayerBytes
 
-FILLED_SHARE = 0.95
+FILLED_SHARE = 0.97
 """Of the GPU memory a rank may use, what options may fill; the rest is for what the prediction does not see."""
 PREFETCH_SLOTS = 3
 """A third slot loads a stage while the gradients of another leave: it pays where a stage computes no longer than that

@@ -81,7 +81,7 @@ def least_gib(slots: int, graphs: int, resident: int = 0, state_bytes: int = 14,
     states += state_bytes * (FIRST + (resident - 1) * INNER) if resident else 0
     work = graph * (11 * 4096 + 2 + 6 * 11008) / (7 * 4096 + 2 + 3 * 11008) - (graph if graphs else 0)
     moment = 2 + 4 * graphs * graph + (2 + (2 if graphs else 6)) / 16 + work
-    return (states / GIB + 1.03 * moment + 1 / 8 + 16 * 32768 / GIB) / 0.95
+    return (states / GIB + 1.03 * moment + 1 / 8 + 16 * 32768 / GIB) / 0.97
 
 
 @pytest.mark.parametrize(

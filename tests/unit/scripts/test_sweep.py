@@ -49,7 +49,7 @@ def test_each_part_starts_from_the_fastest_before_and_failed_runs_do_not_count()
     assert {options.num_chunks for options in asked if options.num_stages == 10} >= {2, 8}
     last = [options for options in asked if options.resident is not None]
     assert {(options.num_stages, options.num_chunks) for options in last} == {(10, 8)}
-    assert [options.resident for options in last] == [0, 5, 1, 3, 2]
+    assert [options.resident for options in last] == [2, 1, 3, 5, 0]
     best = auto
     for each in found:
         best = sweep.faster(best, each)
@@ -62,7 +62,7 @@ def test_what_is_swept_is_possible() -> None:
     assert sweep.stage_numbers(2, 4, chosen=4) == []
     assert set(sweep.chunk_numbers(64, 4, chosen=8)) == {4, 16}
     assert all(64 % number == 0 for number in sweep.chunk_numbers(64, 4, chosen=4))
-    assert sweep.residencies(2, [2, 2]) == [0, 2, 1]
+    assert sweep.residencies(2, [2, 2]) == [2, 1, 0]
 
 
 def test_options_leave_what_is_not_given_to_auto() -> None:
