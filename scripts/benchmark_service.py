@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from benchmark_launch import GRACE_SECONDS, POLL_SECONDS, RunResult, end_ranks, free_port, start_ranks, used_host_bytes
 
@@ -77,7 +78,7 @@ class Service:
             end_ranks(self._ranks)  # before the log is read
         # Of earlier runs too: what ends a rank may have been printed before the run in which it is seen to be gone.
         lines = (self._folder / LOG).read_text(errors="replace").splitlines()
-        told = None if problem is not None else json.loads(output.read_text())
+        told: Any = None if problem is not None else json.loads(output.read_text())
         if told is not None and "refused" in told:
             told, problem, lines = None, "refused", [told["refused"]]
         elif problem is not None:

@@ -197,6 +197,8 @@ class PlanFacts:
     """Predicted for all ranks; 0 where they compute on the CPU."""
     host_rates: dict[str, float] | None
     """Per second and rank: parameters updated, alone and beside copies, and bytes copied each way, beside and alone."""
+    launch_seconds: dict[str, float] | None
+    """Of the host, for a layer."""
 
 
 def facts_of(blueprint: Blueprint) -> PlanFacts:
@@ -220,6 +222,7 @@ def facts_of(blueprint: Blueprint) -> PlanFacts:
             "copies_beside_updates": profile.copies_beside_cpu_adamw,
             "copies_each_way": profile.copies.both_down,
         },
+        None if profile is None else dataclasses.asdict(profile.launch),
     )
 
 

@@ -123,6 +123,9 @@ class Result:
     problem: str | None
     start_host_gib: dict[str, float] = field(default_factory=dict)
     """Of the first rank's process, at the end of each part of its start."""
+    start_seconds: dict[str, float] = field(default_factory=dict)
+    """Of these parts."""
+    all_step_seconds: list[float] = field(default_factory=list)
 
 
 Measure = Callable[[Options], Result]
@@ -143,6 +146,8 @@ def result_of(options: Options, run: RunResult) -> Result:
         steps[-1]["peak_host_memory_gib"],
         None,
         run.output["start_host_gib"],
+        run.output["start"],
+        seconds,
     )
 
 

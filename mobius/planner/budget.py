@@ -17,9 +17,10 @@ MOMENTS_BYTES = 8
 """The two fp32 moments of AdamW, per parameter."""
 GPU_PROCESS_BYTES = int(2.15 * GIB)
 """Host memory of a rank beside its stages: Python, torch, CUDA context, communicators, kernels (7B on four H200s)."""
-HOST_WORK_BYTES = int(0.35 * GIB)
-"""More of a rank that streams, or that measures the host at its start, for threads and buffers: 0.3 to 0.45 with 1B, 7B
-and 13B on four H200s, 0.6 with 30B."""
+STREAMING_BYTES = int(0.23 * GIB)
+"""More of a rank that streams, for threads and buffers: 0.05 to 0.4 in eight runs of 1B, 7B and 13B on four H200s."""
+MEASURING_BYTES = int(0.5 * GIB)
+"""More for a moment at the start of one that measures (0.46 to 0.53); later stages that are streamed take its place."""
 LIBRARY_BYTES = 2**27
 """Of torch's GPU memory, workspaces of matrix products for the two threads that enqueue them, 32 MiB each on Hopper,
 and what is smaller than any stage: rotary embeddings, masks, scalars. An estimate."""
@@ -111,9 +112,10 @@ class HostNeed:
         return " + ".join(parts)
 
 
-def gpu_process_bytes(*, works_on_host: bool) -> int:
-    """Host bytes of a rank with a GPU beside its stages, if it streams or measures the host, and if it does not."""
-    return GPU_PROCESS_BYTES + (HOST_WORK_BYTES if works_on_host else 0)
+def gpu_process_bytes(*, streams: bool, measures: bool) -> int:
+    """Host bytes of a rank with a GPU beside its stages; `measures` where it does so before it takes memory."""
+    more = STREAMING_BYTES if streams else MEASURING_BYTES if measures else 0
+    return GPU_PROCESS_BYTES + more
 
 
 def host_need(

@@ -202,6 +202,12 @@ def estimate_profile(
     )
 
 
+def action_launch(launch: LayerSeconds) -> float:
+    """ACTION_LAUNCH of a host that takes `launch` for a layer; as it is if that is 0, which a host has that waits."""
+    measured, usual = (each.forward + each.recomputed_backward for each in (launch, LAUNCH))
+    return ACTION_LAUNCH * measured / usual if measured > 0 else ACTION_LAUNCH
+
+
 def _layer(parameters: int, operations: float, rate: float, memory: float) -> LayerSeconds:
     """A layer with `operations` forward, on a GPU with so many operations and bytes of memory per second."""
     forward = operations / (rate * FORWARD_SHARE)

@@ -324,4 +324,5 @@ def _host_bytes(machine: Machine, run: Run, candidate: Candidate) -> int:
     streamed = [span for span in candidate.spans if span.stage not in candidate.fitting.resident]
     parameters = sum(span.num_parameters(run.shape) for span in streamed)
     per_node = math.ceil(parameters * run.sizes.host / machine.num_nodes)
-    return per_node + machine.num_gpus * gpu_process_bytes(works_on_host=run.use_offload)
+    process_bytes = gpu_process_bytes(streams=parameters > 0, measures=run.use_offload)
+    return per_node + machine.num_gpus * process_bytes

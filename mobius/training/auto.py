@@ -52,7 +52,7 @@ def usual_process_bytes(asked: Config, plan: Plan, *, on_cpu: bool) -> int:
     """Host bytes of a rank beside its stages, if it has run nothing before."""
     if on_cpu:
         return CPU_PROCESS_BYTES
-    return gpu_process_bytes(works_on_host=plan.num_slots is not None or measures_at_start(asked))
+    return gpu_process_bytes(streams=plan.num_slots is not None, measures=measures_at_start(asked))
 
 
 @dataclass(frozen=True)

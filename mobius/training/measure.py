@@ -7,6 +7,7 @@ own seconds, and is not done again by the run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.optim.adamw import FlatAdamW
 from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.kernel import AdamWKernel
-from mobius.planner.cards import ACTION_LAUNCH, STEP_OVERHEAD
+from mobius.planner.cards import STEP_OVERHEAD, action_launch
 from mobius.planner.partition import StageSpan
 from mobius.planner.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.runtime.stage import StageModule
@@ -114,7 +115,7 @@ def measure_profile(
         gpu_memory=int(bench.mean(_memory_bytes(device))),  # of a CPU it changes from one look to the next
         step_overhead=STEP_OVERHEAD + 2 * bench.seconds(transport.barrier),
         launch=launch,
-        action_launch=ACTION_LAUNCH,
+        action_launch=action_launch(launch),
     )
     del memory
     if device.type == "cuda":
@@ -130,45 +131,53 @@ def _measure_layers(
 
     Tells the device's seconds of each kind, the host's of the first, and every layer's kind.
     """
-    device = bench.device
-    inputs = LayerInputs(parts, device=device, dtype=shape.dtype)
     # Layers of one kind share a module; masks differ by what the family gives them beside the hidden states.
     kinds: dict[int, int] = {}
     for index, layer in enumerate(parts.layers):
         kinds.setdefault(id(layer.module), index)
-    seconds, launch = [], None
-    for index in kinds.values():
-        span = StageSpan(0, index, index + 1, is_first=False, is_last=False)
-        stage = StageModule(parts, span, inputs, loss_chunk_tokens=shape.loss_chunk_tokens)
-        weights, gradients = _memory_of(stage, shape.dtype, device)
-        hidden = torch.randn(shape.batch, shape.seq_length, parts.config.hidden_size, device=device, dtype=shape.dtype)
-
-        def forward(stage: StageModule = stage, w: dict[str, Tensor] = weights, h: Tensor = hidden) -> None:
-            stage.forward(w, h)
-
-        def recomputed(
-            stage: StageModule = stage, w: dict[str, Tensor] = weights, g: dict[str, Tensor] = gradients,
-            h: Tensor = hidden,
-        ) -> None:  # fmt: skip
-            stage.backward(w, g, [h], h)
-
-        def kept(
-            stage: StageModule = stage, w: dict[str, Tensor] = weights, g: dict[str, Tensor] = gradients,
-            h: Tensor = hidden,
-        ) -> None:  # fmt: skip
-            stage.backward(w, g, stage.forward(w, h, keep_graphs=True)[1], h)
-
-        forward_seconds = bench.seconds(forward)
-        # What is kept is measured as a pair; a forward that keeps its graph counts as one that does not.
-        backward = max(bench.seconds(kept) - forward_seconds, 0.0)
-        seconds.append(LayerSeconds(forward_seconds, backward, bench.seconds(recomputed)))
-        if launch is None:
-            forward_launch = bench.launch_seconds(forward)
-            backward_launch = max(bench.launch_seconds(kept) - forward_launch, 0.0)
-            launch = LayerSeconds(forward_launch, backward_launch, bench.launch_seconds(recomputed))
-    assert launch is not None, "a model has layers"
+    seconds = tuple(_layer_seconds(bench.seconds, _LayerWork(bench, parts, shape, index)) for index in kinds.values())
     order = list(kinds)
-    return tuple(seconds), launch, tuple(order.index(id(layer.module)) for layer in parts.layers)
+    kind_of_layer = tuple(order.index(id(layer.module)) for layer in parts.layers)
+    return seconds, measure_launches(bench, parts, shape), kind_of_layer
+
+
+def measure_launches(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> LayerSeconds:
+    """What the host takes to enqueue the first layer, while the other ranks do the same; 0 on a CPU. Collective.
+
+    Where layers are compiled, that is done before, or on top of it.
+    """
+    work = _LayerWork(bench, parts, shape, 0)
+    for each in (work.forward, work.recomputed, work.kept):  # the first call of each makes its kernels
+        each()
+    return _layer_seconds(bench.launch_seconds, work)
+
+
+def _layer_seconds(seconds: Callable[[Callable[[], None]], float], work: _LayerWork) -> LayerSeconds:
+    """What is kept is measured as a pair; a forward that keeps its graph counts as one that does not."""
+    forward = seconds(work.forward)
+    return LayerSeconds(forward, max(seconds(work.kept) - forward, 0.0), seconds(work.recomputed))
+
+
+class _LayerWork:
+    """What a stage of one layer does with a microbatch, on random weights."""
+
+    def __init__(self, bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int) -> None:
+        device, span = bench.device, StageSpan(0, index, index + 1, is_first=False, is_last=False)
+        inputs = LayerInputs(parts, device=device, dtype=shape.dtype)
+        self._stage = StageModule(parts, span, inputs, loss_chunk_tokens=shape.loss_chunk_tokens)
+        self._weights, self._gradients = _memory_of(self._stage, shape.dtype, device)
+        size = (shape.batch, shape.seq_length, parts.config.hidden_size)
+        self._hidden = torch.randn(*size, device=device, dtype=shape.dtype)
+
+    def forward(self) -> None:
+        self._stage.forward(self._weights, self._hidden)
+
+    def recomputed(self) -> None:
+        self._stage.backward(self._weights, self._gradients, [self._hidden], self._hidden)
+
+    def kept(self) -> None:
+        graphs = self._stage.forward(self._weights, self._hidden, keep_graphs=True)[1]
+        self._stage.backward(self._weights, self._gradients, graphs, self._hidden)
 
 
 def _measure_ends(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:

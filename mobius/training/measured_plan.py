@@ -1,6 +1,6 @@
 """Plans a run on GPUs again by what is measured on the machine, once the ranks have met.
 
-The host's rates are looked at in every run that streams, for a second or two; layers and everything else only for
+What the host does is looked at in every run that streams, for a second or two; layers and everything else only for
 `--num_stages auto`, where that has a choice to make, and are kept for the next one.
 
 It measures nothing itself (measure.py), keeps nothing (profile_cache.py) and decides nothing (blueprint.py). The number
@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 
 from mobius.optim.kernel import AdamWKernel, load_kernel
+from mobius.planner.cards import action_launch
 from mobius.planner.profile import Profile
 from mobius.ranks import allows_peer_copies, cache_folder
 from mobius.runtime.devices import optimizer_threads
 from mobius.runtime.transport import Transport
 from mobius.training.auto import check_agreement, measures_host, measures_layers
+from mobius.training.bench import Bench
 from mobius.training.blueprint import Blueprint, redraw
-from mobius.training.host_rates import HostRates, measure_host_rates, with_host_rates
-from mobius.training.measure import MicrobatchShape, measure_profile
+from mobius.training.host_rates import measure_host_rates, with_host_rates
+from mobius.training.measure import MicrobatchShape, measure_launches, measure_profile
 from mobius.training.profile_cache import cached_profile, profile_key, profile_path
 
 logger = logging.getLogger(__name__)
@@ -37,7 +40,7 @@ def plan_by_measurement(blueprint: Blueprint, transport: Transport) -> Blueprint
     check_agreement(blueprint.plan, transport)
     profile = measured_profile(blueprint, transport) if is_to_be_measured(blueprint) else blueprint.profile
     if profile is not None and is_host_to_be_measured(blueprint):
-        profile = with_host_rates(profile, _measure_host(blueprint, transport))
+        profile = _with_host(profile, blueprint, transport)
     if profile is blueprint.profile or profile is None:
         return blueprint
     planned = redraw(blueprint, profile)
@@ -60,10 +63,7 @@ def measured_profile(blueprint: Blueprint, transport: Transport) -> Profile:
 
     Takes less than 30 s where it is not cached, and gives all memory back.
     """
-    pipeline, config = blueprint.config.pipeline, blueprint.config
-    shape = MicrobatchShape(
-        pipeline.microbatch_size, config.data.seq_length, blueprint.dtype, pipeline.loss_chunk_tokens
-    )
+    shape = _microbatch(blueprint)
     key = profile_key(
         blueprint.shape,
         shape,
@@ -76,21 +76,29 @@ def measured_profile(blueprint: Blueprint, transport: Transport) -> Profile:
     return cached_profile(path, partial(_measure, blueprint, shape, transport), transport)
 
 
-def _measure_host(blueprint: Blueprint, transport: Transport) -> HostRates:
+def _with_host(profile: Profile, blueprint: Blueprint, transport: Transport) -> Profile:
+    """`profile` with what the host does now: its copies, its updates, and how fast it enqueues a layer."""
     start = time.perf_counter()
+    launch = measure_launches(Bench(blueprint.device, transport), blueprint.parts, _microbatch(blueprint))
     rates = measure_host_rates(
         blueprint.dtype, device=blueprint.device, transport=transport, kernel=_kernel(transport.num_ranks)
     )
     logger.info(
         "host measured in %.1f s: %.2f billion updates per second and rank, or %.2f beside copies of %.0f GB/s each "
-        "way, which alone do %.0f",
+        "way, which alone do %.0f; a layer is enqueued in %.2f ms forward, %.2f backward, %.2f with recompute",
         time.perf_counter() - start,
         rates.updates / 1e9,
         rates.updates_beside_copies / 1e9,
         rates.copies_beside_updates / 1e9,
         rates.copies_each_way / 1e9,
+        *(1e3 * seconds for seconds in (launch.forward, launch.backward, launch.recomputed_backward)),
     )
-    return rates
+    return replace(with_host_rates(profile, rates), launch=launch, action_launch=action_launch(launch))
+
+
+def _microbatch(blueprint: Blueprint) -> MicrobatchShape:
+    pipeline, data = blueprint.config.pipeline, blueprint.config.data
+    return MicrobatchShape(pipeline.microbatch_size, data.seq_length, blueprint.dtype, pipeline.loss_chunk_tokens)
 
 
 def _kernel(num_ranks: int) -> AdamWKernel | None:

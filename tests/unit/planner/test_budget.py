@@ -115,9 +115,11 @@ def test_resident_stages_take_no_host_memory_but_that_of_a_cpu(llama_7b: ModelSh
     assert on_cpu.total == host_need_of(plan, llama_7b).total + on_cpu.resident
 
 
-def test_a_rank_that_works_on_the_host_is_larger() -> None:
-    assert gpu_process_bytes(works_on_host=False) == int(2.15 * GIB)
-    assert gpu_process_bytes(works_on_host=True) == pytest.approx(2.5 * GIB)
+def test_a_rank_that_streams_or_has_measured_is_larger() -> None:
+    assert gpu_process_bytes(streams=False, measures=False) == int(2.15 * GIB)
+    assert gpu_process_bytes(streams=False, measures=True) == pytest.approx(2.65 * GIB)
+    for measures in (False, True):
+        assert gpu_process_bytes(streams=True, measures=measures) == pytest.approx(2.38 * GIB)
 
 
 def test_exactly_enough_host_memory_is_enough_and_a_byte_less_is_not(llama_7b: ModelShape) -> None:

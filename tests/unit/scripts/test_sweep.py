@@ -74,10 +74,11 @@ def test_a_result_is_the_median_without_the_first_steps_and_a_failure_has_its_la
         {"step_seconds": seconds, "reserved_gpu_memory_gib": 3.0, "peak_host_memory_gib": 4.0}
         for seconds in (9.0, 8.0, 1.0, 3.0, 2.0)
     ]
-    told = {"steps": steps, "plan": {}, "start_host_gib": {"imports": 0.5}}
+    told = {"steps": steps, "plan": {}, "start_host_gib": {"imports": 0.5}, "start": {"imports": 7.0}}
     run = RunResult(output=told, problem=None, log_end="", machine_bytes=0, seconds=1.0)
     result = sweep.result_of(Options(), run)
     assert (result.step_seconds, result.host_gib, result.start_host_gib) == (2.0, 4.0, {"imports": 0.5})
+    assert (result.all_step_seconds, result.start_seconds) == ([9.0, 8.0, 1.0, 3.0, 2.0], {"imports": 7.0})
     failed = RunResult(output=None, problem="failed", log_end="a\nb\nc", machine_bytes=0, seconds=1.0)
     assert sweep.result_of(Options(), failed).problem == "failed: b c"
 

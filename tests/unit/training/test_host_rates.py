@@ -12,9 +12,9 @@ import torch
 from transformers import AutoConfig
 
 from mobius.cli import parse_args
-from mobius.planner.cards import CARDS, estimate_profile
+from mobius.planner.cards import ACTION_LAUNCH, CARDS, LAUNCH, estimate_profile
 from mobius.planner.model_files import shape_of_model
-from mobius.planner.profile import Profile, Source
+from mobius.planner.profile import LayerSeconds, Profile, Source
 from mobius.ranks import Ranks
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.transport import SingleRankTransport
@@ -147,12 +147,14 @@ def test_a_run_is_planned_again_by_what_was_measured(
 
     monkeypatch.setattr(measured_plan, "redraw", redraw)
     monkeypatch.setattr(measured_plan, "measure_host_rates", lambda *_, **__: SLOW)
+    launch = LayerSeconds(2 * LAUNCH.forward, 3e-3, 2 * LAUNCH.recomputed_backward)
+    monkeypatch.setattr(measured_plan, "measure_launches", lambda *_: launch)
     with caplog.at_level(logging.INFO):
         planned = plan_by_measurement(on_gpu, SingleRankTransport())
-    assert seen == [planned.profile] == [with_host_rates(estimate(1), SLOW)]
-    assert (
-        "1.00 billion updates per second and rank, or 0.80 beside copies of 4 GB/s each way, which alone do 10"
-        in caplog.text
-    )
+    with_rates = with_host_rates(estimate(1), SLOW)
+    assert seen == [planned.profile] == [replace(with_rates, launch=launch, action_launch=2 * ACTION_LAUNCH)]
+    told = "1.00 billion updates per second and rank, or 0.80 beside copies of 4 GB/s each way, which alone do 10"
+    assert told in caplog.text
+    assert "; a layer is enqueued in 0.56 ms forward, 3.00 backward, 3.80 with recompute" in caplog.text
     assert plan_by_measurement(unknown, SingleRankTransport()) is unknown
     assert len(seen) == 1

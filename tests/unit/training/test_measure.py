@@ -11,11 +11,13 @@ import torch
 from harness.pipelines import FAMILIES
 
 from mobius.models.blocks import ModelParts
-from mobius.planner.profile import Profile, Source
+from mobius.planner.cards import ACTION_LAUNCH, action_launch
+from mobius.planner.profile import LayerSeconds, Profile, Source
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.transport import SingleRankTransport
 from mobius.training import bench
-from mobius.training.measure import Amounts, MicrobatchShape, measure_profile
+from mobius.training.bench import Bench
+from mobius.training.measure import Amounts, MicrobatchShape, measure_launches, measure_profile
 from mobius.training.profile_cache import cached_profile, profile_key, profile_path
 
 CPU = torch.device("cpu")
@@ -121,3 +123,9 @@ def test_another_shape_model_or_number_of_ranks_is_another_file(tmp_path: Path) 
     keys.append(profile_key(replace(model, vocab_size=7), SHAPE, device=CPU, num_ranks=1, is_compiled=False))
     assert len({profile_path(tmp_path, key) for key in keys}) == len(keys)
     assert profile_path(tmp_path, keys[0]) == profile_path(tmp_path, dict(keys[0]))
+
+
+def test_a_host_that_waits_for_its_work_tells_nothing_of_launches() -> None:
+    launch = measure_launches(Bench(CPU, SingleRankTransport()), parts_of("llama"), SHAPE)
+    assert launch == LayerSeconds(0.0, 0.0, 0.0)
+    assert action_launch(launch) == ACTION_LAUNCH
