@@ -5,10 +5,10 @@
     python scripts/sweep.py report --output sweep.jsonl                 # both tables, of all runs on record
 
 `choice` starts from what auto has chosen and changes one thing at a time, keeping what is faster: the number of stages,
-then of chunks, then residency. Every run is a few steps of scripts/benchmark_worker.py on random weights and tokens, by
-median without the first two; the same processes make all of them unless one fails or --new_processes is given. A
-setting ends at --runs runs or --seconds seconds; what was not tried is told. SETTING... takes only those whose name
-contains one of the words.
+then of chunks, then residency; first what is nearest, then the same with what is farther. Every run is a few steps of
+scripts/benchmark_worker.py on random weights and tokens, by median without the first two; the same processes make all
+of them unless one fails or --new_processes is given. A setting ends at --runs runs or --seconds seconds; what was not
+tried is told. SETTING... takes only those whose name contains one of the words.
 `report` runs nothing: of each setting it takes the last auto run and what was tried after it, so that settings may be
 swept by several commands and nothing is compared with another machine's numbers.
 """
@@ -34,6 +34,8 @@ from make_model import SIZES, write_config
 WARM_UP = 2
 OUTER_STAGES = 2
 ERROR_LINES = 2
+NEAREST = {"stages": 1, "chunks": 2, "resident": 4}
+"""How many of each are tried before anything farther is."""
 
 
 @dataclass(frozen=True)
@@ -167,28 +169,33 @@ def chunk_numbers(batch_size: int, num_ranks: int, chosen: int) -> list[int]:
 
 
 def residencies(stages_per_rank: int, chosen: Sequence[int]) -> list[int]:
-    """The planner's most, on every rank, one less and one more, then all and none."""
+    """The planner's most, on every rank, then all, one more, which is often refused, one less, and none."""
     middle = max(chosen, default=0)
-    wanted = (middle, middle - 1, middle + 1, stages_per_rank, 0)
+    wanted = (middle, stages_per_rank, middle + 1, middle - 1, 0)
     return [number for number in dict.fromkeys(wanted) if 0 <= number <= stages_per_rank]
 
 
 def sweep(measure: Measure, auto: Result, *, num_layers: int, batch_size: int, num_ranks: int) -> Iterator[Result]:
     """Runs from what auto has chosen on, one thing changed at a time, each time from the fastest so far."""
-    best = auto
-    stages, chunks = auto.plan["num_stages"], auto.plan["num_chunks"]
-    for number in stage_numbers(num_layers, num_ranks, stages):
-        result = measure(Options(number, chunks))
-        best = faster(best, result)
-        yield result
-    stages = best.plan["num_stages"]
-    for number in chunk_numbers(batch_size, num_ranks, chunks):
-        result = measure(Options(stages, number))
-        best = faster(best, result)
-        yield result
-    stages, chunks = best.plan["num_stages"], best.plan["num_chunks"]
-    for number in residencies(stages // num_ranks, best.plan["resident"]):
-        yield measure(Options(stages, chunks, number))
+    best, tried = auto, set()
+
+    def measured(options: Options) -> Iterator[Result]:
+        nonlocal best
+        if options not in tried:
+            tried.add(options)
+            result = measure(options)
+            best = faster(best, result)
+            yield result
+
+    for near in (True, False):
+        part = {name: slice(most) if near else slice(most, None) for name, most in NEAREST.items()}
+        for number in stage_numbers(num_layers, num_ranks, auto.plan["num_stages"])[part["stages"]]:
+            yield from measured(Options(number, best.plan["num_chunks"]))
+        for number in chunk_numbers(batch_size, num_ranks, auto.plan["num_chunks"])[part["chunks"]]:
+            yield from measured(Options(best.plan["num_stages"], number))
+        stages, chunks = best.plan["num_stages"], best.plan["num_chunks"]
+        for number in residencies(stages // num_ranks, best.plan["resident"])[part["resident"]]:
+            yield from measured(Options(stages, chunks, number))
 
 
 def faster(one: Result, other: Result) -> Result:

@@ -15,7 +15,9 @@ the host to enqueue it, one action after the other from the step's beginning on.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import contextlib
+import gc
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mobius.planner.profile import Profile
@@ -86,9 +88,22 @@ def _play(
 ) -> tuple[StepTasks, dict[Hashable, float]]:
     """The steps as they went, and what was used of each resource."""
     builder = StepTasks(schedule, costs, profile, rules)
-    for _ in range(num_steps):
-        builder.add_step()
-    return builder, run(builder.tasks, builder.capacities)
+    with _without_collector():
+        for _ in range(num_steps):
+            builder.add_step()
+        return builder, run(builder.tasks, builder.capacities)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """No search for garbage meanwhile: many thousand tasks would set off many, each through all that torch has made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def stash_over_time(prediction: Prediction, rank: int, stage_bytes: Mapping[int, int]) -> list[tuple[float, int]]:

@@ -84,6 +84,7 @@ class _Run:
                     follower._num_missing -= 1
                     if follower._num_missing == 0:
                         released.append(follower)
+                task._followers.clear()  # no circles are left for the garbage collector
             # Before a lane takes its next task: what becomes ready now may be the more urgent one.
             self._release(released, freed=[task.lane for task in done if task.lane is not None])
         used: dict[Hashable, float] = dict.fromkeys(self._capacities, 0.0)

@@ -44,12 +44,13 @@ def test_each_part_starts_from_the_fastest_before_and_failed_runs_do_not_count()
     auto = result(Options(), 1.3)
     found = list(sweep.sweep(measure, auto, num_layers=8, batch_size=16, num_ranks=2))
 
-    stages = [options.num_stages for options in asked if options.resident is None and options.num_chunks == 4]
-    assert stages == [10, 4, 2]
-    assert {options.num_chunks for options in asked if options.num_stages == 10} >= {2, 8}
-    last = [options for options in asked if options.resident is not None]
-    assert {(options.num_stages, options.num_chunks) for options in last} == {(10, 8)}
-    assert [options.resident for options in last] == [2, 1, 3, 5, 0]
+    assert asked == [
+        Options(10, 4),
+        *(Options(10, chunks) for chunks in (2, 8)),
+        *(Options(10, 8, resident) for resident in (2, 5, 3, 1)),
+        *(Options(stages, 8) for stages in (4, 2)),
+        Options(10, 8, 0),
+    ]
     best = auto
     for each in found:
         best = sweep.faster(best, each)
@@ -62,7 +63,7 @@ def test_what_is_swept_is_possible() -> None:
     assert sweep.stage_numbers(2, 4, chosen=4) == []
     assert set(sweep.chunk_numbers(64, 4, chosen=8)) == {4, 16}
     assert all(64 % number == 0 for number in sweep.chunk_numbers(64, 4, chosen=4))
-    assert sweep.residencies(2, [2, 2]) == [2, 1, 0]
+    assert sweep.residencies(3, [2, 2]) == [2, 3, 1, 0]
 
 
 def test_options_leave_what_is_not_given_to_auto() -> None:
