@@ -14,143 +14,27 @@ swept by several commands and nothing is compared with another machine's numbers
 """
 
 import argparse
-import functools
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from benchmark import gpu_names
-from benchmark_launch import RunResult, end_runs_when_terminated
+from benchmark_launch import end_runs_when_terminated
 from benchmark_service import Service
 from make_model import SIZES, write_config
+from sweep_results import TITLES, Result, choice_row, describe, faster, prediction_cells, print_table, report, result_of
+from sweep_settings import CHOICE, PREDICTION, Options, Setting
 
-WARM_UP = 2
 OUTER_STAGES = 2
-ERROR_LINES = 2
 NEAREST = {"stages": 1, "chunks": 2, "resident": 4}
 """How many of each are tried before anything farther is."""
 
-
-@dataclass(frozen=True)
-class Options:
-    """What a run is given of what can be swept; None leaves it to the planner."""
-
-    num_stages: int | None = None
-    num_chunks: int | None = None
-    resident: int | None = None
-
-    def words(self) -> list[str]:
-        """As main.py takes them."""
-        given = {"num_stages": self.num_stages, "num_chunks": self.num_chunks, "resident_stages": self.resident}
-        return [
-            word for name, value in given.items() for word in (f"--{name}", "auto" if value is None else str(value))
-        ]
-
-    def __str__(self) -> str:
-        values = ("auto" if value is None else value for value in (self.num_stages, self.num_chunks, self.resident))
-        return "{} stages, {} chunks, {} resident".format(*values)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is asked for; the rest is the planner's, or swept."""
-
-    size: str
-    batch_size: int
-    seq_length: int
-    limit: float | None
-    """GiB of each GPU."""
-    clips: bool = False
-    num_chunks: int | None = None
-    """None: what `auto` chooses."""
-
-    @property
-    def name(self) -> str:
-        limit = "no limit" if self.limit is None else f"{self.limit:g} GiB"
-        return f"{self.size} {self.batch_size}x{self.seq_length} {limit}{' clip' if self.clips else ''}"
-
-    def options(self) -> list[str]:
-        """As main.py takes them."""
-        options = ["--batch_size", str(self.batch_size), "--seq_length", str(self.seq_length)]
-        options += ["--max_grad_norm", "1" if self.clips else "0"]
-        return options if self.limit is None else [*options, "--gpu_memory_limit", f"{self.limit:g}"]
-
-
-CHOICE = (
-    Setting("7b", 64, 512, 12),
-    Setting("7b", 64, 512, 24),
-    Setting("7b", 64, 512, 24, clips=True),
-    Setting("7b", 64, 512, 48),
-    Setting("7b", 64, 512, None),
-    Setting("13b", 64, 128, 48),
-    Setting("1b", 64, 512, 8),
-    Setting("1b", 32, 2048, 16),
-)
-PREDICTION = (
-    Setting("1b", 64, 128, 8, num_chunks=4),
-    Setting("1b", 64, 512, 8, clips=True, num_chunks=8),
-    Setting("1b", 32, 1024, 12, num_chunks=8),
-    Setting("1b", 16, 4096, 16, num_chunks=16),
-    Setting("7b", 64, 128, 12, num_chunks=4),
-    Setting("7b", 64, 512, 16, num_chunks=8),
-    Setting("7b", 64, 512, 24, clips=True, num_chunks=8),
-    Setting("7b", 32, 1024, 32, num_chunks=8),
-    Setting("7b", 32, 2048, 48, num_chunks=8),
-    Setting("7b", 16, 4096, 64, num_chunks=16),
-    Setting("13b", 64, 128, 24, num_chunks=4),
-    Setting("13b", 64, 512, 32, num_chunks=8),
-    Setting("13b", 32, 1024, 48, num_chunks=8),
-    Setting("13b", 16, 2048, 64, clips=True, num_chunks=8),
-)
-
-
-@dataclass(frozen=True)
-class Result:
-    """One run."""
-
-    options: Options
-    step_seconds: float | None
-    """None if it failed."""
-    plan: dict[str, Any]
-    """What benchmark_worker.py tells of the plan."""
-    gpu_gib: float | None
-    host_gib: float | None
-    problem: str | None
-    start_host_gib: dict[str, float] = field(default_factory=dict)
-    """Of the first rank's process, at the end of each part of its start."""
-    start_seconds: dict[str, float] = field(default_factory=dict)
-    """Of these parts."""
-    all_step_seconds: list[float] = field(default_factory=list)
-
-
 Measure = Callable[[Options], Result]
-
-
-def result_of(options: Options, run: RunResult) -> Result:
-    """From what a worker wrote; of a run that failed, its last lines."""
-    if run.problem is not None:
-        last = " ".join(run.log_end.splitlines()[-ERROR_LINES:])
-        return Result(options, None, {}, None, None, f"{run.problem}: {last}")
-    steps = run.output["steps"]
-    seconds = [step["step_seconds"] for step in steps]
-    return Result(
-        options,
-        statistics.median(seconds[WARM_UP:] or seconds),
-        run.output["plan"],
-        steps[-1]["reserved_gpu_memory_gib"],
-        steps[-1]["peak_host_memory_gib"],
-        None,
-        run.output["start_host_gib"],
-        run.output["start"],
-        seconds,
-    )
 
 
 def stage_numbers(num_layers: int, num_ranks: int, chosen: int) -> list[int]:
@@ -198,13 +82,6 @@ def sweep(measure: Measure, auto: Result, *, num_layers: int, batch_size: int, n
             yield from measured(Options(stages, chunks, number))
 
 
-def faster(one: Result, other: Result) -> Result:
-    """That with fewer seconds; a failed run is never it."""
-    if one.step_seconds is None:
-        return other
-    return other if other.step_seconds is not None and other.step_seconds < one.step_seconds else one
-
-
 class Runs:
     """Makes the runs of one setting, and writes a line for each."""
 
@@ -224,16 +101,6 @@ class Runs:
         return result
 
 
-def describe(result: Result) -> str:
-    """A run in a line."""
-    if result.step_seconds is None:
-        return result.problem or "failed"
-    plan = result.plan
-    predicted = "" if plan["step_seconds"] is None else f", predicted {plan['step_seconds']:.3f}"
-    chosen = f"{plan['num_stages']} stages, {plan['num_chunks']} chunks, resident {plan['resident']}"
-    return f"{result.step_seconds:.3f} s{predicted}; {chosen}, kept {plan['kept']}, slots {plan['slots']}"
-
-
 def compare_choice(setting: Setting, arguments: argparse.Namespace, measure: Measure) -> list[str]:
     """The row of one setting: auto, the best found, and how far auto is from it."""
     start, auto = time.monotonic(), measure(Options())
@@ -249,18 +116,6 @@ def compare_choice(setting: Setting, arguments: argparse.Namespace, measure: Mea
     return choice_row(setting.name, results, note)
 
 
-def choice_row(name: str, results: Sequence[Result], note: str = "") -> list[str]:
-    """Of runs of one setting, the first of them auto's."""
-    auto, best = results[0], functools.reduce(faster, results)
-    if auto.step_seconds is None or best.step_seconds is None:
-        return [name, "-", "-", "-", "-", auto.problem or "failed"]
-    chosen = f"{auto.plan['num_stages']} / {auto.plan['num_chunks']} / {max(auto.plan['resident'], default=0)}"
-    off = auto.step_seconds / best.step_seconds - 1
-    found = "auto" if best is auto else str(best.options)
-    return [name, chosen, f"{auto.step_seconds:.3f}", f"{best.step_seconds:.3f} ({found})", f"{off:+.1%}",
-            f"{len(results)} runs{note and ', '}{note}"]  # fmt: skip
-
-
 def compare_prediction(setting: Setting, arguments: argparse.Namespace, measure: Measure) -> list[str]:
     """The row of one setting: GPU and host memory and seconds, predicted and measured.
 
@@ -273,36 +128,7 @@ def compare_prediction(setting: Setting, arguments: argparse.Namespace, measure:
     return [setting.name, *prediction_cells(result)]
 
 
-def prediction_cells(result: Result) -> list[str]:
-    """GPU and host memory and seconds, predicted and measured, and what the prediction went by."""
-    plan = result.plan
-    return [
-        beside(plan["gpu_gib"], result.gpu_gib),
-        beside(plan["host_gib"] or None, result.host_gib),
-        beside(plan["step_seconds"], result.step_seconds),
-        plan["basis"] or "no estimate",
-    ]
-
-
-def beside(predicted: float | None, measured: float | None) -> str:
-    """`predicted / measured (off by)`."""
-    if predicted is None or not measured:
-        return "-"
-    return f"{predicted:.3g} / {measured:.3g} ({predicted / measured - 1:+.1%})"
-
-
-MODES = {
-    "choice": (
-        CHOICE,
-        compare_choice,
-        ["setting", "auto: stages / chunks / resident", "auto, s", "best found, s", "auto off by", "runs"],
-    ),
-    "prediction": (
-        PREDICTION,
-        compare_prediction,
-        ["setting", "GPU GiB: predicted / reserved", "host GiB: predicted / peak", "s per step", "by"],
-    ),
-}
+MODES = {"choice": (CHOICE, compare_choice), "prediction": (PREDICTION, compare_prediction)}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -340,9 +166,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.mode == "report":
         report(arguments.output, arguments.setting)
         return
-    settings, compare, titles = MODES[arguments.mode]
-    words = arguments.setting
-    rows = [titles]
+    settings, compare = MODES[arguments.mode]
+    words, rows = arguments.setting, [TITLES[arguments.mode]]
     end_runs_when_terminated()
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // arguments.gpus))}
     with (
@@ -361,34 +186,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             own = replace(setting, size=size, limit=limit)
             rows.append(compare(own, arguments, Runs(own, arguments, model, service).measure))
     print_table(rows)
-
-
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """In Markdown; the first row has the titles."""
-    titles, *others = rows
-    lines = [titles, ["---"] * len(titles), *others]
-    print("", *("| " + " | ".join(row) + " |" for row in lines), sep="\n")
-
-
-def report(path: Path, words: Sequence[str]) -> None:
-    """The tables of `choice` and `prediction` from the runs in `path`."""
-    by_setting: dict[str, list[Result]] = {}
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        name, options = record.pop("setting"), Options(**record.pop("options"))
-        if words and not any(word in name for word in words):
-            continue
-        if options == Options():
-            by_setting[name] = []  # another sweep of it has begun
-        by_setting.setdefault(name, []).append(Result(options, **record))
-    chosen, predicted = [MODES["choice"][2]], [["setting", "options", *MODES["prediction"][2][1:]]]
-    for name, results in by_setting.items():
-        if results[0].options == Options() and len(results) > 1:
-            chosen.append(choice_row(name, results))
-        done = [result for result in results if result.step_seconds is not None]
-        predicted += [[name, str(result.options), *prediction_cells(result)] for result in done]
-    print_table(chosen)
-    print_table(predicted)
 
 
 if __name__ == "__main__":

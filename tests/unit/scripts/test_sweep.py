@@ -12,8 +12,11 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import sweep  # noqa: E402
+import sweep_results  # noqa: E402
+import sweep_settings  # noqa: E402
 from benchmark_launch import RunResult  # noqa: E402
-from sweep import Options, Result  # noqa: E402
+from sweep_results import Result  # noqa: E402
+from sweep_settings import Options  # noqa: E402
 
 
 def result(options: Options, seconds: float | None, stages: int = 8, chunks: int = 4) -> Result:
@@ -53,7 +56,7 @@ def test_each_part_starts_from_the_fastest_before_and_failed_runs_do_not_count()
     ]
     best = auto
     for each in found:
-        best = sweep.faster(best, each)
+        best = sweep_results.faster(best, each)
     assert best.options == Options(10, 8, 5)
 
 
@@ -77,24 +80,24 @@ def test_a_result_is_the_median_without_the_first_steps_and_a_failure_has_its_la
     ]
     told = {"steps": steps, "plan": {}, "start_host_gib": {"imports": 0.5}, "start": {"imports": 7.0}}
     run = RunResult(output=told, problem=None, log_end="", machine_bytes=0, seconds=1.0)
-    result = sweep.result_of(Options(), run)
+    result = sweep_results.result_of(Options(), run)
     assert (result.step_seconds, result.host_gib, result.start_host_gib) == (2.0, 4.0, {"imports": 0.5})
     assert (result.all_step_seconds, result.start_seconds) == ([9.0, 8.0, 1.0, 3.0, 2.0], {"imports": 7.0})
     failed = RunResult(output=None, problem="failed", log_end="a\nb\nc", machine_bytes=0, seconds=1.0)
-    assert sweep.result_of(Options(), failed).problem == "failed: b c"
+    assert sweep_results.result_of(Options(), failed).problem == "failed: b c"
 
 
 def test_a_prediction_is_laid_beside_what_was_measured() -> None:
-    assert sweep.beside(5.5, 5.0) == "5.5 / 5 (+10.0%)"
-    assert sweep.beside(None, 5.0) == "-"
+    assert sweep_results.beside(5.5, 5.0) == "5.5 / 5 (+10.0%)"
+    assert sweep_results.beside(None, 5.0) == "-"
 
 
 def test_the_settings_cover_what_is_to_be_predicted() -> None:
-    assert len(sweep.CHOICE) == 8
-    assert len(sweep.PREDICTION) >= 12
-    assert {setting.size for setting in sweep.PREDICTION} == {"1b", "7b", "13b"}
-    limits = [setting.limit for setting in sweep.PREDICTION if setting.limit is not None]
-    lengths = [setting.seq_length for setting in sweep.PREDICTION]
+    assert len(sweep_settings.CHOICE) == 8
+    assert len(sweep_settings.PREDICTION) >= 12
+    assert {setting.size for setting in sweep_settings.PREDICTION} == {"1b", "7b", "13b"}
+    limits = [setting.limit for setting in sweep_settings.PREDICTION if setting.limit is not None]
+    lengths = [setting.seq_length for setting in sweep_settings.PREDICTION]
     assert (min(limits), max(limits), min(lengths), max(lengths)) == (8, 64, 128, 4096)
 
 
