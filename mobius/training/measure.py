@@ -8,7 +8,7 @@ own seconds, and is not done again by the run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.optim.adamw import FlatAdamW
 from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.kernel import AdamWKernel
-from mobius.planner.cards import STEP_OVERHEAD, action_launch
+from mobius.planner.cards import STEP_OVERHEAD, SUSTAINED_SHARE, action_launch
 from mobius.planner.partition import StageSpan
 from mobius.planner.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.runtime.stage import StageModule
@@ -96,11 +96,11 @@ def measure_profile(
         basis=f"{transport.num_ranks} x {_device_name(device)}",
         num_ranks=transport.num_ranks,
         microbatch_tokens=shape.tokens,
-        layer_kinds=layers,
+        layer_kinds=tuple(map(_sustained, layers)),
         kind_of_layer=kind_of_layer,
         embedding_forward=embedding_forward,
         embedding_backward=embedding_backward,
-        loss=loss,
+        loss=loss / SUSTAINED_SHARE,
         copies=copies,
         messages=_measure_messages(bench, parts, shape, is_through_host=messages_through_host),
         cpu_adamw=UPDATES_WITHIN_STEP * cpu.alone,
@@ -150,6 +150,11 @@ def measure_launches(bench: Bench, parts: ModelParts, shape: MicrobatchShape) ->
     for each in (work.forward, work.recomputed, work.kept):  # the first call of each makes its kernels
         each()
     return _layer_seconds(bench.launch_seconds, work)
+
+
+def _sustained(alone: LayerSeconds) -> LayerSeconds:
+    """What a layer takes within a step, where the GPU works all the time."""
+    return LayerSeconds(*(seconds / SUSTAINED_SHARE for seconds in astuple(alone)))
 
 
 def _layer_seconds(seconds: Callable[[Callable[[], None]], float], work: _LayerWork) -> LayerSeconds:
