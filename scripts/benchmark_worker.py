@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -57,7 +57,20 @@ def main() -> None:
 
 
 def serve(folder: Path) -> None:
-    """Make the runs that 0.json, 1.json, ... in `folder` tell, each when its file appears, while the parent lives."""
+    """Make the runs that `folder` tells."""
+    for output, options in orders(folder):
+        temporary = output.with_suffix(".part")
+        try:
+            run(temporary, options)
+        except RefusedError as error:
+            temporary.write_text(json.dumps({"refused": str(error)}))
+        clean_up()
+        if Ranks.from_environment().is_first:  # which has written it, and has cleaned up
+            temporary.replace(output)
+
+
+def orders(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Where each run's output goes, and its options: 0.json, 1.json, ... when they appear, while the parent lives."""
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     for number in itertools.count():
         order = folder / f"{number}.json"
@@ -66,14 +79,7 @@ def serve(folder: Path) -> None:
         told = json.loads(order.read_text())
         # Process groups of an earlier run have left their keys at the store of that port.
         os.environ["MASTER_PORT"], os.environ["BENCHMARK_START"] = told["port"], told["start"]
-        temporary = folder / f"{number}.part"
-        try:
-            run(temporary, told["options"])
-        except RefusedError as error:
-            temporary.write_text(json.dumps({"refused": str(error)}))
-        clean_up()
-        if Ranks.from_environment().is_first:  # which has written it, and has cleaned up
-            temporary.replace(folder / f"{number}.out")
+        yield folder / f"{number}.out", told["options"]
 
 
 class RefusedError(MobiusError):

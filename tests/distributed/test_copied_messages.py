@@ -7,10 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from harness.runs import ROOT, environment, free_port
-
-pytestmark = pytest.mark.xdist_group("processes")
 
 
 def test_two_processes_talk_over_mailboxes_in_shared_host_memory(tmp_path: Path) -> None:

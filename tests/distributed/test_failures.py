@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from harness.runs import command, environment, make_checkpoint, make_dataset
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_all_ranks_end_within_a_minute_when_one_dies_in_a_step(tmp_path: Path, victim: int) -> None:

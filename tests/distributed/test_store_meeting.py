@@ -8,10 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from harness.runs import ROOT, environment, free_port
-
-pytestmark = pytest.mark.xdist_group("processes")
 
 WORKER = str(ROOT / "tests/harness/store_worker.py")
 HEARD = [[["first", 0], ["first", 1]], [["second", 0], ["second", 1]], [2.0, 2.0]]

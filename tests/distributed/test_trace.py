@@ -14,8 +14,6 @@ from mobius.memory.spans import MeasuredSpan, TraceLane
 from mobius.schedule import build_schedule
 from mobius.training.timeline import Trace, read_trace
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 STEPS = 4
 TRACED = [2, 3, 4]
 

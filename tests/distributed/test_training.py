@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from harness.runs import exact_results, make_checkpoint, make_dataset, run_main
+from benchmark_service import Service
+from harness.runs import exact_ranks, exact_results, make_checkpoint, make_dataset, run_main
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_scheduler
 
 from mobius.data.batches import Batches
 from mobius.data.datasets import prepare_dataset
-
-pytestmark = pytest.mark.xdist_group("processes")
 
 STEPS = 20
 BATCH, CHUNKS, LENGTH = 6, 3, 24
@@ -96,8 +96,14 @@ def _assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
     assert (actual - expected).abs().max() <= 1e-4 * moved, (name, float((actual - expected).abs().max()))
 
 
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with exact_ranks(2, tmp_path_factory.mktemp("cache")) as ranks:
+        yield ranks
+
+
 @pytest.mark.parametrize("clipping", ["--max_grad_norm 0.5", "--max_grad_norm 0"], ids=["clipped", "not clipped"])
-def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -> None:
+def test_overlaps_and_recomputing_change_no_bit(two_ranks: Service, tmp_path: Path, clipping: str) -> None:
     options = f"""--device cpu --bf16 --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 10
         --learning_rate 1e-3 {clipping}"""
     streamed = [
@@ -106,13 +112,13 @@ def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -
         for prefetch in ("no_prefetch", "use_prefetch")
     ]
     resident = [f"--no_offload --recompute {recompute}" for recompute in ("full", "none")]
-    results = exact_results(2, tmp_path, options, [*streamed, *resident, f"{streamed[0]} --fp32_gradients"])
+    results = exact_results(two_ranks, tmp_path, options, [*streamed, *resident, f"{streamed[0]} --fp32_gradients"])
     assert all(results[variant] == results[streamed[0]] for variant in [*streamed, *resident]), results
     assert results[streamed[0]] != results[f"{streamed[0]} --fp32_gradients"], "the comparison can fail"
 
 
 @pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0.5", "--bf16 --max_grad_norm 0", "--fp16", "--fp32"])
-def test_residency_changes_no_bit(tmp_path: Path, options: str) -> None:
+def test_residency_changes_no_bit(two_ranks: Service, tmp_path: Path, options: str) -> None:
     """The matrix that embedding and head share is resident on one rank and streamed on the other."""
     shared = f"""--device cpu --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 6
         --learning_rate 1e-3 {options}"""
@@ -125,7 +131,7 @@ def test_residency_changes_no_bit(tmp_path: Path, options: str) -> None:
         "--no_offload",
     ]
     wide = [f"{variant} --fp32_gradients" for variant in (variants[0], variants[1], variants[-1])]
-    results = exact_results(2, tmp_path, shared, [*variants, *wide])
+    results = exact_results(two_ranks, tmp_path, shared, [*variants, *wide])
     assert all(results[variant] == results[variants[0]] for variant in variants), results
     assert all(results[variant] == results[wide[0]] for variant in wide), results
     is_fp32 = "--fp32" in options.split()

@@ -1,6 +1,6 @@
 """Trains a tiny model once per variant of options, with deterministic kernels, and leaves a digest of every result.
 
-torchrun --nproc_per_node N tests/harness/exact_worker.py OUTPUT.json FOLDER "OPTIONS OF ALL" "VARIANT" "VARIANT" ...
+A worker of scripts/benchmark_service.py; the options of a run are FOLDER "OPTIONS OF ALL" "VARIANT" "VARIANT" ...
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic with it only
 
@@ -20,6 +21,7 @@ prepare_environment()  # before torch is imported
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from benchmark_worker import orders  # noqa: E402
 
 from mobius.cli import parse_args  # noqa: E402
 from mobius.data.batches import Batches  # noqa: E402
@@ -59,24 +61,27 @@ def _batches(vocab_size: int, options: list[str]) -> Batches:
 
 
 def main() -> None:
-    """Run every variant and write {variant: [loss, digest of every rank]} from the first rank."""
-    output, folder, shared, *variants = sys.argv[1:]
+    """Run every variant of every order and write {variant: [loss, digest of every rank]} from the first rank."""
     torch.use_deterministic_algorithms(True)
     ranks = Ranks.from_environment()
     torch.set_num_threads(1)
-    transport: Transport | None = None
-    results: dict[str, list[object]] = {}
-    for variant in variants:
-        options = f"--model_path {folder} {shared} {variant}".split()
-        transport, loss, digest = train(Path(folder), options, ranks, transport)
-        halves = torch.zeros(ranks.num_ranks, 8, dtype=torch.float64)
-        halves[ranks.rank] = torch.tensor([int(digest[i : i + 8], 16) for i in range(0, 64, 8)], dtype=torch.float64)
-        results[variant] = [loss, transport.sum_over_ranks(halves).tolist()]
-    assert transport is not None
-    if ranks.is_first:
-        Path(output).write_text(json.dumps(results))
-    transport.barrier()
-    transport.close()
+    for output, (folder, shared, *variants) in orders(Path(sys.argv[2])):
+        transport: Transport | None = None
+        results: dict[str, list[object]] = {}
+        for variant in variants:
+            options = f"--model_path {folder} {shared} {variant}".split()
+            transport, loss, digest = train(Path(folder), options, ranks, transport)
+            halves = torch.zeros(ranks.num_ranks, 8, dtype=torch.float64)
+            numbers = [int(digest[i : i + 8], 16) for i in range(0, 64, 8)]
+            halves[ranks.rank] = torch.tensor(numbers, dtype=torch.float64)
+            results[variant] = [loss, transport.sum_over_ranks(halves).tolist()]
+        assert transport is not None
+        transport.barrier()
+        transport.close()
+        if ranks.is_first:
+            temporary = output.with_suffix(".part")
+            temporary.write_text(json.dumps(results))
+            temporary.replace(output)
 
 
 if __name__ == "__main__":

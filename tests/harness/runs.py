@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from benchmark_launch import free_port, run_ranks
+from benchmark_launch import free_port
+from benchmark_service import Service
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 ROOT = Path(__file__).parents[2]
@@ -73,20 +74,18 @@ def run_main(num_ranks: int, folder: Path, *arguments: str, timeout: float = 240
     )
 
 
+def exact_ranks(num_ranks: int, cache: Path) -> Service:
+    """Processes for `exact_results`, which start with its first call; use it with `with`."""
+    worker = Path(__file__).with_name("exact_worker.py")
+    return Service(num_ranks=num_ranks, environment=environment(cache), worker=worker)
+
+
 def exact_results(
-    num_ranks: int, folder: Path, options: str, variants: Sequence[str], *, num_layers: int = 8
+    ranks: Service, folder: Path, options: str, variants: Sequence[str], *, num_layers: int = 8
 ) -> dict[str, object]:
     """Train with each variant of `options` under deterministic kernels; equal results are equal to the bit."""
     make_checkpoint(folder / "model", num_layers=num_layers, is_tied=True)
-    worker = str(Path(__file__).with_name("exact_worker.py"))
-    output = folder / "exact.json"
-    result = run_ranks(
-        [sys.executable, worker, str(output), str(folder / "model"), options, *variants],
-        num_ranks=num_ranks,
-        environment=environment(folder / "cache"),
-        output=output,
-        timeout_seconds=280,
-    )
+    result = ranks.run([str(folder / "model"), options, *variants], timeout_seconds=280)
     assert result.problem is None, result.log_end
     results: dict[str, object] = result.output
     return results

@@ -158,7 +158,6 @@ def test_help_is_printed_by_the_first_rank_only(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.xdist_group("processes")
 def test_the_front_end_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, mobius.cli, mobius.launch, mobius.log\n"

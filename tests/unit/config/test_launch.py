@@ -189,7 +189,6 @@ def project_that_shows_its_arguments(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.xdist_group("processes")
 def test_train_sh_hands_words_over_unread_and_returns_the_exit_code(tmp_path: Path, free_port: str) -> None:
     folder = project_that_shows_its_arguments(tmp_path)
     trap = tmp_path / "ran"
@@ -209,7 +208,6 @@ def test_train_sh_hands_words_over_unread_and_returns_the_exit_code(tmp_path: Pa
     assert "did you mean `--batch_size`?" in run.stderr
 
 
-@pytest.mark.xdist_group("processes")
 def test_the_environment_is_refused_if_a_package_is_missing(tmp_path: Path) -> None:
     folder = project_that_shows_its_arguments(tmp_path)
     (folder / "requirements.txt").write_text("pyyaml>=6\nno-such-package-here>=2  # a reason\n")

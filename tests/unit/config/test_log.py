@@ -32,14 +32,12 @@ def output_of(rank: int) -> tuple[str, str]:
     return run.stdout, run.stderr
 
 
-@pytest.mark.xdist_group("processes")
 def test_the_first_rank_prints_plain_lines() -> None:
     out, err = output_of(0)
     assert out.splitlines() == ["step 1", "warning: skipped", "error: lost", "warning: <string>:11: UserWarning: own"]
     assert err == ""
 
 
-@pytest.mark.xdist_group("processes")
 def test_other_ranks_only_warn_and_say_who_they_are() -> None:
     out, err = output_of(2)
     assert out == ""
@@ -47,7 +45,6 @@ def test_other_ranks_only_warn_and_say_who_they_are() -> None:
     assert all("noise" not in line for line in err.splitlines())
 
 
-@pytest.mark.xdist_group("processes")
 def test_a_reader_that_has_gone_ends_nothing_and_is_not_complained_about() -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -17,7 +17,6 @@ def run(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     ("body", "code", "line"),
     [

@@ -255,7 +255,6 @@ def test_every_part_of_the_gpu_benchmarks_is_a_command_that_benchmark_understand
     assert (len(arguments.peer) > 0) == (part not in ("ablation", "stages", "30b"))
 
 
-@pytest.mark.xdist_group("processes")
 def test_the_smallest_model_is_measured_beside_a_peer_on_the_cpu(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     options = "tiny --layers 2 --ranks 2 --batch_size 4 --seq_length 16 --steps 3 --peer fsdp2-offload --peer roundpipe"

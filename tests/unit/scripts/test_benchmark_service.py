@@ -38,7 +38,6 @@ def losses(result: RunResult) -> list[float]:
     return [step["loss"] for step in result.output["steps"]]
 
 
-@pytest.mark.xdist_group("processes")
 def test_runs_in_the_same_processes_train_as_new_ones_do(tmp_path: Path, words: list[str], service: Service) -> None:
     output = tmp_path / "output.json"
     command = [sys.executable, str(SCRIPTS / "benchmark_worker.py"), str(output), *words, "--num_stages", "4"]
@@ -52,14 +51,6 @@ def test_runs_in_the_same_processes_train_as_new_ones_do(tmp_path: Path, words: 
     assert again.output["start"]["imports"] < 0.5 < first.output["start"]["imports"]
 
 
-@pytest.mark.xdist_group("processes")
-def test_a_run_that_fails_is_told_with_its_last_lines(words: list[str], service: Service) -> None:
-    failed = service.run([*words, "--num_stages", "3"], timeout_seconds=100)
-    assert (failed.problem, failed.output) == ("failed", None)
-    assert "not a multiple of the number of ranks" in failed.log_end
-
-
-@pytest.mark.xdist_group("processes")
 def test_a_run_that_the_planner_refuses_leaves_its_processes_to_the_next_one(
     words: list[str], service: Service
 ) -> None:
@@ -70,6 +61,12 @@ def test_a_run_that_the_planner_refuses_leaves_its_processes_to_the_next_one(
     assert "GiB of host memory" in refused.log_end
     assert losses(again)
     assert again.output["start"]["imports"] < 0.5
+
+
+def test_a_run_that_fails_is_told_with_its_last_lines(words: list[str], service: Service) -> None:
+    failed = service.run([*words, "--num_stages", "3"], timeout_seconds=100)
+    assert (failed.problem, failed.output) == ("failed", None)
+    assert "not a multiple of the number of ranks" in failed.log_end
 
 
 @pytest.fixture
@@ -123,7 +120,6 @@ def test_a_run_that_takes_too_long_is_ended(play: Path) -> None:
     assert slow.seconds < 5
 
 
-@pytest.mark.xdist_group("processes")
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, words: list[str]) -> None:
     script = f"""
 import sys

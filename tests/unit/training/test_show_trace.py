@@ -13,8 +13,6 @@ from mobius.training.timeline import Trace, TraceFacts, write_trace
 
 ROOT = Path(__file__).resolve().parents[3]
 
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 def show(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     script = ROOT / "scripts" / "show_trace.py"
