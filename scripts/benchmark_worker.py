@@ -83,7 +83,7 @@ def orders(folder: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 class RefusedError(MobiusError):
-    """The plan does not fit, which every rank has found by itself: nothing is loaded, and nobody waits."""
+    """The planner refuses the run, each rank by itself: nothing is loaded, and no rank waits for another."""
 
 
 def end_with(parent: int) -> None:
@@ -161,7 +161,7 @@ def run(output: Path, words: Sequence[str]) -> None:
 
 
 def draw(config: Config, ranks: Ranks, folder: Path) -> Blueprint:
-    """The plan of the model in `folder`; raises RefusedError if it does not fit."""
+    """The plan of the model in `folder`; raises RefusedError with the planner's reason."""
     try:
         return draw_blueprint(config, ranks, load_model_config(folder, config.model))
     except MobiusError as error:
