@@ -20,7 +20,7 @@ GPU_PROCESS_BYTES = int(2.15 * GIB)
 STREAMING_BYTES = int(0.23 * GIB)
 """More of a rank that streams, for threads and buffers: 0.05 to 0.4 in eight runs of 1B, 7B and 13B on four H200s."""
 MEASURING_BYTES = int(0.5 * GIB)
-"""More for a moment at the start of one that measures (0.46 to 0.53); later stages that are streamed take its place."""
+"""More for a moment at the start of one that measures (0.46 to 0.59); later stages that are streamed take its place."""
 LIBRARY_BYTES = 2**27
 """Of torch's GPU memory, workspaces of matrix products for the two threads that enqueue them, 32 MiB each on Hopper,
 and what is smaller than any stage: rotary embeddings, masks, scalars. An estimate."""
