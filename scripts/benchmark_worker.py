@@ -58,14 +58,16 @@ def main() -> None:
 
 def serve(folder: Path) -> None:
     """Make the runs that `folder` tells."""
+    is_first = Ranks.from_environment().is_first
     for output, options in orders(folder):
         temporary = output.with_suffix(".part")
         try:
             run(temporary, options)
         except RefusedError as error:
-            temporary.write_text(json.dumps({"refused": str(error)}))
+            if is_first:  # all of them would write into the same file
+                temporary.write_text(json.dumps({"refused": str(error)}))
         clean_up()
-        if Ranks.from_environment().is_first:  # which has written it, and has cleaned up
+        if is_first:  # which has written it, and has cleaned up
             temporary.replace(output)
 
 
