@@ -19,8 +19,8 @@ from mobius.schedule.schedule import Schedule
 PIECE_PARAMETERS = 2**26
 """As optim/stepper.py cuts an update."""
 SEAL_BYTES = 14
-"""GPU memory traffic per parameter around a stage's backward: sums cleared 4, norm 4, rounded to the format in which
-gradients travel 6."""
+"""GPU memory traffic per parameter behind a stage's last backward, whose message has left: norm 4, rounded to the format
+in which gradients travel 6, sums cleared 4."""
 
 
 class Lane(StrEnum):
@@ -148,14 +148,14 @@ class StepTasks:
         is_backward = action.kind.is_backward
         ends_stage = is_backward and action.microbatch == self.schedule.num_microbatches - 1
         seconds = cost.backward if is_backward else cost.forward
-        if ends_stage:
-            seconds += SEAL_BYTES * cost.parameters / self.profile.gpu_bandwidth
         launch = cost.backward_launch if is_backward else cost.forward_launch
         task = self._compute(rank, action, seconds, waits, launch=launch)
-        state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
         target = outgoing(action, self.schedule.num_stages)
         if target is not None:
             self._send(rank, self.schedule.rank_of(target), action, task)
+        if ends_stage:
+            task = self._compute(rank, f"seal {stage}", SEAL_BYTES * cost.parameters / self.profile.gpu_bandwidth, {})
+        state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
         if ends_stage and cost.is_resident and self._updates_at_once(stage):
             self._update_on_gpu(rank, stage)
         return True

@@ -16,7 +16,7 @@ from mobius.planner.shape import ModelShape
 from mobius.planner.shared_rates import SharedRates
 from mobius.planner.simulation import Prediction, simulate_steps, simulated_seconds, stash_over_time
 from mobius.planner.stage_costs import LAUNCH_BESIDE_UPDATES, StageCost, StepRules, stage_costs
-from mobius.planner.step_tasks import Lane, WaitFor
+from mobius.planner.step_tasks import SEAL_BYTES, Lane, WaitFor
 from mobius.planner.tasks import share_rates
 from mobius.schedule.build import build_schedule
 
@@ -87,6 +87,13 @@ def test_two_ranks_wait_for_each_other_at_both_ends() -> None:
     assert prediction.bubble == pytest.approx(1 / 3)
     # Rank 0 from 2 to 4 and from 6 to 7; rank 1 one second at the start and two at the end.
     assert [waits[WaitFor.NEIGHBOURS] for waits in prediction.waits] == pytest.approx([3, 3])
+
+
+def test_a_gradient_leaves_before_its_stage_is_sealed() -> None:
+    profile = plain_profile(2, gpu_bandwidth=SEAL_BYTES, gpu_adamw=1e12)  # a second for each stage's parameter
+    prediction = predict(resident(2, parameters=1), num_ranks=2, profile=profile)
+    assert prediction.step_seconds == pytest.approx(1 + 3 + 2 + 1)
+    assert sum(prediction.busy_seconds) == pytest.approx(1 + 3 + 2 + 2)
 
 
 def test_a_message_takes_its_latency_and_its_bytes_and_those_of_an_edge_take_turns() -> None:
