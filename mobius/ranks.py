@@ -23,6 +23,7 @@ _ENVIRONMENT: Final = {
     "TORCH_LOGS": "-all",  # only errors; torch sets the levels of its loggers when it is imported
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # the C++ side warns about host names and barriers on standard error
     "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # up to 32 compilers per rank otherwise, beside what is measured at the start
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # activations of changing sizes leave no unusable gaps
     "USE_TF": "0",  # datasets imports TensorFlow and JAX where they are installed
     "USE_JAX": "0",
