@@ -6,9 +6,9 @@
 
 `choice` starts from what auto has chosen and changes one thing at a time, keeping what is faster: the number of stages,
 then of chunks, then residency; first what is nearest, then the same with what is farther. Every run is a few steps of
-scripts/benchmark_worker.py on random weights and tokens, by median without the first two; the same processes make all
-of them unless one fails or --new_processes is given. A setting ends at --runs runs or --seconds seconds; what was not
-tried is told. SETTING... takes only those whose name contains one of the words.
+scripts/benchmark_worker.py on random weights and tokens, by median without the first and the last; the same processes
+make all of them unless one fails or --new_processes is given. A setting ends at --runs runs or --seconds seconds; what
+was not tried is told. SETTING... takes only those whose name contains one of the words.
 `report` runs nothing: of each setting it takes the last auto run and what was tried after it, so that settings may be
 swept by several commands and nothing is compared with another machine's numbers.
 """

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmark_launch import RunResult
+from benchmark_rows import GIB
 from sweep_settings import Options
 
-WARM_UP = 2
 ERROR_LINES = 2
 TITLES = {
     "choice": ["setting", "auto: stages / chunks / resident", "auto, s", "best found, s", "auto off by", "runs"],
@@ -24,37 +24,56 @@ class Result:
     """One run."""
 
     options: Options
-    step_seconds: float | None
-    """None if it failed."""
+    all_step_seconds: list[float]
+    """None of a run that failed."""
     plan: dict[str, Any]
     """What benchmark_worker.py tells of the plan."""
     gpu_gib: float | None
     host_gib: float | None
+    """Of the ranks' processes."""
     problem: str | None
     start_host_gib: dict[str, float] = field(default_factory=dict)
     """Of the first rank's process, at the end of each part of its start."""
     start_seconds: dict[str, float] = field(default_factory=dict)
     """Of these parts."""
-    all_step_seconds: list[float] = field(default_factory=list)
+    wait_seconds: dict[str, float] = field(default_factory=dict)
+    """What the worst rank's computation waited for in a step, by cause."""
+    machine_gib: float | None = None
+    """What the machine used beyond what it used before the run."""
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of a step between others; None if it failed."""
+        return steady(self.all_step_seconds)
+
+
+def steady(values: Sequence[float]) -> float | None:
+    """The median of steps between others.
+
+    The first waits for no update of a step before, and the last for its own ones, which run behind the next one's start.
+    """
+    between = values[1:-1] or values
+    return statistics.median(between) if between else None
 
 
 def result_of(options: Options, run: RunResult) -> Result:
     """From what a worker wrote; of a run that failed, its last lines."""
     if run.problem is not None:
         last = " ".join(run.log_end.splitlines()[-ERROR_LINES:])
-        return Result(options, None, {}, None, None, f"{run.problem}: {last}")
+        return Result(options, [], {}, None, None, f"{run.problem}: {last}")
     steps = run.output["steps"]
-    seconds = [step["step_seconds"] for step in steps]
+    waits = {cause: steady([step["wait_seconds"][cause] for step in steps]) for cause in steps[0]["wait_seconds"]}
     return Result(
         options,
-        statistics.median(seconds[WARM_UP:] or seconds),
+        [step["step_seconds"] for step in steps],
         run.output["plan"],
         steps[-1]["reserved_gpu_memory_gib"],
         steps[-1]["peak_host_memory_gib"],
         None,
         run.output["start_host_gib"],
         run.output["start"],
-        seconds,
+        {cause: seconds for cause, seconds in waits.items() if seconds is not None},
+        run.machine_bytes / GIB,
     )
 
 

@@ -31,7 +31,7 @@ def result(options: Options, seconds: float | None, stages: int = 8, chunks: int
         "gpu_gib": 5.0,
         "host_gib": 10.0,
     }
-    return Result(options, seconds, plan, 5.0, 8.0, None if seconds is not None else "failed")
+    return Result(options, [seconds] if seconds is not None else [], plan, 5.0, 8.0, "failed" if seconds is None else None)
 
 
 def test_each_part_starts_from_the_fastest_before_and_failed_runs_do_not_count() -> None:
@@ -73,16 +73,22 @@ def test_options_leave_what_is_not_given_to_auto() -> None:
     assert Options(8, None, 2).words() == ["--num_stages", "8", "--num_chunks", "auto", "--resident_stages", "2"]
 
 
-def test_a_result_is_the_median_without_the_first_steps_and_a_failure_has_its_last_lines() -> None:
+def test_a_result_is_the_median_between_the_first_and_the_last_step_and_a_failure_has_its_last_lines() -> None:
     steps = [
-        {"step_seconds": seconds, "reserved_gpu_memory_gib": 3.0, "peak_host_memory_gib": 4.0}
+        {
+            "step_seconds": seconds,
+            "reserved_gpu_memory_gib": 3.0,
+            "peak_host_memory_gib": 4.0,
+            "wait_seconds": {"weights": seconds / 10},
+        }
         for seconds in (9.0, 8.0, 1.0, 3.0, 2.0)
     ]
     told = {"steps": steps, "plan": {}, "start_host_gib": {"imports": 0.5}, "start": {"imports": 7.0}}
-    run = RunResult(output=told, problem=None, log_end="", machine_bytes=0, seconds=1.0)
+    run = RunResult(output=told, problem=None, log_end="", machine_bytes=2**29, seconds=1.0)
     result = sweep_results.result_of(Options(), run)
-    assert (result.step_seconds, result.host_gib, result.start_host_gib) == (2.0, 4.0, {"imports": 0.5})
+    assert (result.step_seconds, result.host_gib, result.start_host_gib) == (3.0, 4.0, {"imports": 0.5})
     assert (result.all_step_seconds, result.start_seconds) == ([9.0, 8.0, 1.0, 3.0, 2.0], {"imports": 7.0})
+    assert (result.wait_seconds, result.machine_gib) == ({"weights": 0.3}, 0.5)
     failed = RunResult(output=None, problem="failed", log_end="a\nb\nc", machine_bytes=0, seconds=1.0)
     assert sweep_results.result_of(Options(), failed).problem == "failed: b c"
 
