@@ -50,7 +50,7 @@ class Result:
 def steady(values: Sequence[float]) -> float | None:
     """The median of steps between others.
 
-    The first waits for no update of a step before, and the last for its own ones, which run behind the next one's start.
+    The first waits for no update of a step before; the last for its own, which run behind the next one's start else.
     """
     between = values[1:-1] or values
     return statistics.median(between) if between else None

@@ -19,8 +19,8 @@ from mobius.schedule.schedule import Schedule
 PIECE_PARAMETERS = 2**26
 """As optim/stepper.py cuts an update."""
 SEAL_BYTES = 14
-"""GPU memory traffic per parameter behind a stage's last backward, whose message has left: norm 4, rounded to the format
-in which gradients travel 6, sums cleared 4."""
+"""GPU memory traffic per parameter behind a stage's last backward, when its message has left: norm 4, rounded to the
+format in which gradients travel 6, sums cleared 4."""
 
 
 class Lane(StrEnum):

@@ -1,7 +1,8 @@
 """Plans a run on GPUs again by what is measured on the machine, once the ranks have met.
 
 What the host does is looked at in every run that streams, for a second or two; layers and everything else only for
-`--num_stages auto`, where that has a choice to make, and are kept for the next one.
+`--num_stages auto`, where that has a choice to make, and are kept for the next one. A run that measures everything has
+looked at the host by that.
 
 It measures nothing itself (measure.py), keeps nothing (profile_cache.py) and decides nothing (blueprint.py). The number
 of microbatches stays what the estimate chose: what is measured, and what the transport is made for, has their shape.
@@ -38,8 +39,10 @@ def plan_by_measurement(blueprint: Blueprint, transport: Transport) -> Blueprint
     does.
     """
     check_agreement(blueprint.plan, transport)
-    profile = measured_profile(blueprint, transport) if is_to_be_measured(blueprint) else blueprint.profile
-    if profile is not None and is_host_to_be_measured(blueprint):
+    profile, is_new = blueprint.profile, False
+    if is_to_be_measured(blueprint):
+        profile, is_new = measured_profile(blueprint, transport)
+    if profile is not None and not is_new and is_host_to_be_measured(blueprint):
         profile = _with_host(profile, blueprint, transport)
     if profile is blueprint.profile or profile is None:
         return blueprint
@@ -58,8 +61,8 @@ def is_host_to_be_measured(blueprint: Blueprint) -> bool:
     return blueprint.device.type == "cuda" and measures_host(blueprint.config)
 
 
-def measured_profile(blueprint: Blueprint, transport: Transport) -> Profile:
-    """The profile of this machine for the run's model and microbatches; collective.
+def measured_profile(blueprint: Blueprint, transport: Transport) -> tuple[Profile, bool]:
+    """The profile of this machine for the run's model and microbatches, and whether it was measured now; collective.
 
     Takes less than 30 s where it is not cached, and gives all memory back.
     """

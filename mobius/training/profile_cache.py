@@ -55,8 +55,8 @@ def profile_path(folder: Path, key: Mapping[str, object]) -> Path:
     return folder / f"profile-{digest}.json"
 
 
-def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transport) -> Profile:
-    """The profile in `path`, or what `measure` finds, which is then kept there; collective.
+def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transport) -> tuple[Profile, bool]:
+    """The profile in `path`, or what `measure` finds, which is then kept there, and whether it is new; collective.
 
     All ranks read or all measure. A file that is no profile is told of and replaced; one that cannot be written costs
     a line.
@@ -64,11 +64,11 @@ def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transp
     known = _read(path)
     num_known = float(transport.sum_over_ranks(torch.tensor([float(known is not None)], dtype=torch.float64)))
     if known is not None and round(num_known) == transport.num_ranks:
-        return known
+        return known, False
     profile = measure()
     if transport.rank == 0:
         _write(path, profile)
-    return profile
+    return profile, True
 
 
 def _read(path: Path) -> Profile | None:

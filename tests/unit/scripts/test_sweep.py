@@ -31,7 +31,9 @@ def result(options: Options, seconds: float | None, stages: int = 8, chunks: int
         "gpu_gib": 5.0,
         "host_gib": 10.0,
     }
-    return Result(options, [seconds] if seconds is not None else [], plan, 5.0, 8.0, "failed" if seconds is None else None)
+    return Result(
+        options, [seconds] if seconds is not None else [], plan, 5.0, 8.0, "failed" if seconds is None else None
+    )
 
 
 def test_each_part_starts_from_the_fastest_before_and_failed_runs_do_not_count() -> None:

@@ -92,8 +92,8 @@ def never() -> Profile:
 
 def test_a_profile_is_measured_once_and_then_read(tmp_path: Path, profile: Profile) -> None:
     path = tmp_path / "cache" / "profile.json"
-    assert cached_profile(path, lambda: profile, SingleRankTransport()) == profile
-    assert cached_profile(path, never, SingleRankTransport()) == profile
+    assert cached_profile(path, lambda: profile, SingleRankTransport()) == (profile, True)
+    assert cached_profile(path, never, SingleRankTransport()) == (profile, False)
     assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
 
 
@@ -104,9 +104,9 @@ def test_a_broken_file_is_told_of_and_measured_again(
     path = tmp_path / "profile.json"
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert cached_profile(path, lambda: profile, SingleRankTransport()) == profile
+        assert cached_profile(path, lambda: profile, SingleRankTransport()) == (profile, True)
     assert "measured again" in caplog.text
-    assert cached_profile(path, never, SingleRankTransport()) == profile
+    assert cached_profile(path, never, SingleRankTransport()) == (profile, False)
 
 
 def test_a_folder_that_cannot_be_written_costs_a_line_only(
@@ -114,14 +114,14 @@ def test_a_folder_that_cannot_be_written_costs_a_line_only(
 ) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     with caplog.at_level(logging.WARNING):
-        assert cached_profile(tmp_path / "cache" / "p.json", lambda: profile, SingleRankTransport()) == profile
+        assert cached_profile(tmp_path / "cache" / "p.json", lambda: profile, SingleRankTransport()) == (profile, True)
     assert "cannot be kept" in caplog.text
 
 
 def test_if_one_rank_has_no_profile_all_measure(tmp_path: Path, profile: Profile) -> None:
     measured = []
 
-    def rank(transport: LocalTransport) -> Profile:
+    def rank(transport: LocalTransport) -> tuple[Profile, bool]:
         path = tmp_path / f"rank{transport.rank}" / "profile.json"
         if transport.rank == 0:
             path.parent.mkdir()
@@ -133,7 +133,7 @@ def test_if_one_rank_has_no_profile_all_measure(tmp_path: Path, profile: Profile
 
         return cached_profile(path, again, transport)
 
-    run_rank_threads(2, rank)
+    assert run_rank_threads(2, rank) == [(profile, True)] * 2
     assert sorted(measured) == [0, 1]
 
 

@@ -63,11 +63,13 @@ def test_the_measured_profile_is_kept_and_all_ranks_get_the_same(
     monkeypatch.setattr(measure, "Amounts", lambda: small)
     blueprints = [blueprint_of("--num_chunks", "2", "--num_stages", "2", num_ranks=2) for _ in range(2)]
 
-    def work(transport: LocalTransport) -> Profile:
+    def work(transport: LocalTransport) -> tuple[Profile, bool]:
         return measured_profile(blueprints[transport.rank], transport)
 
-    first, second = run_rank_threads(2, work)
-    assert first == second
+    (first, is_new), second = run_rank_threads(2, work)
+    assert (first, is_new) == second
+    assert is_new
+    assert run_rank_threads(2, work) == [(first, False)] * 2
     assert first.source is Source.MEASURED
     assert first.microbatch_tokens == 2 * 16
     files = list((workplace.parent / "cache").rglob("profile-*.json"))
@@ -75,8 +77,25 @@ def test_the_measured_profile_is_kept_and_all_ranks_get_the_same(
 
     files[0].write_text("{")
     monkeypatch.setattr(measured_plan, "_measure", lambda *_: first)
-    assert run_rank_threads(2, work) == [first, first]
+    assert run_rank_threads(2, work) == [(first, True)] * 2
     assert Profile.from_json(files[0].read_text()) == first
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize("is_new", [True, False])
+def test_the_host_is_looked_at_once(monkeypatch: pytest.MonkeyPatch, is_new: bool) -> None:
+    blueprint = replace(blueprint_of(*AUTO), device=torch.device("cuda", 0))
+    looked = []
+
+    def with_host(profile: Profile, *_: object) -> Profile:
+        looked.append(profile)
+        return profile
+
+    monkeypatch.setattr(measured_plan, "measured_profile", lambda *_: (measured_like("H200", 16), is_new))
+    monkeypatch.setattr(measured_plan, "_with_host", with_host)
+    monkeypatch.setattr(measured_plan, "redraw", lambda blueprint, _: blueprint)
+    plan_by_measurement(blueprint, SingleRankTransport())
+    assert len(looked) == (0 if is_new else 1)
 
 
 @pytest.mark.usefixtures("workplace")
