@@ -87,7 +87,7 @@ def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
         cpu_adamw_beside_copies=min(updates, beside_copies),
         copies_beside_cpu_adamw=rates.copies_beside_updates,
         cpu_adamw_bytes=rates.update_bytes,
-        host_bandwidth=profile.num_ranks * max(2 * each_way, rates.updates * rates.update_bytes),
+        host_bandwidth=profile.num_ranks * max(2 * each_way, updates * rates.update_bytes),
     )
 
 

@@ -109,8 +109,8 @@ def measure_profile(
         copies_beside_cpu_adamw=cpu.copies_each_way,
         cpu_adamw_bytes=cpu.bytes_moved,
         gpu_adamw=_measure_gpu_optimizer(bench, shape.dtype, amounts.gpu_parameters),
-        # At least what was seen to be moved.
-        host_bandwidth=transport.num_ranks * max(both, cpu.together * cpu.bytes_moved),
+        # What was seen to be moved, of updates within a step: otherwise copies would cost them less than they do.
+        host_bandwidth=transport.num_ranks * max(both, UPDATES_WITHIN_STEP * cpu.together * cpu.bytes_moved),
         gpu_bandwidth=_measure_gpu_memory(bench, amounts.copy_bytes),
         gpu_memory=int(bench.mean(_memory_bytes(device))),  # of a CPU it changes from one look to the next
         step_overhead=STEP_OVERHEAD + 2 * bench.seconds(transport.barrier),

@@ -15,6 +15,8 @@ from mobius.cli import parse_args
 from mobius.planner.cards import ACTION_LAUNCH, CARDS, LAUNCH, estimate_profile
 from mobius.planner.model_files import shape_of_model
 from mobius.planner.profile import LayerSeconds, Profile, Source
+from mobius.planner.shared_rates import SharedRates
+from mobius.planner.tasks import share_rates
 from mobius.ranks import Ranks
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.transport import SingleRankTransport
@@ -64,10 +66,20 @@ def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
     assert (after.copies.both_down, after.copies.both_up, after.copies_beside_cpu_adamw) == (10e9, 10e9, 4e9)
     assert after.copies.down == before.copies.down
     assert after.copies.down_together == before.copies.down_together
-    assert after.host_bandwidth == 4 * 26e9  # updates move more than copies
+    assert after.host_bandwidth == 4 * within * 26e9  # updates move more than copies
     assert after.layer_kinds == before.layer_kinds
     assert (after.source, after.basis) == (Source.ESTIMATED, f"{before.basis}, the host measured")
     assert Profile.from_json(after.to_json()) == after
+
+
+def test_in_the_simulation_all_update_beside_copies_as_fast_as_was_measured() -> None:
+    rates = SharedRates(with_host_rates(estimate(), SLOW), 4)
+    copies = {("load", rank): rates.load(rank, 1) for rank in range(4)}
+    copies |= {("offload", rank): rates.offload(rank, 1) for rank in range(4)}
+    updates = {("update", rank): rates.update(1) for rank in range(4)}
+    together = share_rates({**updates, **copies}, rates.capacities)
+    assert [together[name] for name in updates] == pytest.approx([UPDATES_WITHIN_STEP * 0.8e9] * 4)
+    assert [together[name] for name in copies] == pytest.approx([4e9] * 8)
 
 
 def test_updates_are_not_faster_beside_copies_nor_together_than_alone() -> None:
