@@ -1,9 +1,10 @@
 """Times the parts of a step on one device: forward and backward of a layer, recomputed and not, and head with loss.
 
-    python scripts/benchmark_layer.py 7b --batch_size 16 --seq_length 512 [--compile off] [--sdpa cudnn]
+    python scripts/benchmark_layer.py 7b --batch_size 4 8 16 --seq_length 512 [--compile off] [--sdpa cudnn]
 
 For each part: milliseconds (median) and the TFLOP/s of its matrix products, 2 operations per parameter and token
-forward and 4 backward, without those of attention.
+forward and 4 backward, without those of attention. --back_to_back enqueues one after the other, as within a step, and
+tells the mean.
 """
 
 import argparse
@@ -44,10 +45,11 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=SIZES)
-    parser.add_argument("--batch_size", type=int, default=16, help="sequences of a microbatch")
+    parser.add_argument("--batch_size", type=int, nargs="+", default=[16], help="sequences of a microbatch")
     parser.add_argument("--seq_length", type=int, default=512)
     parser.add_argument("--loss_chunk_tokens", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--back_to_back", action="store_true", help="the device is never idle")
     parser.add_argument("--compile", choices=("on", "off"), default="on" if torch.cuda.is_available() else "off")
     parser.add_argument("--sdpa", choices=BACKENDS, help="attention kernel (default: torch's choice)")
     return parser.parse_args()
@@ -67,14 +69,35 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -
     return statistics.median(seconds[3:])
 
 
+def seconds_in_a_row(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Mean seconds of `work`, one after the other, after three runs."""
+    start = 0.0
+    for number in range(repeats + 3):
+        if number == 3:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+        work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / repeats
+
+
 def main() -> None:
-    """Print one line per part."""
+    """Print one line per part and microbatch."""
     arguments = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), arguments.size, 1)
         parts = ModelParts(load_model_config(Path(folder), ModelConfig()), device, compiled=arguments.compile == "on")
+    for batch_size in arguments.batch_size:
+        print(f"{batch_size} x {arguments.seq_length}")
+        time_parts(parts, arguments, batch_size, device)
+
+
+def time_parts(parts: ModelParts, arguments: argparse.Namespace, batch_size: int, device: torch.device) -> None:
+    """Print one line per part for microbatches of `batch_size` sequences."""
+    dtype = torch.bfloat16
     stage = StageModule(
         parts,
         StageSpan(0, 0, 1, is_first=True, is_last=True),
@@ -84,7 +107,7 @@ def main() -> None:
     layout = StageLayout.of(stage.shapes)
     weights = layout.views(torch.randn(layout.num_elements, device=device, dtype=dtype) * 0.02)
     gradients = layout.views(torch.zeros(layout.num_elements, device=device))
-    shape = (arguments.batch_size, arguments.seq_length)
+    shape = (batch_size, arguments.seq_length)
     tokens = torch.randint(0, parts.config.vocab_size, shape, device=device)
     hidden = torch.randn(*shape, parts.config.hidden_size, device=device, dtype=dtype)
     inner = StageModule(
@@ -112,11 +135,12 @@ def main() -> None:
         ("norm, head, loss and their backward", loss, 6 * head),
     ]
     backend = sdpa_kernel(BACKENDS[arguments.sdpa]) if arguments.sdpa else contextlib.nullcontext()
+    measure = seconds_in_a_row if arguments.back_to_back else seconds_of
     with backend:
         for name, work, operations in cases:
-            seconds = seconds_of(work, device, arguments.repeats)
+            seconds = measure(work, device, arguments.repeats)
             rate = operations * tokens.numel() / seconds / 1e12
-            print(f"{name:40} {seconds * 1e3:8.2f} ms {rate:7.1f} TFLOP/s", flush=True)
+            print(f"  {name:40} {seconds * 1e3:8.2f} ms {rate:7.1f} TFLOP/s", flush=True)
 
 
 if __name__ == "__main__":
