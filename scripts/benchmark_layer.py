@@ -56,29 +56,19 @@ def parse() -> argparse.Namespace:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of `work` after three runs, the device idle before and after each."""
-    seconds = []
-    for _ in range(repeats + 3):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[3:])
+    """Median seconds of `work`, the device idle before and after each."""
+    return statistics.median(run_seconds(work, device, 1) for _ in range(repeats))
 
 
-def seconds_in_a_row(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Mean seconds of `work`, one after the other, after three runs."""
-    start = 0.0
-    for number in range(repeats + 3):
-        if number == 3:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            start = time.perf_counter()
+def run_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Mean seconds of `work`, so often in a row, the device idle before and after all."""
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
         work()
-    if device.type == "cuda":
+    if is_cuda:
         torch.cuda.synchronize(device)
     return (time.perf_counter() - start) / repeats
 
@@ -135,9 +125,10 @@ def time_parts(parts: ModelParts, arguments: argparse.Namespace, batch_size: int
         ("norm, head, loss and their backward", loss, 6 * head),
     ]
     backend = sdpa_kernel(BACKENDS[arguments.sdpa]) if arguments.sdpa else contextlib.nullcontext()
-    measure = seconds_in_a_row if arguments.back_to_back else seconds_of
+    measure = run_seconds if arguments.back_to_back else seconds_of
     with backend:
         for name, work, operations in cases:
+            run_seconds(work, device, 3)  # compiles, and fills what is cached
             seconds = measure(work, device, arguments.repeats)
             rate = operations * tokens.numel() / seconds / 1e12
             print(f"  {name:40} {seconds * 1e3:8.2f} ms {rate:7.1f} TFLOP/s", flush=True)
