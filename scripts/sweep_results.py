@@ -25,7 +25,7 @@ class Result:
 
     options: Options
     all_step_seconds: list[float]
-    """None of a run that failed."""
+    """Empty if it failed."""
     plan: dict[str, Any]
     """What benchmark_worker.py tells of the plan."""
     gpu_gib: float | None

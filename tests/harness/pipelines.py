@@ -172,7 +172,7 @@ class Pipeline:
 
 @contextlib.contextmanager
 def _on_one_core() -> Iterator[None]:
-    """Keep this thread and those that it starts there: they hand Python's lock over in half the time that two take."""
+    """Keep this thread and those that it starts there: they hand Python's lock over faster than between two."""
     before = os.sched_getaffinity(0)
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     os.sched_setaffinity(0, {sorted(before)[worker % len(before)]})
