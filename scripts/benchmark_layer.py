@@ -82,6 +82,7 @@ def main() -> None:
         parts = ModelParts(load_model_config(Path(folder), ModelConfig()), device, compiled=arguments.compile == "on")
     for batch_size in arguments.batch_size:
         print(f"{batch_size} x {arguments.seq_length}")
+        torch._dynamo.reset()  # of a few shapes it compiles one after the other, then it runs eagerly
         time_parts(parts, arguments, batch_size, device)
 
 

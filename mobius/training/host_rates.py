@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -58,20 +59,43 @@ def measure_host_rates(
     memory = Copies(device, copy_bytes)
     try:
         each_way = copy_bytes / bench.seconds(memory.both)
-        cpu = measure_cpu_optimizer(bench, dtype, kernel, parameters, memory, each_way=each_way)
+        _, rates = measure_cpu_optimizer(bench, dtype, kernel, parameters, memory, each_way=each_way)
     finally:
         memory.close()
     del memory
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)  # a run reports its own
-    return HostRates(each_way, cpu.together, cpu.beside_copies, cpu.copies_each_way, cpu.bytes_moved)
+    return rates
+
+
+class HostFields(TypedDict):
+    """Those fields of a profile which the host's rates decide by themselves."""
+
+    cpu_adamw_together: float
+    cpu_adamw_beside_copies: float
+    copies_beside_cpu_adamw: float
+    cpu_adamw_bytes: int
+    host_bandwidth: float
+
+
+def host_fields(rates: HostRates, num_ranks: int) -> HostFields:
+    """What `rates` come to within a step of that many ranks."""
+    updates, beside_copies = (UPDATES_WITHIN_STEP * rate for rate in (rates.updates, rates.updates_beside_copies))
+    # What was seen to be moved, of updates within a step: otherwise copies would cost them less than they do.
+    seen = max(2 * rates.copies_each_way, updates * rates.update_bytes)
+    return HostFields(
+        cpu_adamw_together=updates,
+        cpu_adamw_beside_copies=min(updates, beside_copies),
+        copies_beside_cpu_adamw=rates.copies_beside_updates,
+        cpu_adamw_bytes=rates.update_bytes,
+        host_bandwidth=num_ranks * seen,
+    )
 
 
 def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
     """`profile` with what was measured of the host in the place of what it had."""
     copies, each_way = profile.copies, rates.copies_each_way
-    updates, beside_copies = (UPDATES_WITHIN_STEP * rate for rate in (rates.updates, rates.updates_beside_copies))
     return replace(
         profile,
         basis=f"{profile.basis}, the host measured",
@@ -82,12 +106,8 @@ def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
             down_together=max(copies.down_together, each_way),
             up_together=max(copies.up_together, each_way),
         ),
-        cpu_adamw=max(profile.cpu_adamw, updates),
-        cpu_adamw_together=updates,
-        cpu_adamw_beside_copies=min(updates, beside_copies),
-        copies_beside_cpu_adamw=rates.copies_beside_updates,
-        cpu_adamw_bytes=rates.update_bytes,
-        host_bandwidth=profile.num_ranks * max(2 * each_way, updates * rates.update_bytes),
+        cpu_adamw=max(profile.cpu_adamw, UPDATES_WITHIN_STEP * rates.updates),
+        **host_fields(rates, profile.num_ranks),
     )
 
 
@@ -152,18 +172,6 @@ def measure_copies(bench: Bench, copies: Copies) -> CopyRates:
     )
 
 
-@dataclass(frozen=True)
-class CpuRates:
-    """Parameters per second of one rank's CPU optimizer, and the bytes that each moves."""
-
-    alone: float
-    together: float
-    beside_copies: float
-    copies_each_way: float
-    """Bytes per second of one GPU's copies meanwhile."""
-    bytes_moved: int
-
-
 def measure_cpu_optimizer(
     bench: Bench,
     dtype: torch.dtype,
@@ -172,10 +180,11 @@ def measure_cpu_optimizer(
     copies: Copies,
     *,
     each_way: float,
-) -> CpuRates:
-    """Parameters per second of a streamed stage's update, on the host with the run's threads.
+) -> tuple[float, HostRates]:
+    """Parameters per second of a streamed stage's update by the run's threads: of a rank alone, and of all at once.
 
-    `each_way` is the rate of `copies` both ways by themselves; it stays what it is on a CPU, which has no copy engines.
+    `each_way` is the rate of `copies` both ways by themselves; on a CPU, which has no copy engines, updates do not
+    change it.
     """
     layout = StageLayout.of({"weight": (num_parameters, 1)})
     state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
@@ -186,15 +195,15 @@ def measure_cpu_optimizer(
         update_once(adamw, state)
 
     alone, together = bench.seconds_alone(update), bench.seconds(update)
-    beside = together
+    beside, meanwhile = together, each_way
     if bench.device.type == "cuda":
         # Enough that the copies outlast the updates, which are as long as the bench's parts.
         long = 2 * max(bench.part_seconds, MIN_REPEATS * together)
-        beside, each_way = measure_beside(bench, update, copies, int(long * each_way / copies.num_bytes) + 1)
+        beside, meanwhile = measure_beside(bench, update, copies, int(long * each_way / copies.num_bytes) + 1)
     sizes = [tensor.element_size() for tensor in state.tensors]
     moved = 2 * sum(sizes) - state.gradients.element_size()
     count = layout.num_elements
-    return CpuRates(count / alone, count / together, count / beside, each_way, moved)
+    return count / alone, HostRates(each_way, count / together, count / beside, meanwhile, moved)
 
 
 def measure_beside(bench: Bench, update: Callable[[], None], copies: Copies, num_copies: int) -> tuple[float, float]:

@@ -32,6 +32,7 @@ from mobius.training.host_rates import (
     SETTINGS,
     UPDATES_WITHIN_STEP,
     Copies,
+    host_fields,
     measure_copies,
     measure_cpu_optimizer,
     update_once,
@@ -85,12 +86,11 @@ def measure_profile(
     memory = Copies(device, amounts.copy_bytes)
     try:
         copies = measure_copies(bench, memory)
-        cpu = measure_cpu_optimizer(
+        updates_alone, rates = measure_cpu_optimizer(
             bench, shape.dtype, kernel, amounts.cpu_parameters, memory, each_way=copies.both_down
         )
     finally:
         memory.close()
-    both = copies.both_down + copies.both_up
     profile = Profile(
         source=Source.MEASURED,
         basis=f"{transport.num_ranks} x {_device_name(device)}",
@@ -103,19 +103,14 @@ def measure_profile(
         loss=loss / SUSTAINED_SHARE,
         copies=copies,
         messages=_measure_messages(bench, parts, shape, is_through_host=messages_through_host),
-        cpu_adamw=UPDATES_WITHIN_STEP * cpu.alone,
-        cpu_adamw_together=UPDATES_WITHIN_STEP * cpu.together,
-        cpu_adamw_beside_copies=UPDATES_WITHIN_STEP * cpu.beside_copies,
-        copies_beside_cpu_adamw=cpu.copies_each_way,
-        cpu_adamw_bytes=cpu.bytes_moved,
+        cpu_adamw=UPDATES_WITHIN_STEP * updates_alone,
         gpu_adamw=_measure_gpu_optimizer(bench, shape.dtype, amounts.gpu_parameters),
-        # What was seen to be moved, of updates within a step: otherwise copies would cost them less than they do.
-        host_bandwidth=transport.num_ranks * max(both, UPDATES_WITHIN_STEP * cpu.together * cpu.bytes_moved),
         gpu_bandwidth=_measure_gpu_memory(bench, amounts.copy_bytes),
         gpu_memory=int(bench.mean(_memory_bytes(device))),  # of a CPU it changes from one look to the next
         step_overhead=STEP_OVERHEAD + 2 * bench.seconds(transport.barrier),
         launch=launch,
         action_launch=action_launch(launch),
+        **host_fields(rates, transport.num_ranks),
     )
     del memory
     if device.type == "cuda":
