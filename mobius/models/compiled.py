@@ -34,8 +34,14 @@ class CompiledFunction(Generic[Arguments, Result]):
                 return self._compiled(*args, **kwargs)
             except TorchDynamoException as error:
                 self._is_broken = True
-                reason = str(error).strip().splitlines()[0]
+                reason = first_words(error)
                 logger.warning(
                     "%s run without compilation, which is slower: torch.compile failed: %s", self._name, reason
                 )
         return self._function(*args, **kwargs)
+
+
+def first_words(error: Exception) -> str:
+    """The line of the message that says what is wrong."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

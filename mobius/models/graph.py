@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mobius.models.blocks import Block
-from mobius.models.linear import add_product, make_taps, tap_names, weight_name
+from mobius.models.joint import Gradients
+from mobius.models.linear import add_product, make_leaves, tap_names, weight_name
 
 Views = Mapping[str, Tensor]
 
@@ -40,15 +41,11 @@ def run_with_graph(block: Block, weights: Views, inputs: Tensor, arguments: Mapp
         weights: by Hugging Face name.
         inputs: [..., H], or token ids.
     """
-    own = own_views(weights, block)
     inputs = inputs.detach()
     if inputs.is_floating_point():
         inputs.requires_grad_()
-    num_tokens = inputs.shape[:-1].numel()
-    fixed = {weight_name(linear): own.pop(weight_name(linear)).detach() for linear in block.tapped}
-    leaves = {name: view.detach().requires_grad_() for name, view in own.items()}
-    for linear in block.tapped:
-        leaves |= zip(tap_names(linear), make_taps(fixed[weight_name(linear)], num_tokens=num_tokens), strict=True)
+    own = own_views(weights, block)
+    fixed, leaves = make_leaves(own, block.tapped, num_tokens=inputs.shape[:-1].numel())
     with torch.enable_grad():
         return BlockGraph(inputs, leaves, block({**fixed, **leaves}, inputs, **arguments))
 
@@ -62,8 +59,30 @@ def backward(block: Block, graph: BlockGraph, gradients: Views, gradient: Tensor
     if graph.inputs.requires_grad:
         sources.append(graph.inputs)
     results = torch.autograd.grad(graph.output, sources, gradient, allow_unused=True)
+    _add(block, dict(zip(names, results, strict=False)), gradients)
+    if not graph.inputs.requires_grad:
+        return gradient
+    input_gradient = results[-1]
+    assert input_gradient is not None
+    return input_gradient
+
+
+def recomputed_backward(
+    block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any], gradients: Views, gradient: Tensor
+) -> Tensor:
+    """What `backward` of `run_with_graph` gives for inputs that are numbers, in one graph if the block is compiled."""
+    if block.joint is not None:
+        results = block.joint(own_views(weights, block), block.tapped, inputs, arguments, gradient)
+        if results is not None:
+            _add(block, results[0], gradients)
+            return results[1]
+    return backward(block, run_with_graph(block, weights, inputs, arguments), gradients, gradient)
+
+
+def _add(block: Block, results: Gradients, gradients: Views) -> None:
+    """Add what autograd found for the leaves of `block` to its sums."""
     # What has no gradient in this microbatch is left out.
-    found = {name: result for name, result in zip(names, results, strict=False) if result is not None}
+    found = {name: result for name, result in results.items() if result is not None}
     sums = own_views(gradients, block)
     plain = [name for name in found if name in sums]
     if plain:
@@ -72,8 +91,3 @@ def backward(block: Block, graph: BlockGraph, gradients: Views, gradient: Tensor
         input_tap, output_tap = tap_names(linear)
         if output_tap in found:
             add_product(sums[weight_name(linear)], found[output_tap], found[input_tap])
-    if not graph.inputs.requires_grad:
-        return gradient
-    input_gradient = results[-1]
-    assert input_gradient is not None
-    return input_gradient

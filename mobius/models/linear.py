@@ -10,7 +10,7 @@ They come out of autograd as the gradients of two inputs that nothing reads, the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +112,18 @@ def make_taps(weight: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
     element = torch.empty(1, dtype=weight.dtype, device=weight.device)
     input_tap, output_tap = (element.expand(num_tokens, width) for width in reversed(weight.shape))
     return input_tap.requires_grad_(), output_tap.requires_grad_()
+
+
+def make_leaves(
+    weights: Mapping[str, Tensor], tapped: Sequence[str], *, num_tokens: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What a graph takes by name: weights of the linears `tapped`, and its leaves, the other parameters and taps."""
+    own = dict(weights)
+    fixed = {weight_name(linear): own.pop(weight_name(linear)).detach() for linear in tapped}
+    leaves = {name: weight.detach().requires_grad_() for name, weight in own.items()}
+    for linear in tapped:
+        leaves |= zip(tap_names(linear), make_taps(fixed[weight_name(linear)], num_tokens=num_tokens), strict=True)
+    return fixed, leaves
 
 
 def _join(prefix: str, name: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mobius.models.blocks import LayerInputs, ModelParts
-from mobius.models.graph import BlockGraph, Views, backward, own_views, run_with_graph
+from mobius.models.graph import BlockGraph, Views, backward, own_views, recomputed_backward, run_with_graph
 from mobius.models.loss import chunked_cross_entropy, shift_labels
 from mobius.planner.partition import StageSpan
 from mobius.planner.working_set import LayerBytes
@@ -81,10 +81,11 @@ class StageModule:
         layer_arguments = self._layer_arguments(gradient)
         for layer, arguments in zip(reversed(self._layers), reversed(layer_arguments), strict=True):
             last = kept.pop()
-            graph = last if isinstance(last, BlockGraph) else run_with_graph(layer, weights, last, arguments)
+            if isinstance(last, BlockGraph):
+                gradient = backward(layer, last, gradients, gradient)
+            else:
+                gradient = recomputed_backward(layer, weights, last, arguments, gradients, gradient)
             del last
-            gradient = backward(layer, graph, gradients, gradient)
-            del graph
         return gradient
 
     def embedding_backward(self, weights: Views, gradients: Views, tokens: Tensor, gradient: Tensor) -> None:
@@ -129,9 +130,10 @@ class StageModule:
 def measure_layer_bytes(
     parts: ModelParts, *, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> LayerBytes:
-    """GPU memory that one layer takes for one microbatch of `shape` [B, L, H]: its graph's, and at most with backward.
+    """GPU memory that one layer takes for one microbatch of `shape` [B, L, H]: its graph's, and at most in backward.
 
-    Each is of the kind of layer that takes most. Layers run on zeros; all memory is given back.
+    Each is of the kind of layer that takes most, backward with its activations kept or recomputed, whichever takes
+    more. Layers run on zeros; all memory is given back.
     """
     arguments = LayerInputs(parts, device=device, dtype=dtype)(shape[1])
     kinds = {id(layer.module): (layer, arguments[index]) for index, layer in enumerate(parts.layers)}
@@ -141,16 +143,17 @@ def measure_layer_bytes(
         sums = {name: torch.zeros(size, device=device) for name, size in layer.full_shapes().items()}
         inputs = torch.zeros(shape, dtype=dtype, device=device)
         gradient = torch.zeros_like(inputs)
-        # Compiles, and makes what libraries keep for good.
-        backward(layer, run_with_graph(layer, weights, inputs, own_arguments), sums, gradient)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        graph = run_with_graph(layer, weights, inputs, own_arguments)
-        held = torch.cuda.memory_allocated(device) - before
-        backward(layer, graph, sums, gradient)
-        peak = torch.cuda.max_memory_allocated(device) - before
+        for _ in range(2):  # the first time compiles, and makes what libraries keep for good
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            graph = run_with_graph(layer, weights, inputs, own_arguments)
+            held = torch.cuda.memory_allocated(device) - before
+            backward(layer, graph, sums, gradient)
+            del graph
+            recomputed_backward(layer, weights, inputs, own_arguments, sums, gradient)
+            peak = torch.cuda.max_memory_allocated(device) - before
         most = LayerBytes(max(most.graph, held), max(most.peak, peak))
-        del graph, weights, sums, inputs, gradient
+        del weights, sums, inputs, gradient
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)  # what a run reports is to be its own
     return most

@@ -1,0 +1,169 @@
+"""Forward and backward in one graph give autograd's gradients, and step aside where they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from harness.pipelines import FAMILIES, make_model
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from mobius.models import joint
+from mobius.models.blocks import Block, LayerInputs, ModelParts
+from mobius.models.graph import backward, recomputed_backward, run_with_graph
+from mobius.models.joint import JointGraph
+
+CPU = torch.device("cpu")
+LENGTH = 8
+
+
+@dataclass
+class Case:
+    """A block with something to run it on."""
+
+    block: Block
+    weights: dict[str, Tensor]
+    hidden: Tensor
+    arguments: dict[str, Any]
+    gradient: Tensor
+
+    def by_autograd(self) -> list[Tensor]:
+        """Gradients of the inputs and of every parameter."""
+        sums = self.sums()
+        graph = run_with_graph(self.block, self.weights, self.hidden, self.arguments)
+        return [backward(self.block, graph, sums, self.gradient), *sums.values()]
+
+    def recomputed(self) -> list[Tensor]:
+        """The same as a run makes them that kept nothing."""
+        sums = self.sums()
+        given = self.block, self.weights, self.hidden, self.arguments, sums, self.gradient
+        return [recomputed_backward(*given), *sums.values()]
+
+    def sums(self) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
+
+
+def layer_of(family: str, index: int = 0, *, batch: int = 2) -> Case:
+    """A layer of `family`, run eagerly."""
+    parts = ModelParts(FAMILIES[family](), CPU)
+    block = parts.layers[index]
+    torch.manual_seed(1)
+    weights = {name: torch.randn(shape) * 0.1 for name, shape in block.full_shapes().items()}
+    hidden, gradient = (torch.randn(batch, LENGTH, parts.config.hidden_size) for _ in range(2))
+    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(LENGTH)[index]
+    return Case(block, weights, hidden, arguments, gradient)
+
+
+def with_joint(case: Case) -> Case:
+    return replace(case, block=replace(case.block, joint=JointGraph(case.block.module, name="layers")))
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """Every graph that is traced; it runs as it is."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, **options: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", keep)
+    return graphs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_graph_of_each_family_computes_the_bits_of_autograd(
+    uncompiled: list[torch.fx.GraphModule], family: str
+) -> None:
+    case = with_joint(layer_of(family))
+
+    actual = case.recomputed()
+
+    assert len(uncompiled) == 1
+    for one, other in zip(actual, case.by_autograd(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_every_shape_has_a_graph_and_what_is_seen_again_has_none(uncompiled: list[torch.fx.GraphModule]) -> None:
+    case = with_joint(layer_of("llama"))
+    for batch in (2, 1, 2, 1):
+        part = replace(case, hidden=case.hidden[:batch], gradient=case.gradient[:batch])
+        for one, other in zip(part.recomputed(), part.by_autograd(), strict=True):
+            assert torch.equal(one, other)
+    assert len(uncompiled) == 2
+
+
+def test_the_product_that_only_the_output_needs_is_not_computed_again(
+    uncompiled: list[torch.fx.GraphModule],
+) -> None:
+    case = with_joint(layer_of("llama"))
+    case.recomputed()
+    graph = uncompiled[0].graph
+    graph.eliminate_dead_code()
+
+    products = [node for node in graph.nodes if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)]
+
+    # Seven linears forward and their inputs' gradients, less the last one's forward; weights' gradients are the taps'.
+    assert len(products) == 7 - 1 + 7
+
+
+def test_compiled_it_serves_all_layers_and_gives_autograds_gradients() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = make_model("llama")
+    values = {name: value.detach() for name, value in model.named_parameters()}
+    parts = ModelParts(model.config, CPU, compiled=True)
+    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(LENGTH)
+    hidden, gradient = (torch.randn(2, LENGTH, model.config.hidden_size) for _ in range(2))
+    for layer, own in zip(parts.layers, arguments, strict=True):
+        weights = {name: values[name] for name in layer.full_shapes()}
+        case = Case(layer, weights, hidden, own, gradient)
+        eager = replace(case, block=replace(layer, compiled=None, joint=None))
+        for one, other in zip(case.recomputed(), eager.by_autograd(), strict=True):
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+class Choosing(nn.Module):
+    """Its operations depend on the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.weight if inputs.sum().item() > 0 else inputs - self.weight
+
+
+def fail_to_compile(monkeypatch: pytest.MonkeyPatch) -> Case:
+    torch._dynamo.reset()
+
+    def broken(graph: object, inputs: object, **options: object) -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", broken)
+    return layer_of("llama")
+
+
+def choose_by_numbers(monkeypatch: pytest.MonkeyPatch) -> Case:
+    block = Block("layer.", Choosing(), {"weight": (4,)})
+    return Case(block, {"layer.weight": torch.rand(4)}, -torch.rand(2, 4), {}, torch.rand(2, 4))
+
+
+@pytest.mark.parametrize("make", [fail_to_compile, choose_by_numbers])
+def test_what_has_no_graph_is_left_to_autograd_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, make: Callable[[pytest.MonkeyPatch], Case]
+) -> None:
+    case = with_joint(make(monkeypatch))
+
+    for _ in range(2):
+        for one, other in zip(case.recomputed(), case.by_autograd(), strict=True):
+            assert torch.equal(one, other)
+
+    lines = [record.getMessage() for record in caplog.records if record.name == joint.__name__]
+    assert len(lines) == 1
+    assert lines[0].startswith("layers are recomputed without a graph of their own, which is slower: ")
