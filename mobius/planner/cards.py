@@ -27,8 +27,12 @@ BACKWARD_SHARE = 0.755
 """A layer's backward over large products: 8.40 less 2.47 ms, less what the fp32 sums take."""
 ACCUMULATION_BYTES = 8
 """GPU memory traffic of products that add to fp32 sums, per parameter and microbatch: sum read 4, written 4."""
-LAUNCH = LayerSeconds(0.28e-3, 1.5e-3, 1.9e-3)
-"""Seconds of Python and launches for a compiled layer: 0.25 to 0.31, 1.4 to 1.7, 1.8 to 2.1 ms on hosts of H200s."""
+RECOMPUTED_SHARE = 0.72
+"""Of a layer's forward, what its recomputed backward takes beside a kept one: less than all, being one graph (8.5 to
+7.8 ms with both in one process)."""
+LAUNCH = LayerSeconds(0.28e-3, 1.5e-3, 0.95e-3)
+"""Seconds of Python and launches for a compiled layer on hosts of H200s: 0.25 to 0.31 ms forward, 1.4 to 1.7 backward;
+recomputed half of the 1.8 to 2.1 that two graphs took (0.43 to 0.57 times, both in one process)."""
 ACTION_LAUNCH = 0.35e-3
 """The same for messages, slots and events of an action: 0.2 ms (forward) to 0.4 (backward) in runs."""
 LOSS_SHARE = 0.748
@@ -213,7 +217,7 @@ def _layer(parameters: int, operations: float, rate: float, memory: float) -> La
     forward = operations / (rate * FORWARD_SHARE)
     products = 2 * operations / (rate * BACKWARD_SHARE)
     backward = products + ACCUMULATION_BYTES * parameters / memory
-    return LayerSeconds(forward, backward, forward + backward)
+    return LayerSeconds(forward, backward, RECOMPUTED_SHARE * forward + backward)
 
 
 def estimate_copies(link: float, host_bandwidth: float, num_ranks: int) -> CopyRates:

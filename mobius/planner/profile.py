@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-FORMAT = 5
+FORMAT = 6
 """Counted up when a field changes its meaning, so that an older file is not believed."""
 
 
