@@ -27,9 +27,9 @@ BACKWARD_SHARE = 0.755
 """A layer's backward over large products: 8.40 less 2.47 ms, less what the fp32 sums take."""
 ACCUMULATION_BYTES = 8
 """GPU memory traffic of products that add to fp32 sums, per parameter and microbatch: sum read 4, written 4."""
-RECOMPUTED_SHARE = 0.72
-"""Of a layer's forward, what its recomputed backward takes beside a kept one: less than all, being one graph (8.5 to
-7.8 ms with both in one process)."""
+RECOMPUTED_SHARE = 0.76
+"""Of a layer's forward, what its recomputed backward takes beside a kept one: less than all, being one graph. Steps of
+7B on two GPUs, all recomputed: 0.836 to 0.796 s, 0.62 ms of 2.6 for each layer and microbatch."""
 LAUNCH = LayerSeconds(0.28e-3, 1.5e-3, 0.95e-3)
 """Seconds of Python and launches for a compiled layer on hosts of H200s: 0.25 to 0.31 ms forward, 1.4 to 1.7 backward;
 recomputed half of the 1.8 to 2.1 that two graphs took (0.43 to 0.57 times, both in one process)."""
