@@ -59,8 +59,7 @@ class JointGraph:
             return None
         values, structure = pytree.tree_flatten(dict(arguments))
         tensors = [value for value in values if isinstance(value, Tensor)]
-        shapes = tuple((*each.shape, each.dtype) if isinstance(each, Tensor) else repr(each) for each in values)
-        key = (tuple(inputs.shape), inputs.dtype, tuple(arguments), shapes)
+        key = (tuple(arguments), *map(_kind, (inputs, gradient, *values)))
         flat = [*weights.values(), inputs, gradient, *tensors]
         try:
             with torch.no_grad():
@@ -95,6 +94,11 @@ class JointGraph:
             return dict(zip(leaves, found, strict=True)), own
 
         return joint
+
+
+def _kind(value: object) -> Hashable:
+    """What of an argument a graph is made for."""
+    return (value.dtype, *value.shape, *value.stride()) if isinstance(value, Tensor) else repr(value)
 
 
 class UntraceableError(Exception):

@@ -97,6 +97,15 @@ def test_every_shape_has_a_graph_and_what_is_seen_again_has_none(uncompiled: lis
     assert len(uncompiled) == 2
 
 
+def test_a_gradient_that_is_not_contiguous_has_a_graph_of_its_own(uncompiled: list[torch.fx.GraphModule]) -> None:
+    case = with_joint(layer_of("llama"))
+    turned = replace(case, gradient=case.gradient.transpose(0, 1).contiguous().transpose(0, 1))
+    for each in (case, turned):
+        for one, other in zip(each.recomputed(), case.by_autograd(), strict=True):
+            assert torch.equal(one, other)
+    assert len(uncompiled) == 2
+
+
 def test_the_product_that_only_the_output_needs_is_not_computed_again(
     uncompiled: list[torch.fx.GraphModule],
 ) -> None:
