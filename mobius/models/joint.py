@@ -35,6 +35,7 @@ class JointGraph:
     def __init__(self, module: nn.Module, *, name: str) -> None:
         """`name` is what a message calls such modules, in the plural."""
         self._module, self._name = module, name
+        self._buffers = dict(module.named_buffers())
         self._compiled: dict[Hashable, Callable[..., tuple[Gradients, Tensor]]] = {}
         self._is_broken = False
 
@@ -50,7 +51,7 @@ class JointGraph:
 
         Args:
             weights: name within the module -> tensor.
-            inputs: floating point, with the module's first argument's shape; `arguments` are the others.
+            inputs: the module's first argument, floating point; `arguments` are the others by name.
             gradient: of the output.
 
         Returns None if the module cannot be traced or compiled: autograd must do it, now and from then on.
@@ -60,7 +61,7 @@ class JointGraph:
         values, structure = pytree.tree_flatten(dict(arguments))
         tensors = [value for value in values if isinstance(value, Tensor)]
         key = (tuple(arguments), *map(_kind, (inputs, gradient, *values)))
-        flat = [*weights.values(), inputs, gradient, *tensors]
+        flat = [*weights.values(), *self._buffers.values(), inputs, gradient, *tensors]
         try:
             with torch.no_grad():
                 if key not in self._compiled:
@@ -80,16 +81,17 @@ class JointGraph:
         """What is traced: a function of tensors only; whatever else is among `values` is fixed."""
 
         def joint(*flat: Tensor) -> tuple[Gradients, Tensor]:
-            weights = dict(zip(names, flat, strict=False))
-            inputs, gradient, *tensors = flat[len(names) :]
-            inputs = inputs.detach().requires_grad_()
-            rest = iter(tensors)
+            rest = iter(flat)
+            weights = {name: next(rest) for name in names}
+            buffers = {name: next(rest) for name in self._buffers}
+            inputs, gradient = next(rest).detach().requires_grad_(), next(rest)
             arguments = pytree.tree_unflatten(
                 [next(rest) if isinstance(value, Tensor) else value for value in values], structure
             )
             fixed, leaves = make_leaves(weights, tapped, num_tokens=inputs.shape[:-1].numel())
+            tensors = {**fixed, **leaves, **buffers}
             with torch.enable_grad():
-                output = cast(Tensor, functional_call(self._module, {**fixed, **leaves}, (inputs,), arguments))
+                output = cast(Tensor, functional_call(self._module, tensors, (inputs,), arguments))
             *found, own = torch.autograd.grad(output, [*leaves.values(), inputs], gradient, allow_unused=True)
             return dict(zip(leaves, found, strict=True)), own
 

@@ -137,6 +137,30 @@ def test_compiled_it_serves_all_layers_and_gives_autograds_gradients() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+class Shifted(nn.Module):
+    """Has a buffer."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("offset", torch.rand(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs + self.offset).square() * self.weight
+
+
+def test_buffers_of_a_module_are_among_the_tensors(uncompiled: list[torch.fx.GraphModule]) -> None:
+    block = Block("layer.", Shifted(), {"weight": (4,)})
+    case = with_joint(Case(block, {"layer.weight": torch.rand(4)}, torch.rand(2, 4), {}, torch.rand(2, 4)))
+
+    for one, other in zip(case.recomputed(), case.by_autograd(), strict=True):
+        assert torch.equal(one, other)
+
+    assert len(uncompiled) == 1
+
+
 class Choosing(nn.Module):
     """Its operations depend on the numbers."""
 
