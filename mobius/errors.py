@@ -67,3 +67,9 @@ class TransportError(MobiusError):
 
 class NonFiniteLossError(MobiusError):
     """Training was stopped after too many steps in a row whose gradients were not finite."""
+
+
+def first_line(error: BaseException) -> str:
+    """What of a message fits into a line: its first, with the next one behind a colon; the class if there is none."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -9,6 +9,8 @@ from typing import Generic, ParamSpec, TypeVar
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
+from mobius.errors import first_line
+
 logger = logging.getLogger(__name__)
 
 Arguments = ParamSpec("Arguments")
@@ -34,14 +36,9 @@ class CompiledFunction(Generic[Arguments, Result]):
                 return self._compiled(*args, **kwargs)
             except TorchDynamoException as error:
                 self._is_broken = True
-                reason = first_words(error)
                 logger.warning(
-                    "%s run without compilation, which is slower: torch.compile failed: %s", self._name, reason
+                    "%s run without compilation, which is slower: torch.compile failed: %s",
+                    self._name,
+                    first_line(error),
                 )
         return self._function(*args, **kwargs)
-
-
-def first_words(error: Exception) -> str:
-    """The line of the message that says what is wrong."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

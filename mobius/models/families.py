@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from mobius.config import ModelConfig
-from mobius.errors import CheckpointError, ConfigError
+from mobius.errors import CheckpointError, ConfigError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def locate_model(model_path: str) -> Path:
         # The hub client raises many unrelated types for "not there"; all mean the same to the user.
         raise CheckpointError(
             f"--model_path {model_path}: not found. Looked for a folder {folder.absolute()}, for the model in the "
-            f"cache {constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {_first_line(error)}). Without a "
+            f"cache {constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {first_line(error)}). Without a "
             f"network: on a machine that has one run `hf download {model_path} --local-dir MODEL`, copy the folder and "
             "give --model_path MODEL."
         ) from error
@@ -88,7 +88,7 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(folder)
     except (ValueError, OSError, KeyError) as error:
         raise CheckpointError(
-            f"--model_path {options.model_path}: cannot read its config.json: {_first_line(error)}"
+            f"--model_path {options.model_path}: cannot read its config.json: {first_line(error)}"
         ) from error
     if config.model_type not in SUPPORTED_FAMILIES:
         raise CheckpointError(
@@ -178,7 +178,3 @@ def folder_has_weights(folder: Path) -> bool:
             f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
         )
     return False
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else "no message"

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from mobius.models.compiled import first_words
+from mobius.errors import first_line
 from mobius.models.linear import make_leaves
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class JointGraph:
         except (TorchDynamoException, UntraceableError) as error:
             self._is_broken = True
             logger.warning(
-                "%s are recomputed without a graph of their own, which is slower: %s", self._name, first_words(error)
+                "%s are recomputed without a graph of their own, which is slower: %s", self._name, first_line(error)
             )
             return None
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mobius.errors import TransportError
+from mobius.errors import TransportError, first_line
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
 from mobius.runtime.mailboxes import Mailboxes
 from mobius.runtime.meeting import Meeting
@@ -204,8 +204,7 @@ class DistributedTransport:
 
     def _lost(self, peer: int | None, error: RuntimeError) -> TransportError:
         who = "another rank" if peer is None else f"its neighbour rank {peer}"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return TransportError(
             f"rank {self.rank} stops: it lost {who}, whose own message (above or below) tells the cause. "
-            f"What this rank saw: {reason}"
+            f"What this rank saw: {first_line(error)}"
         )

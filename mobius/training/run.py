@@ -15,7 +15,7 @@ from mobius.cli import to_yaml
 from mobius.config import Config
 from mobius.data.batches import Batches
 from mobius.data.datasets import PreparedData, describe_sample, prepare_dataset
-from mobius.errors import CheckpointError, GpuMemoryError
+from mobius.errors import CheckpointError, GpuMemoryError, first_line
 from mobius.memory.available import huge_page_share
 from mobius.models.families import load_generation_config, load_model_config, locate_model
 from mobius.planner.budget import GIB
@@ -50,7 +50,7 @@ def run_training(config: Config, ranks: Ranks, *, given: Collection[str] = ()) -
         _run(config, ranks, given)
     except torch.OutOfMemoryError as error:
         raise GpuMemoryError(
-            f"rank {ranks.rank} ran out of GPU memory: {str(error).strip().splitlines()[0]} To fit: raise --num_stages "
+            f"rank {ranks.rank} ran out of GPU memory: {first_line(error)} To fit: raise --num_stages "
             "(smaller stages), raise --num_chunks (smaller microbatches), lower --resident_stages, --batch_size or "
             "--seq_length, or use --use_offload if it is off."
         ) from error
