@@ -29,10 +29,10 @@ ACCUMULATION_BYTES = 8
 """GPU memory traffic of products that add to fp32 sums, per parameter and microbatch: sum read 4, written 4."""
 RECOMPUTED_SHARE = 0.76
 """Of a layer's forward, what its recomputed backward takes beside a kept one: less than all, being one graph. Steps of
-7B on two GPUs, all recomputed: 0.836 to 0.796 s, 0.62 ms of 2.6 for each layer and microbatch."""
+half of 7B on two GPUs, all recomputed: 0.836 to 0.796 s, 0.62 ms of 2.6 for each layer and microbatch."""
 LAUNCH = LayerSeconds(0.28e-3, 1.5e-3, 0.95e-3)
 """Seconds of Python and launches for a compiled layer on hosts of H200s: 0.25 to 0.31 ms forward, 1.4 to 1.7 backward;
-recomputed half of the 1.8 to 2.1 that two graphs took (0.43 to 0.57 times, both in one process)."""
+recomputed half of the 1.8 to 2.1 that two graphs took (0.42 to 0.67 times, both in one process)."""
 ACTION_LAUNCH = 0.35e-3
 """The same for messages, slots and events of an action: 0.2 ms (forward) to 0.4 (backward) in runs."""
 LOSS_SHARE = 0.748
