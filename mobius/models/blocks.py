@@ -44,7 +44,7 @@ class Block:
     compiled: CompiledFunction[..., Tensor] | None = None
     """The module's code compiled, shared like `module`; None to run it eagerly."""
     joint: JointGraph | None = None
-    """Its forward and backward in one, shared too; None to leave them to autograd."""
+    """Its forward and backward traced together, shared too; None to leave them to autograd."""
 
     @property
     def num_parameters(self) -> int:

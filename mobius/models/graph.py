@@ -13,20 +13,24 @@ import torch
 from torch import Tensor
 
 from mobius.models.blocks import Block
-from mobius.models.joint import Gradients
+from mobius.models.joint import Gradients, KeptActivations
 from mobius.models.linear import add_product, make_leaves, tap_names, weight_name
 
 Views = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class BlockGraph:
-    """A block's forward with its graph, until `backward` consumes it."""
+class AutogradGraph:
+    """A block's forward with autograd's graph, until `backward` consumes it."""
 
     inputs: Tensor
     leaves: Mapping[str, Tensor]
     """Name within the block -> a leaf of the graph: parameters, and taps where a product makes the gradient."""
     output: Tensor
+
+
+BlockGraph = AutogradGraph | KeptActivations
+"""What `backward` needs of a forward, and its `output`."""
 
 
 def own_views(views: Views, block: Block) -> dict[str, Tensor]:
@@ -42,12 +46,15 @@ def run_with_graph(block: Block, weights: Views, inputs: Tensor, arguments: Mapp
         inputs: [..., H], or token ids.
     """
     inputs = inputs.detach()
-    if inputs.is_floating_point():
-        inputs.requires_grad_()
     own = own_views(weights, block)
+    if inputs.is_floating_point():
+        kept = block.joint.keep(own, block.tapped, inputs, arguments) if block.joint is not None else None
+        if kept is not None:
+            return kept
+        inputs.requires_grad_()
     fixed, leaves = make_leaves(own, block.tapped, num_tokens=inputs.shape[:-1].numel())
     with torch.enable_grad():
-        return BlockGraph(inputs, leaves, block({**fixed, **leaves}, inputs, **arguments))
+        return AutogradGraph(inputs, leaves, block({**fixed, **leaves}, inputs, **arguments))
 
 
 def backward(block: Block, graph: BlockGraph, gradients: Views, gradient: Tensor) -> Tensor:
@@ -55,6 +62,10 @@ def backward(block: Block, graph: BlockGraph, gradients: Views, gradient: Tensor
 
     `gradient` is that of the graph's output. Token ids have no gradient: then `gradient` is returned.
     """
+    if isinstance(graph, KeptActivations):
+        found, input_gradient = graph.backward(gradient)
+        _add(block, found, gradients)
+        return input_gradient
     names, sources = list(graph.leaves), list(graph.leaves.values())
     if graph.inputs.requires_grad:
         sources.append(graph.inputs)
@@ -62,9 +73,9 @@ def backward(block: Block, graph: BlockGraph, gradients: Views, gradient: Tensor
     _add(block, dict(zip(names, results, strict=False)), gradients)
     if not graph.inputs.requires_grad:
         return gradient
-    input_gradient = results[-1]
-    assert input_gradient is not None
-    return input_gradient
+    own = results[-1]
+    assert own is not None
+    return own
 
 
 def recomputed_backward(
@@ -80,7 +91,7 @@ def recomputed_backward(
 
 
 def _add(block: Block, results: Gradients, gradients: Views) -> None:
-    """Add what autograd found for the leaves of `block` to its sums."""
+    """Add what was found for the leaves of `block` to its sums."""
     # What has no gradient in this microbatch is left out.
     found = {name: result for name, result in results.items() if result is not None}
     sums = own_views(gradients, block)

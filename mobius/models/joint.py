@@ -1,42 +1,100 @@
-"""Forward and backward of a module as one compiled graph, for layers whose activations are not kept.
+"""Forward and backward of a module traced together: as one compiled graph, or as two with what is kept between them.
 
-Beside two graphs with autograd between them it spares the host about half of its work, and the device what only the
-output would need: above all the last product of the forward, which no gradient depends on.
+Beside torch.compile's two graphs with autograd between them either spares the host about half of its work. One graph,
+for layers whose activations are not kept, also spares the device what only the output would need: above all the last
+product of the forward, which no gradient depends on.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
 from torch.func import functional_call
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from mobius.errors import first_line
 from mobius.models.linear import make_leaves
+from mobius.models.tracing import Results, SplitFunction, UntraceableError, compile_function, split_function
 
 logger = logging.getLogger(__name__)
 
 Gradients = Mapping[str, Tensor | None]
 """Name within the module, or name of a tap -> gradient; None where it has none."""
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The tensors of a call in a row, and how to make the call with others like them."""
+
+    module: nn.Module
+    weights: Sequence[str]
+    buffers: Sequence[str]
+    tapped: Sequence[str]
+    values: Sequence[Any]
+    """The arguments behind the first, as `structure` flattens them."""
+    structure: pytree.TreeSpec
+    tensors: Sequence[Tensor]
+    """Weights, buffers, the first argument, and those of `values` that are tensors."""
+    key: tuple[Hashable, ...]
+    """What a graph is made for."""
+
+    @property
+    def leaves(self) -> Sequence[str]:
+        """Names of what has a gradient beside the first argument."""
+        weights = dict(zip(self.weights, self.tensors, strict=False))
+        return tuple(make_leaves(weights, self.tapped, num_tokens=1)[1])
+
+    def differentiate(self, tensors: Sequence[Tensor], gradient: Tensor) -> Results:
+        """The output, and gradients of `leaves` and of the first argument; what is no tensor is as in this call."""
+        rest = iter(tensors)
+        weights = {name: next(rest) for name in self.weights}
+        buffers = {name: next(rest) for name in self.buffers}
+        inputs = next(rest).detach().requires_grad_()
+        arguments = pytree.tree_unflatten(
+            [next(rest) if isinstance(value, Tensor) else value for value in self.values], self.structure
+        )
+        fixed, leaves = make_leaves(weights, self.tapped, num_tokens=inputs.shape[:-1].numel())
+        with torch.enable_grad():
+            output = cast(Tensor, functional_call(self.module, {**fixed, **leaves, **buffers}, (inputs,), arguments))
+        return output.detach(), *torch.autograd.grad(output, [*leaves.values(), inputs], gradient, allow_unused=True)
+
+
+@dataclass(frozen=True)
+class KeptActivations:
+    """A forward until `backward` consumes it: its output, and what backward needs."""
+
+    output: Tensor
+    _known: list[Tensor]
+    _graph: SplitFunction
+    _leaves: Sequence[str]
+
+    def backward(self, gradient: Tensor) -> tuple[Gradients, Tensor]:
+        """Gradients of the leaves, and that of the inputs; `gradient` is that of `output`. Only once."""
+        assert (gradient.shape, gradient.dtype) == (self.output.shape, self.output.dtype)
+        return _named(self._leaves, self._graph.backward(self._known, gradient.contiguous()))
 
 
 class JointGraph:
     """Gradients of a module's parameters and inputs, from its inputs; one graph per shape, whatever tensors come.
 
-    The first call of each shape compiles.
+    Its leaves are those that `make_leaves` gives for `weights` (name within the module -> tensor) and `tapped`;
+    `inputs` is the module's first argument, floating point, and `arguments` are the others by name. The first call of
+    each shape compiles. Both ways return None if the module cannot be traced or compiled: autograd must do it, now and
+    from then on.
     """
 
     def __init__(self, module: nn.Module, *, name: str) -> None:
         """`name` is what a message calls such modules, in the plural."""
         self._module, self._name = module, name
         self._buffers = dict(module.named_buffers())
-        self._compiled: dict[Hashable, Callable[..., tuple[Gradients, Tensor]]] = {}
+        self._whole: dict[Hashable, tuple[Callable[[list[Tensor]], Results], Sequence[str]]] = {}
+        self._split: dict[Hashable, tuple[SplitFunction, Sequence[str]]] = {}
         self._is_broken = False
 
     def __call__(
@@ -47,69 +105,69 @@ class JointGraph:
         arguments: Mapping[str, Any],
         gradient: Tensor,
     ) -> tuple[Gradients, Tensor] | None:
-        """Gradients of the leaves that `make_leaves` gives for `weights` and `tapped`, and that of `inputs`.
+        """Gradients of the leaves and that of `inputs`; `gradient` is that of the output."""
 
-        Args:
-            weights: name within the module -> tensor.
-            inputs: the module's first argument, floating point; `arguments` are the others by name.
-            gradient: of the output.
+        def run() -> tuple[Gradients, Tensor]:
+            call = self._call(weights, tapped, inputs, arguments)
+            key = (*call.key, _kind(gradient))
+            flat = [*call.tensors, gradient]
+            if key not in self._whole:
+                function = compile_function(lambda given: call.differentiate(given[:-1], given[-1])[1:], flat)
+                self._whole[key] = function, call.leaves
+            function, leaves = self._whole[key]
+            return _named(leaves, function(flat))
 
-        Returns None if the module cannot be traced or compiled: autograd must do it, now and from then on.
-        """
-        if self._is_broken:
-            return None
+        return self._attempt(run)
+
+    def keep(
+        self, weights: Mapping[str, Tensor], tapped: Sequence[str], inputs: Tensor, arguments: Mapping[str, Any]
+    ) -> KeptActivations | None:
+        """The forward; its backward needs the same `weights` where they are. The output has the shape of `inputs`."""
+
+        def run() -> KeptActivations:
+            call = self._call(weights, tapped, inputs, arguments)
+            if call.key not in self._split:
+                gradient = torch.empty_like(inputs, memory_format=torch.contiguous_format)
+                self._split[call.key] = split_function(call.differentiate, call.tensors, gradient), call.leaves
+            graph, leaves = self._split[call.key]
+            return KeptActivations(*graph.forward(call.tensors), graph, leaves)
+
+        return self._attempt(run)
+
+    def _call(
+        self, weights: Mapping[str, Tensor], tapped: Sequence[str], inputs: Tensor, arguments: Mapping[str, Any]
+    ) -> _Call:
         values, structure = pytree.tree_flatten(dict(arguments))
         tensors = [value for value in values if isinstance(value, Tensor)]
-        key = (tuple(arguments), *map(_kind, (inputs, gradient, *values)))
-        flat = [*weights.values(), *self._buffers.values(), inputs, gradient, *tensors]
+        return _Call(
+            self._module,
+            tuple(weights),
+            tuple(self._buffers),
+            tapped,
+            values,
+            structure,
+            [*weights.values(), *self._buffers.values(), inputs, *tensors],
+            (tuple(arguments), *map(_kind, (next(iter(weights.values())), inputs, *values))),
+        )
+
+    def _attempt(self, run: Callable[[], Result]) -> Result | None:
+        """What `run` returns; None once there was something that it could not trace or compile."""
+        if self._is_broken:
+            return None
         try:
             with torch.no_grad():
-                if key not in self._compiled:
-                    joint = self._function(tuple(weights), tapped, values, structure)
-                    self._compiled[key] = torch.compile(_trace(joint, flat), dynamic=False)
-                return self._compiled[key](*flat)
-        except (TorchDynamoException, UntraceableError) as error:
+                return run()
+        except UntraceableError as error:
             self._is_broken = True
-            logger.warning(
-                "%s are recomputed without a graph of their own, which is slower: %s", self._name, first_line(error)
-            )
+            logger.warning("%s run without graphs of their own, which is slower: %s", self._name, first_line(error))
             return None
 
-    def _function(
-        self, names: Sequence[str], tapped: Sequence[str], values: Sequence[Any], structure: pytree.TreeSpec
-    ) -> Callable[..., tuple[Gradients, Tensor]]:
-        """What is traced: a function of tensors only; whatever else is among `values` is fixed."""
 
-        def joint(*flat: Tensor) -> tuple[Gradients, Tensor]:
-            rest = iter(flat)
-            weights = {name: next(rest) for name in names}
-            buffers = {name: next(rest) for name in self._buffers}
-            inputs, gradient = next(rest).detach().requires_grad_(), next(rest)
-            arguments = pytree.tree_unflatten(
-                [next(rest) if isinstance(value, Tensor) else value for value in values], structure
-            )
-            fixed, leaves = make_leaves(weights, tapped, num_tokens=inputs.shape[:-1].numel())
-            tensors = {**fixed, **leaves, **buffers}
-            with torch.enable_grad():
-                output = cast(Tensor, functional_call(self._module, tensors, (inputs,), arguments))
-            *found, own = torch.autograd.grad(output, [*leaves.values(), inputs], gradient, allow_unused=True)
-            return dict(zip(leaves, found, strict=True)), own
-
-        return joint
+def _named(leaves: Sequence[str], gradients: Results) -> tuple[Gradients, Tensor]:
+    *found, own = gradients
+    return dict(zip(leaves, found, strict=True)), cast(Tensor, own)
 
 
 def _kind(value: object) -> Hashable:
     """What of an argument a graph is made for."""
-    return (value.dtype, *value.shape, *value.stride()) if isinstance(value, Tensor) else repr(value)
-
-
-class UntraceableError(Exception):
-    """A function whose operations depend on the numbers that go through it, or that the tracer does not know."""
-
-
-def _trace(function: Callable[..., Any], flat: Sequence[Tensor]) -> torch.fx.GraphModule:
-    """The operations of `function` on tensors like `flat`, found without memory or numbers."""
-    try:
-        return make_fx(function, tracing_mode="fake")(*flat)
-    except Exception as error:
-        raise UntraceableError(str(error)) from error
+    return (value.device, value.dtype, *value.shape, *value.stride()) if isinstance(value, Tensor) else repr(value)

@@ -81,10 +81,10 @@ class StageModule:
         layer_arguments = self._layer_arguments(gradient)
         for layer, arguments in zip(reversed(self._layers), reversed(layer_arguments), strict=True):
             last = kept.pop()
-            if isinstance(last, BlockGraph):
-                gradient = backward(layer, last, gradients, gradient)
-            else:
+            if isinstance(last, Tensor):
                 gradient = recomputed_backward(layer, weights, last, arguments, gradients, gradient)
+            else:
+                gradient = backward(layer, last, gradients, gradient)
             del last
         return gradient
 

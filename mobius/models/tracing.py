@@ -1,0 +1,127 @@
+"""Traces functions of tensors into compiled graphs, whole or cut into a forward and a backward.
+
+Nothing is between a call and the compiled code, neither autograd nor guards: the tensors of a call must have shapes,
+strides, dtypes and devices of those that were traced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+_SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+"""Operations that give what they are given."""
+
+
+Results = Sequence[Tensor | None]
+
+
+class UntraceableError(Exception):
+    """A function whose operations depend on the numbers that go through it, or that torch cannot trace or compile."""
+
+
+def compile_function(
+    function: Callable[[Sequence[Tensor]], Results], tensors: Sequence[Tensor]
+) -> Callable[[list[Tensor]], Results]:
+    """`function` as one graph for tensors like these; it empties the list that it is given. Raises UntraceableError."""
+    try:
+        with torch.no_grad():
+            return _compile(make_fx(function, tracing_mode="fake")(list(tensors)))
+    except Exception as error:  # torch has no class for all that may fail
+        raise UntraceableError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class SplitFunction:
+    """A function of tensors and a gradient in two: its first result, which needs no gradient, and the others."""
+
+    _forward: Callable[[list[Tensor]], Results]
+    _backward: Callable[[list[Tensor]], Results]
+    _taken: tuple[int, ...]
+    """Positions in [*tensors, *kept, gradient] of what the second part takes."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The first result, and what to hand to `backward`: `tensors` and what is kept beside them."""
+        with torch.no_grad():
+            result, *kept = cast(Sequence[Tensor], self._forward(list(tensors)))
+        return result, [*tensors, *kept]
+
+    def backward(self, known: list[Tensor], gradient: Tensor) -> Results:
+        """The other results. Empties `known`: what is kept is freed as soon as it is used."""
+        known.append(gradient)
+        taken = [known[position] for position in self._taken]
+        known.clear()
+        with torch.no_grad():
+            return self._backward(taken)
+
+
+def split_function(
+    function: Callable[[Sequence[Tensor], Tensor], Results], tensors: Sequence[Tensor], gradient: Tensor
+) -> SplitFunction:
+    """Trace function(tensors, gradient) on tensors like these, cut it, and compile both parts.
+
+    What is cheap to make again is not kept; the cut is torch's partitioner's, as under torch.compile. Raises
+    UntraceableError.
+    """
+
+    # By this name the partitioner tells the gradient from other inputs; it sees what is cheap in small operations only.
+    def joint(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Results:
+        return function(primals, tangents[0])
+
+    given = list(tensors), [gradient]
+    try:
+        with torch.no_grad():
+            graph = make_fx(joint, decomposition_table=select_decomp_table(), tracing_mode="fake")(*given)
+            _drop_same(graph.graph)
+            forward, backward = min_cut_rematerialization_partition(graph, given, num_fwd_outputs=1)
+            taken = _keep_no_inputs(forward.graph, backward.graph)
+            return SplitFunction(_compile(forward), _compile(backward), taken)
+    except Exception as error:
+        raise UntraceableError(str(error)) from error
+
+
+def _drop_same(graph: Graph) -> None:
+    """Take out operations that do nothing: what is kept would be their outputs, in the place of inputs."""
+    for node in list(graph.nodes):
+        if node.target in _SAME:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _keep_no_inputs(forward: Graph, backward: Graph) -> tuple[int, ...]:
+    """Let `forward` give its result and what it makes, not what it is given; tell where `backward` gets its inputs."""
+    (output,) = forward.find_nodes(op="output")
+    inputs = forward.find_nodes(op="placeholder")
+    result, *saved = output.args[0]
+    made = [node for node in saved if node not in inputs]
+    output.args = ((result, *made),)
+    # Nodes of different graphs; what is the same has the same name, and what is not in forward is the gradient.
+    names = [node.name for node in (*inputs, *made)]
+    taken = (node.name for node in backward.find_nodes(op="placeholder"))
+    return tuple(names.index(name) if name in names else len(names) for name in taken)
+
+
+def _compile(module: GraphModule) -> Callable[[list[Tensor]], Results]:
+    """`module`, given its inputs in one list, which the compiled code empties: nothing else is to hold them."""
+    graph = Graph()
+    given = graph.placeholder("tensors")
+    given.meta["steal_arg"] = True
+    inputs = module.graph.find_nodes(op="placeholder")
+    copies: dict[Any, Any] = {}
+    for position, node in enumerate(inputs):
+        copies[node] = graph.call_function(operator.getitem, (given, position))
+    for node in module.graph.nodes:
+        if node.op != "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    examples: Any = [node.meta["val"] for node in inputs]
+    compiled: Callable[[list[Tensor]], Results] = torch._inductor.compile(GraphModule(module, graph), [examples])
+    return compiled
