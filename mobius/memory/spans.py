@@ -20,6 +20,8 @@ from typing import Protocol
 
 import torch
 
+from mobius.memory.streams import timed_mark
+
 
 class TraceLane(StrEnum):
     """What works on a span; the lanes of a rank work at the same time."""
@@ -186,16 +188,13 @@ class SpanRecorder:
     def _mark(self) -> _Mark:
         if not self._is_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return timed_mark(self._device)
 
     def _take_base(self) -> tuple[float, torch.cuda.Event]:
         """An event and the host's time of it."""
         torch.cuda.synchronize(self._device)  # sync: once, before the first step that is recorded
-        event = torch.cuda.Event(enable_timing=True)
         before = time.perf_counter()
-        event.record()
+        event = timed_mark(self._device)
         event.synchronize()
         return (before + time.perf_counter()) / 2, event
 

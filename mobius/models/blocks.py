@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from mobius.errors import CheckpointError
 from mobius.models.compiled import CompiledFunction
-from mobius.models.joint import JointGraph
 from mobius.models.linear import TappedLinear, linears_called_once, tap_linears
 from mobius.models.loss import LogitsLoss
+from mobius.models.module_graphs import ModuleGraphs
 from mobius.planner.shape import ModelShape
 
 _PROBE_TOKENS = 13
@@ -43,8 +43,8 @@ class Block:
     """Linears within the module whose weight gradient is made outside of autograd (`linear.py`)."""
     compiled: CompiledFunction[..., Tensor] | None = None
     """The module's code compiled, shared like `module`; None to run it eagerly."""
-    joint: JointGraph | None = None
-    """Its forward and backward traced together, shared too; None to leave them to autograd."""
+    graphs: ModuleGraphs | None = None
+    """The module as graphs of its own, shared too; None to call its code and leave backward to autograd."""
 
     @property
     def num_parameters(self) -> int:
@@ -66,7 +66,7 @@ class Block:
         def run(weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             return cast(Tensor, functional_call(self.module, weights, args, kwargs))
 
-        return replace(self, compiled=CompiledFunction(run, name=name), joint=JointGraph(self.module, name=name))
+        return replace(self, compiled=CompiledFunction(run, name=name), graphs=ModuleGraphs(self.module, name=name))
 
 
 class ModelParts:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mobius.models.blocks import Block
-from mobius.models.joint import Gradients, KeptActivations
 from mobius.models.linear import add_product, make_leaves, tap_names, weight_name
+from mobius.models.module_graphs import Gradients, KeptActivations
 
 Views = Mapping[str, Tensor]
 
@@ -38,6 +38,17 @@ def own_views(views: Views, block: Block) -> dict[str, Tensor]:
     return {name: views[block.prefix + name] for name in block.shapes}
 
 
+def run(block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    """Run `block` without a graph; `weights` by Hugging Face name, `inputs` [..., H] or token ids."""
+    own = own_views(weights, block)
+    if block.graphs is not None and inputs.is_floating_point():
+        output = block.graphs.forward(own, inputs, arguments)
+        if output is not None:
+            return output
+    with torch.no_grad():
+        return block(own, inputs, **arguments)
+
+
 def run_with_graph(block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any]) -> BlockGraph:
     """Run `block` with a graph that ends in its parameters and, if they are numbers and not token ids, its inputs.
 
@@ -48,7 +59,7 @@ def run_with_graph(block: Block, weights: Views, inputs: Tensor, arguments: Mapp
     inputs = inputs.detach()
     own = own_views(weights, block)
     if inputs.is_floating_point():
-        kept = block.joint.keep(own, block.tapped, inputs, arguments) if block.joint is not None else None
+        kept = block.graphs.keep(own, block.tapped, inputs, arguments) if block.graphs is not None else None
         if kept is not None:
             return kept
         inputs.requires_grad_()
@@ -82,8 +93,8 @@ def recomputed_backward(
     block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any], gradients: Views, gradient: Tensor
 ) -> Tensor:
     """What `backward` of `run_with_graph` gives for inputs that are numbers, in one graph if the block is compiled."""
-    if block.joint is not None:
-        results = block.joint(own_views(weights, block), block.tapped, inputs, arguments, gradient)
+    if block.graphs is not None:
+        results = block.graphs.recompute(own_views(weights, block), block.tapped, inputs, arguments, gradient)
         if results is not None:
             _add(block, results[0], gradients)
             return results[1]

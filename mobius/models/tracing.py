@@ -31,11 +31,15 @@ class UntraceableError(Exception):
 
 def compile_function(
     function: Callable[[Sequence[Tensor]], Results], tensors: Sequence[Tensor]
-) -> Callable[[list[Tensor]], Results]:
-    """`function` as one graph for tensors like these; it empties the list that it is given. Raises UntraceableError."""
+) -> Callable[..., Results]:
+    """`function` as one graph for tensors like these, which it takes one by one. Raises UntraceableError."""
+
+    def of_all(*tensors: Tensor) -> Results:
+        return function(tensors)
+
     try:
         with torch.no_grad():
-            return _compile(make_fx(function, tracing_mode="fake")(list(tensors)))
+            return _compile(make_fx(of_all, tracing_mode="fake")(*tensors))
     except Exception as error:  # torch has no class for all that may fail
         raise UntraceableError(str(error)) from error
 
@@ -44,7 +48,7 @@ def compile_function(
 class SplitFunction:
     """A function of tensors and a gradient in two: its first result, which needs no gradient, and the others."""
 
-    _forward: Callable[[list[Tensor]], Results]
+    _forward: Callable[..., Results]
     _backward: Callable[[list[Tensor]], Results]
     _taken: tuple[int, ...]
     """Positions in [*tensors, *kept, gradient] of what the second part takes."""
@@ -52,7 +56,7 @@ class SplitFunction:
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The first result, and what to hand to `backward`: `tensors` and what is kept beside them."""
         with torch.no_grad():
-            result, *kept = cast(Sequence[Tensor], self._forward(list(tensors)))
+            result, *kept = cast(Sequence[Tensor], self._forward(*tensors))
         return result, [*tensors, *kept]
 
     def backward(self, known: list[Tensor], gradient: Tensor) -> Results:
@@ -84,7 +88,8 @@ def split_function(
             _drop_same(graph.graph)
             forward, backward = min_cut_rematerialization_partition(graph, given, num_fwd_outputs=1)
             taken = _keep_no_inputs(forward.graph, backward.graph)
-            return SplitFunction(_compile(forward), _compile(backward), taken)
+            forward.recompile()
+            return SplitFunction(_compile(forward), _compile_emptying(backward), taken)
     except Exception as error:
         raise UntraceableError(str(error)) from error
 
@@ -110,18 +115,27 @@ def _keep_no_inputs(forward: Graph, backward: Graph) -> tuple[int, ...]:
     return tuple(names.index(name) if name in names else len(names) for name in taken)
 
 
-def _compile(module: GraphModule) -> Callable[[list[Tensor]], Results]:
+def _compile(module: GraphModule) -> Callable[..., Results]:
+    compiled: Callable[..., Results] = torch._inductor.compile(module, _examples(module))
+    return compiled
+
+
+def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
     """`module`, given its inputs in one list, which the compiled code empties: nothing else is to hold them."""
     graph = Graph()
     given = graph.placeholder("tensors")
     given.meta["steal_arg"] = True
-    inputs = module.graph.find_nodes(op="placeholder")
     copies: dict[Any, Any] = {}
-    for position, node in enumerate(inputs):
+    for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
         copies[node] = graph.call_function(operator.getitem, (given, position))
     for node in module.graph.nodes:
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    examples: Any = [node.meta["val"] for node in inputs]
-    compiled: Callable[[list[Tensor]], Results] = torch._inductor.compile(GraphModule(module, graph), [examples])
+    examples: Any = [_examples(module)]
+    compiled: Callable[[list[Tensor]], Results] = torch._inductor.compile(GraphModule(module, graph), examples)
     return compiled
+
+
+def _examples(module: GraphModule) -> list[Any]:
+    """Fake tensors like the inputs of `module`."""
+    return [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]

@@ -5,11 +5,9 @@ Owns streams; memory is given back by whoever asked for it.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
-from mobius.memory.streams import Event
+from mobius.memory.streams import CudaEvent, Event, current_cuda_stream
 from mobius.runtime.cuda_driver import CudaDriver
 from mobius.runtime.mailboxes import CopyQueue
 
@@ -84,7 +82,7 @@ class _CudaQueue:
         self._handle = int(self._stream.cuda_stream)
 
     def follow_compute(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(current_cuda_stream(self._device.index))
 
     def wait_value(self, address: int, value: int) -> None:
         self._driver.wait_value(self._handle, address, value)
@@ -96,4 +94,4 @@ class _CudaQueue:
         self._driver.copy(self._handle, target, source, num_bytes)
 
     def record(self) -> Event:
-        return cast(Event, self._stream.record_event())
+        return CudaEvent(self._stream)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mobius.models.blocks import LayerInputs, ModelParts
-from mobius.models.graph import BlockGraph, Views, backward, own_views, recomputed_backward, run_with_graph
+from mobius.models.graph import BlockGraph, Views, backward, recomputed_backward, run, run_with_graph
 from mobius.models.loss import chunked_cross_entropy, shift_labels
 from mobius.planner.partition import StageSpan
 from mobius.planner.working_set import LayerBytes
@@ -52,13 +52,8 @@ class StageModule:
 
         Returns the hidden states [B, L, H], without a graph, and what `backward` needs of every layer.
         """
-        with torch.no_grad():
-            hidden = (
-                self._parts.embedding(own_views(weights, self._parts.embedding), inputs)
-                if self.span.is_first
-                else inputs
-            )
-            layer_arguments = self._layer_arguments(hidden)
+        hidden = run(self._parts.embedding, weights, inputs, {}) if self.span.is_first else inputs
+        layer_arguments = self._layer_arguments(hidden)
         kept: list[Kept] = []
         for layer, arguments in zip(self._layers, layer_arguments, strict=True):
             if keep_graphs:
@@ -67,8 +62,7 @@ class StageModule:
                 hidden = graph.output.detach()
             else:
                 kept.append(hidden)
-                with torch.no_grad():
-                    hidden = layer(own_views(weights, layer), hidden, **arguments)
+                hidden = run(layer, weights, hidden, arguments)
         return hidden, kept
 
     def backward(self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from enum import StrEnum
 
 import torch
 
+from mobius.memory.streams import timed_mark
+
 
 class WaitCause(StrEnum):
     """What compute waited for."""
@@ -23,7 +25,7 @@ class WaitClock:
     """Sums waits per cause. On a GPU a wait is the time between two events around it on the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._host_seconds: defaultdict[WaitCause, float] = defaultdict(float)
         self._pairs: list[tuple[WaitCause, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -34,11 +36,9 @@ class WaitClock:
             with self.blocking(cause):
                 yield
             return
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
+        before = timed_mark(self._device)
         yield
-        after.record()
-        self._pairs.append((cause, before, after))
+        self._pairs.append((cause, before, timed_mark(self._device)))
 
     @contextmanager
     def blocking(self, cause: WaitCause) -> Iterator[None]:

@@ -1,14 +1,15 @@
-"""Forward and backward of a module traced together: as one compiled graph, or as two with what is kept between them.
+"""The compiled graphs of a module: its forward alone, and both ways of going forward and back.
 
-Beside torch.compile's two graphs with autograd between them either spares the host about half of its work. One graph,
-for layers whose activations are not kept, also spares the device what only the output would need: above all the last
-product of the forward, which no gradient depends on.
+    activations kept        a forward, and a backward that takes what the forward kept
+    recomputed              one graph of both; what only the output would need is not in it, above all the last product
+
+Beside torch.compile and autograd they spare the host about half of its work.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -40,7 +41,7 @@ class _Call:
     """The arguments behind the first, as `structure` flattens them."""
     structure: pytree.TreeSpec
     tensors: Sequence[Tensor]
-    """Weights, buffers, the first argument, and those of `values` that are tensors."""
+    """Weights, the first argument, buffers, and those of `values` that are tensors."""
     key: tuple[Hashable, ...]
     """What a graph is made for."""
 
@@ -50,19 +51,30 @@ class _Call:
         weights = dict(zip(self.weights, self.tensors, strict=False))
         return tuple(make_leaves(weights, self.tapped, num_tokens=1)[1])
 
+    def run(self, tensors: Sequence[Tensor]) -> Results:
+        """The output for `tensors`, in a row; what is no tensor is as in this call."""
+        return (self._output(*self._sorted(tensors)),)
+
     def differentiate(self, tensors: Sequence[Tensor], gradient: Tensor) -> Results:
-        """The output, and gradients of `leaves` and of the first argument; what is no tensor is as in this call."""
-        rest = iter(tensors)
-        weights = {name: next(rest) for name in self.weights}
+        """The output, and gradients of `leaves` and of the first argument."""
+        weights, inputs, rest = self._sorted(tensors)
+        inputs = inputs.detach().requires_grad_()
+        fixed, leaves = make_leaves(weights, self.tapped, num_tokens=inputs.shape[:-1].numel())
+        with torch.enable_grad():
+            output = self._output({**fixed, **leaves}, inputs, rest)
+        return output.detach(), *torch.autograd.grad(output, [*leaves.values(), inputs], gradient, allow_unused=True)
+
+    def _sorted(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor, Iterator[Tensor]]:
+        """Weights, the first argument, and the others: buffers and what `values` has of tensors."""
+        inputs, *rest = tensors[len(self.weights) :]
+        return dict(zip(self.weights, tensors, strict=False)), inputs, iter(rest)
+
+    def _output(self, weights: Mapping[str, Tensor], inputs: Tensor, rest: Iterator[Tensor]) -> Tensor:
         buffers = {name: next(rest) for name in self.buffers}
-        inputs = next(rest).detach().requires_grad_()
         arguments = pytree.tree_unflatten(
             [next(rest) if isinstance(value, Tensor) else value for value in self.values], self.structure
         )
-        fixed, leaves = make_leaves(weights, self.tapped, num_tokens=inputs.shape[:-1].numel())
-        with torch.enable_grad():
-            output = cast(Tensor, functional_call(self.module, {**fixed, **leaves, **buffers}, (inputs,), arguments))
-        return output.detach(), *torch.autograd.grad(output, [*leaves.values(), inputs], gradient, allow_unused=True)
+        return cast(Tensor, functional_call(self.module, {**weights, **buffers}, (inputs,), arguments))
 
 
 @dataclass(frozen=True)
@@ -80,24 +92,36 @@ class KeptActivations:
         return _named(self._leaves, self._graph.backward(self._known, gradient.contiguous()))
 
 
-class JointGraph:
-    """Gradients of a module's parameters and inputs, from its inputs; one graph per shape, whatever tensors come.
+class ModuleGraphs:
+    """A module as graphs, one of each kind per shape, whatever tensors come; the first call of each shape compiles.
 
-    Its leaves are those that `make_leaves` gives for `weights` (name within the module -> tensor) and `tapped`;
-    `inputs` is the module's first argument, floating point, and `arguments` are the others by name. The first call of
-    each shape compiles. Both ways return None if the module cannot be traced or compiled: autograd must do it, now and
-    from then on.
+    `weights` are by name within the module, and leaves of gradients those that `make_leaves` gives for them and
+    `tapped`; `inputs` is the module's first argument, floating point, and `arguments` are the others by name. All
+    methods return None if the module cannot be traced or compiled: it must be called as it is, now and from then on.
     """
 
     def __init__(self, module: nn.Module, *, name: str) -> None:
         """`name` is what a message calls such modules, in the plural."""
         self._module, self._name = module, name
         self._buffers = dict(module.named_buffers())
-        self._whole: dict[Hashable, tuple[Callable[[list[Tensor]], Results], Sequence[str]]] = {}
+        self._forward: dict[Hashable, Callable[..., Results]] = {}
+        self._whole: dict[Hashable, tuple[Callable[..., Results], Sequence[str]]] = {}
         self._split: dict[Hashable, tuple[SplitFunction, Sequence[str]]] = {}
         self._is_broken = False
 
-    def __call__(
+    def forward(self, weights: Mapping[str, Tensor], inputs: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
+        """The output, of which no gradient will be asked."""
+
+        def run() -> Tensor:
+            call = self._call(weights, (), inputs, arguments)
+            if call.key not in self._forward:
+                self._forward[call.key] = compile_function(call.run, call.tensors)
+            (output,) = self._forward[call.key](*call.tensors)
+            return cast(Tensor, output)
+
+        return self._attempt(run)
+
+    def recompute(
         self,
         weights: Mapping[str, Tensor],
         tapped: Sequence[str],
@@ -105,7 +129,7 @@ class JointGraph:
         arguments: Mapping[str, Any],
         gradient: Tensor,
     ) -> tuple[Gradients, Tensor] | None:
-        """Gradients of the leaves and that of `inputs`; `gradient` is that of the output."""
+        """Gradients of the leaves and that of `inputs`, from the inputs; `gradient` is that of the output."""
 
         def run() -> tuple[Gradients, Tensor]:
             call = self._call(weights, tapped, inputs, arguments)
@@ -115,7 +139,7 @@ class JointGraph:
                 function = compile_function(lambda given: call.differentiate(given[:-1], given[-1])[1:], flat)
                 self._whole[key] = function, call.leaves
             function, leaves = self._whole[key]
-            return _named(leaves, function(flat))
+            return _named(leaves, function(*flat))
 
         return self._attempt(run)
 
@@ -146,7 +170,7 @@ class JointGraph:
             tapped,
             values,
             structure,
-            [*weights.values(), *self._buffers.values(), inputs, *tensors],
+            [*weights.values(), inputs, *self._buffers.values(), *tensors],
             (tuple(arguments), *map(_kind, (next(iter(weights.values())), inputs, *values))),
         )
 

@@ -13,10 +13,10 @@ from harness.pipelines import FAMILIES, make_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mobius.models import joint
+from mobius.models import module_graphs
 from mobius.models.blocks import Block, LayerInputs, ModelParts
-from mobius.models.graph import backward, recomputed_backward, run_with_graph
-from mobius.models.joint import JointGraph
+from mobius.models.graph import backward, recomputed_backward, run, run_with_graph
+from mobius.models.module_graphs import ModuleGraphs
 
 CPU = torch.device("cpu")
 LENGTH = 8
@@ -40,7 +40,11 @@ class Case:
 
     def by_autograd(self) -> list[Tensor]:
         """The same without graphs of our own."""
-        return replace(self, block=replace(self.block, compiled=None, joint=None)).kept()
+        return replace(self, block=replace(self.block, compiled=None, graphs=None)).kept()
+
+    def forward(self) -> Tensor:
+        """The output as a run makes it that keeps nothing."""
+        return run(self.block, self.weights, self.hidden, self.arguments)
 
     def recomputed(self) -> list[Tensor]:
         """The gradients as a run makes them that kept nothing."""
@@ -63,8 +67,8 @@ def layer_of(family: str, index: int = 0, *, batch: int = 2) -> Case:
     return Case(block, weights, hidden, arguments, gradient)
 
 
-def with_joint(case: Case) -> Case:
-    return replace(case, block=replace(case.block, joint=JointGraph(case.block.module, name="layers")))
+def with_graphs(case: Case) -> Case:
+    return replace(case, block=replace(case.block, graphs=ModuleGraphs(case.block.module, name="layers")))
 
 
 @pytest.fixture
@@ -94,7 +98,7 @@ def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], *, share: 
 def test_the_graph_of_each_family_computes_the_bits_of_autograd(
     uncompiled: list[torch.fx.GraphModule], family: str
 ) -> None:
-    case = with_joint(layer_of(family))
+    case = with_graphs(layer_of(family))
 
     actual = case.recomputed()
 
@@ -103,8 +107,19 @@ def test_the_graph_of_each_family_computes_the_bits_of_autograd(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_graph_of_a_forward_computes_its_bits(uncompiled: list[torch.fx.GraphModule], family: str) -> None:
+    case = with_graphs(layer_of(family))
+
+    output = case.forward()
+
+    assert len(uncompiled) == 1
+    assert torch.equal(output, case.by_autograd()[0])
+    assert not output.requires_grad
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_kept_activations_give_autograds_gradients(uncompiled: list[torch.fx.GraphModule], family: str) -> None:
-    case = with_joint(layer_of(family))
+    case = with_graphs(layer_of(family))
 
     actual = case.kept()
 
@@ -117,10 +132,11 @@ def test_what_is_kept_is_held_by_nothing_but_its_backward(monkeypatch: pytest.Mo
     held: set[int] = set()
     freed: list[bool] = []
 
-    def run(graph: torch.fx.GraphModule, inputs: object) -> Callable[[list[Tensor]], Sequence[Tensor | None]]:
-        def call(tensors: list[Tensor]) -> Sequence[Tensor | None]:
-            results: Sequence[Tensor | None] = graph(tensors)
+    def consume(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Sequence[Tensor | None]]:
+        def call(*given: Any) -> Sequence[Tensor | None]:
+            results: Sequence[Tensor | None] = graph(*given)
             if held:  # then this is the backward
+                (tensors,) = given
                 # Inputs of linears leave it as gradients of their taps.
                 goes_on = {address(result) for result in results if result is not None}
                 own = [tensor for tensor in tensors if address(tensor) not in held | goes_on]
@@ -132,8 +148,8 @@ def test_what_is_kept_is_held_by_nothing_but_its_backward(monkeypatch: pytest.Mo
 
         return call
 
-    monkeypatch.setattr(torch._inductor, "compile", run)
-    case = with_joint(layer_of("llama"))
+    monkeypatch.setattr(torch._inductor, "compile", consume)
+    case = with_graphs(layer_of("llama"))
     graph = run_with_graph(case.block, case.weights, case.hidden, case.arguments)
     shared = [*case.weights.values(), case.hidden, case.gradient, *tree_leaves(case.arguments)]
     held.update(address(value) for value in shared if isinstance(value, Tensor))
@@ -150,16 +166,17 @@ def address(tensor: Tensor) -> int:
 
 
 def test_every_shape_has_a_graph_and_what_is_seen_again_has_none(uncompiled: list[torch.fx.GraphModule]) -> None:
-    case = with_joint(layer_of("llama"))
+    case = with_graphs(layer_of("llama"))
     for batch in (2, 1, 2, 1):
         part = replace(case, hidden=case.hidden[:batch], gradient=case.gradient[:batch])
         assert_equal(part.recomputed(), part.by_autograd()[1:])
         assert_near(part.kept(), part.by_autograd(), share=1e-5)
-    assert len(uncompiled) == 2 * 3
+        assert torch.equal(part.forward(), part.by_autograd()[0])
+    assert len(uncompiled) == 2 * 4
 
 
 def test_a_gradient_that_is_not_contiguous_has_a_graph_of_its_own(uncompiled: list[torch.fx.GraphModule]) -> None:
-    case = with_joint(layer_of("llama"))
+    case = with_graphs(layer_of("llama"))
     turned = replace(case, gradient=case.gradient.transpose(0, 1).contiguous().transpose(0, 1))
     for each in (case, turned):
         assert_equal(each.recomputed(), case.by_autograd()[1:])
@@ -170,7 +187,7 @@ def test_a_gradient_that_is_not_contiguous_has_a_graph_of_its_own(uncompiled: li
 def test_the_product_that_only_the_output_needs_is_not_computed_again(
     uncompiled: list[torch.fx.GraphModule],
 ) -> None:
-    case = with_joint(layer_of("llama"))
+    case = with_graphs(layer_of("llama"))
     case.recomputed()
     graph = uncompiled[0].graph
     graph.eliminate_dead_code()
@@ -199,7 +216,8 @@ def test_compiled_it_serves_all_layers_and_gives_autograds_gradients(monkeypatch
         case = Case(layer, weights, hidden, own, gradient)
         assert_near(case.recomputed(), case.by_autograd()[1:], share=1e-4)
         assert_near(case.kept(), case.by_autograd(), share=1e-4)
-    assert len(graphs) == 1 + 2
+        assert_near([case.forward()], case.by_autograd()[:1], share=1e-4)
+    assert len(graphs) == 1 + 2 + 1
 
 
 class Shifted(nn.Module):
@@ -218,12 +236,13 @@ class Shifted(nn.Module):
 
 def test_buffers_of_a_module_are_among_the_tensors(uncompiled: list[torch.fx.GraphModule]) -> None:
     block = Block("layer.", Shifted(), {"weight": (4,)})
-    case = with_joint(Case(block, {"layer.weight": torch.rand(4)}, torch.rand(2, 4), {}, torch.rand(2, 4)))
+    case = with_graphs(Case(block, {"layer.weight": torch.rand(4)}, torch.rand(2, 4), {}, torch.rand(2, 4)))
 
     assert_equal(case.recomputed(), case.by_autograd()[1:])
     assert_equal(case.kept(), case.by_autograd())
+    assert_equal([case.forward()], case.by_autograd()[:1])
 
-    assert len(uncompiled) == 1 + 2
+    assert len(uncompiled) == 1 + 2 + 1
 
 
 class Choosing(nn.Module):
@@ -256,12 +275,13 @@ def choose_by_numbers(monkeypatch: pytest.MonkeyPatch) -> Case:
 def test_what_has_no_graph_is_left_to_autograd_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, make: Callable[[pytest.MonkeyPatch], Case]
 ) -> None:
-    case = with_joint(make(monkeypatch))
+    case = with_graphs(make(monkeypatch))
 
     for _ in range(2):
         assert_equal(case.recomputed(), case.by_autograd()[1:])
         assert_equal(case.kept(), case.by_autograd())
+        assert_equal([case.forward()], case.by_autograd()[:1])
 
-    lines = [record.getMessage() for record in caplog.records if record.name == joint.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == module_graphs.__name__]
     assert len(lines) == 1
     assert lines[0].startswith("layers run without graphs of their own, which is slower: ")
