@@ -27,6 +27,27 @@ logger = logging.getLogger(__name__)
 Gradients = Mapping[str, Tensor | None]
 """Name within the module, or name of a tap -> gradient; None where it has none."""
 Result = TypeVar("Result")
+KNOWN_ARGUMENTS = 1024
+"""How many arguments are kept flattened: those of every layer for some sequence lengths."""
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Arguments behind a module's first."""
+
+    named: Mapping[str, Any]
+    values: Sequence[Any]
+    structure: pytree.TreeSpec
+    """Of `named`, which `values` are the leaves of."""
+    tensors: Sequence[Tensor]
+    """Those of `values` that are tensors."""
+    kinds: tuple[Hashable, ...]
+
+    @staticmethod
+    def of(named: Mapping[str, Any]) -> _Arguments:
+        values, structure = pytree.tree_flatten(dict(named))
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        return _Arguments(named, values, structure, tensors, (tuple(named), *map(_kind, values)))
 
 
 @dataclass(frozen=True)
@@ -37,11 +58,9 @@ class _Call:
     weights: Sequence[str]
     buffers: Sequence[str]
     tapped: Sequence[str]
-    values: Sequence[Any]
-    """The arguments behind the first, as `structure` flattens them."""
-    structure: pytree.TreeSpec
+    arguments: _Arguments
     tensors: Sequence[Tensor]
-    """Weights, the first argument, buffers, and those of `values` that are tensors."""
+    """Weights, the first argument, buffers, and those of `arguments`."""
     key: tuple[Hashable, ...]
     """What a graph is made for."""
 
@@ -65,15 +84,14 @@ class _Call:
         return output.detach(), *torch.autograd.grad(output, [*leaves.values(), inputs], gradient, allow_unused=True)
 
     def _sorted(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor, Iterator[Tensor]]:
-        """Weights, the first argument, and the others: buffers and what `values` has of tensors."""
+        """Weights, the first argument, and the others: buffers and those of `arguments`."""
         inputs, *rest = tensors[len(self.weights) :]
         return dict(zip(self.weights, tensors, strict=False)), inputs, iter(rest)
 
     def _output(self, weights: Mapping[str, Tensor], inputs: Tensor, rest: Iterator[Tensor]) -> Tensor:
         buffers = {name: next(rest) for name in self.buffers}
-        arguments = pytree.tree_unflatten(
-            [next(rest) if isinstance(value, Tensor) else value for value in self.values], self.structure
-        )
+        values = [next(rest) if isinstance(value, Tensor) else value for value in self.arguments.values]
+        arguments = pytree.tree_unflatten(values, self.arguments.structure)
         return cast(Tensor, functional_call(self.module, {**weights, **buffers}, (inputs,), arguments))
 
 
@@ -96,8 +114,9 @@ class ModuleGraphs:
     """A module as graphs, one of each kind per shape, whatever tensors come; the first call of each shape compiles.
 
     `weights` are by name within the module, and leaves of gradients those that `make_leaves` gives for them and
-    `tapped`; `inputs` is the module's first argument, floating point, and `arguments` are the others by name. All
-    methods return None if the module cannot be traced or compiled: it must be called as it is, now and from then on.
+    `tapped`; `inputs` is the module's first argument, floating point, and `arguments` are the others by name, which do
+    not change after their first call. All methods return None if the module cannot be traced or compiled: it must be
+    called as it is, now and from then on.
     """
 
     def __init__(self, module: nn.Module, *, name: str) -> None:
@@ -107,6 +126,8 @@ class ModuleGraphs:
         self._forward: dict[Hashable, Callable[..., Results]] = {}
         self._whole: dict[Hashable, tuple[Callable[..., Results], Sequence[str]]] = {}
         self._split: dict[Hashable, tuple[SplitFunction, Sequence[str]]] = {}
+        # By identity; an entry holds what it was made of, so no other has its number.
+        self._arguments: dict[int, _Arguments] = {}
         self._is_broken = False
 
     def forward(self, weights: Mapping[str, Tensor], inputs: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
@@ -161,17 +182,19 @@ class ModuleGraphs:
     def _call(
         self, weights: Mapping[str, Tensor], tapped: Sequence[str], inputs: Tensor, arguments: Mapping[str, Any]
     ) -> _Call:
-        values, structure = pytree.tree_flatten(dict(arguments))
-        tensors = [value for value in values if isinstance(value, Tensor)]
+        known = self._arguments.get(id(arguments))
+        if known is None:
+            if len(self._arguments) >= KNOWN_ARGUMENTS:
+                self._arguments.clear()
+            known = self._arguments[id(arguments)] = _Arguments.of(arguments)
         return _Call(
             self._module,
             tuple(weights),
             tuple(self._buffers),
             tapped,
-            values,
-            structure,
-            [*weights.values(), inputs, *self._buffers.values(), *tensors],
-            (tuple(arguments), *map(_kind, (next(iter(weights.values())), inputs, *values))),
+            known,
+            [*weights.values(), inputs, *self._buffers.values(), *known.tensors],
+            (_kind(next(iter(weights.values()))), _kind(inputs), known.kinds),
         )
 
     def _attempt(self, run: Callable[[], Result]) -> Result | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from harness.pipelines import FAMILIES, make_model
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mobius.models import module_graphs
 from mobius.models.blocks import Block, LayerInputs, ModelParts
@@ -182,6 +183,23 @@ def test_a_gradient_that_is_not_contiguous_has_a_graph_of_its_own(uncompiled: li
         assert_equal(each.recomputed(), case.by_autograd()[1:])
     assert len(uncompiled) == 2
     assert_near(turned.kept(), case.by_autograd(), share=1e-5)
+
+
+def test_arguments_are_told_apart_by_what_they_are_and_not_all_of_them_kept(
+    monkeypatch: pytest.MonkeyPatch, uncompiled: list[torch.fx.GraphModule]
+) -> None:
+    monkeypatch.setattr(module_graphs, "KNOWN_ARGUMENTS", 2)
+    case = with_graphs(layer_of("llama"))
+    outputs = []
+    for factor in (1.0, 0.5, 0.25, 1.0):
+        arguments = tree_map_only(Tensor, partial(torch.mul, factor), case.arguments)
+        part = replace(case, arguments=arguments)
+        outputs.append(part.forward())
+        assert torch.equal(outputs[-1], part.by_autograd()[0])
+    assert torch.equal(outputs[0], outputs[3])
+    assert not torch.equal(outputs[0], outputs[1])
+    assert case.block.graphs is not None
+    assert len(case.block.graphs._arguments) <= 2
 
 
 def test_the_product_that_only_the_output_needs_is_not_computed_again(
