@@ -167,6 +167,6 @@ def test_a_run_is_planned_again_by_what_was_measured(
     assert seen == [planned.profile] == [replace(with_rates, launch=launch, action_launch=2 * ACTION_LAUNCH)]
     told = "1.00 billion updates per second and rank, or 0.80 beside copies of 4 GB/s each way, which alone do 10"
     assert told in caplog.text
-    assert "; a layer is enqueued in 0.56 ms forward, 3.00 backward, 1.90 with recompute" in caplog.text
+    assert "; a layer is enqueued in 0.60 ms forward, 3.00 backward, 1.86 with recompute" in caplog.text
     assert plan_by_measurement(unknown, SingleRankTransport()) is unknown
     assert len(seen) == 1
