@@ -25,6 +25,11 @@ FORWARD_SHARE = 0.84
 """A layer's forward over large products: 2.47 ms, 671 TFLOP/s."""
 BACKWARD_SHARE = 0.755
 """A layer's backward over large products: 8.40 less 2.47 ms, less what the fp32 sums take."""
+WIDTH = 4096
+"""Hidden size of the layer that the shares are of."""
+NARROW = 0.09
+"""What a layer of half the width takes more per operation, a third of it 2 times, as passes over activations do beside
+products: 1B's, kept, back to back, took 1.088 and 1.090 times the seconds by the shares (4096 and 2048 tokens)."""
 ACCUMULATION_BYTES = 8
 """GPU memory traffic of products that add to fp32 sums, per parameter and microbatch: sum read 4, written 4."""
 RECOMPUTED_SHARE = 0.76
@@ -168,6 +173,7 @@ def estimate_profile(
         known = ", ".join(map(str, PCIE_BYTES))
         raise PlanError(f"PCIe generation {generation} is not known; known are {known}.")
     rate = card.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE
+    layer_rate = rate / (1 + NARROW * max(0.0, WIDTH / shape.hidden_size - 1))
     # Products of parameters take 2 operations for each and per token, of causal attention 2 x L x H per token.
     counts = list(dict.fromkeys(shape.layer_parameters))
     copies = estimate_copies(PCIE_BYTES[generation], host.bandwidth, num_ranks)
@@ -181,7 +187,7 @@ def estimate_profile(
         num_ranks=num_ranks,
         microbatch_tokens=microbatch_tokens,
         layer_kinds=tuple(
-            _layer(count, (2 * count + 2 * seq_length * shape.hidden_size) * microbatch_tokens, rate, memory)
+            _layer(count, (2 * count + 2 * seq_length * shape.hidden_size) * microbatch_tokens, layer_rate, memory)
             for count in counts
         ),
         kind_of_layer=tuple(counts.index(count) for count in shape.layer_parameters),

@@ -7,6 +7,7 @@ import pytest
 from mobius.errors import PlanError
 from mobius.planner import cards
 from mobius.planner.cards import CARDS, Host, estimate_profile, find_card
+from mobius.planner.model_files import shape_of_model
 from mobius.planner.profile import Profile, Source
 from mobius.planner.shape import ModelShape
 
@@ -23,6 +24,17 @@ def test_the_calibration_gives_back_what_was_measured_on_an_h200(llama_7b: Model
     assert (layer.forward + layer.backward) * alone == pytest.approx(8.40e-3, rel=0.02)
     assert profile.loss * alone == pytest.approx(5.41e-3, rel=0.02)
     assert profile.cpu_adamw == pytest.approx(5.36e9, rel=0.01)
+
+
+def test_a_narrow_layer_takes_what_was_measured_and_a_wide_one_what_its_operations_do(llama_7b: ModelShape) -> None:
+    narrow, wide = shape_of_model("1b"), shape_of_model("30b")
+    for tokens, seq_length, measured in ((4096, 1024, 2.375e-3), (2048, 128, 1.205e-3)):
+        profile = estimate_profile(CARDS["H200"], narrow, microbatch_tokens=tokens, seq_length=seq_length, num_ranks=1)
+        (layer,) = profile.layer_kinds
+        assert (layer.forward + layer.backward) * cards.SUSTAINED_SHARE == pytest.approx(measured, rel=0.01)
+    (layer,), (seven,) = estimate(wide).layer_kinds, estimate(llama_7b).layer_kinds
+    operations = [2 * shape.layer_parameters[0] + 2 * 512 * shape.hidden_size for shape in (wide, llama_7b)]
+    assert layer.forward / seven.forward == pytest.approx(operations[0] / operations[1])
 
 
 def test_four_gpus_at_once_copy_as_fast_as_was_measured(llama_7b: ModelShape) -> None:

@@ -80,6 +80,22 @@ def test_two_gpus_since_layers_are_recomputed_in_one_graph(run: Run, measured: f
     assert answer(Machine(H200, 2, Host()), run).candidate.prediction.step_seconds == pytest.approx(measured, rel=0.04)
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "seq_length", "limit", "num_chunks", "clips", "measured"),
+    [
+        (64, 128, 8, 4, False, 0.100),
+        (64, 512, 8, 8, True, 0.312),
+        (32, 1024, 12, 8, False, 0.292),
+        (16, 4096, 16, 16, False, 0.648),
+    ],
+)
+def test_narrow_layers_on_two_gpus(
+    batch_size: int, seq_length: int, limit: float, num_chunks: int, clips: bool, measured: float
+) -> None:
+    run = Run(shape_of_model("1b"), batch_size, seq_length, 22, num_chunks, gpu_memory_limit=limit, clips=clips)
+    assert answer(Machine(H200, 2, Host()), run).candidate.prediction.step_seconds == pytest.approx(measured, rel=0.12)
+
+
 def test_messages_through_the_host() -> None:
     assert seconds(STREAMED, through_host=True) == pytest.approx(1.260, rel=0.08)
 
