@@ -16,6 +16,7 @@
 #
 # PYTHON (default python3) must have the requirements installed. ROWS (default benchmark_rows.jsonl) is appended to, row by
 # row. Each part takes minutes; RUN_SECONDS ends a run that hangs. Whatever is set below can be set in the environment.
+# Lists of peers may be empty. Stages are for four GPUs: 36 of 7B are too many for two.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -30,24 +31,24 @@ SIZE=${SIZE:-7b}                                           # of all parts but 13
 STREAMED="--resident_stages 0"
 SMALL_GPU="--gpu_memory_limit 12"
 MAIN_MOBIUS=${MAIN_MOBIUS:---num_stages 36 --num_chunks 8 $STREAMED $SMALL_GPU} # also of stale, clip, nop2p and ablation
-MAIN_PEERS=${MAIN_PEERS:-fsdp2-offload deepspeed-zero2}
-STALE_PEERS=${STALE_PEERS:-roundpipe}
-CLIP_PEERS=${CLIP_PEERS:-fsdp2-offload deepspeed-zero2}
+MAIN_PEERS=${MAIN_PEERS-fsdp2-offload deepspeed-zero2}
+STALE_PEERS=${STALE_PEERS-roundpipe}
+CLIP_PEERS=${CLIP_PEERS-fsdp2-offload deepspeed-zero2}
 STAGES_VARIANT=${STAGES_VARIANT:---num_stages 32}
 LONG_MOBIUS=${LONG_MOBIUS:---num_stages 32 --num_chunks 16 $STREAMED}
 LONG_VARIANT=${LONG_VARIANT:---no_offload --resident_stages all --recompute full}
-LONG_PEERS=${LONG_PEERS:-fsdp2-offload}
+LONG_PEERS=${LONG_PEERS-fsdp2-offload}
 LONG_ACCUMULATIONS=${LONG_ACCUMULATIONS:-4}
 SIZE_13B=${SIZE_13B:-13b}
 MOBIUS_13B=${MOBIUS_13B:---num_stages 44 --num_chunks 4 $STREAMED}
-PEERS_13B=${PEERS_13B:-fsdp2-offload deepspeed-zero2}
-NOP2P_PEERS=${NOP2P_PEERS:-fsdp2-offload}
+PEERS_13B=${PEERS_13B-fsdp2-offload deepspeed-zero2}
+NOP2P_PEERS=${NOP2P_PEERS-fsdp2-offload}
 NOP2P_VARIANT=${NOP2P_VARIANT:---no_copy_messages}
 RESIDENT_MOBIUS=${RESIDENT_MOBIUS:---num_stages 32 --num_chunks 8 --no_offload --recompute none --loss_chunk_tokens 8192}
-RESIDENT_PEERS=${RESIDENT_PEERS:-fsdp2-compile}
+RESIDENT_PEERS=${RESIDENT_PEERS-fsdp2-compile}
 MEMORY_MOBIUS=${MEMORY_MOBIUS:---num_stages 36 --num_chunks auto}
 MEMORY_LIMITS=${MEMORY_LIMITS:-12 16 24 32 48 80}
-MEMORY_PEERS=${MEMORY_PEERS:-fsdp2-offload deepspeed-zero2}
+MEMORY_PEERS=${MEMORY_PEERS-fsdp2-offload deepspeed-zero2}
 MOBIUS_13B48=${MOBIUS_13B48:---num_stages 44 --num_chunks 4 --gpu_memory_limit 48}
 SIZE_30B=${SIZE_30B:-30b}
 MOBIUS_30B=${MOBIUS_30B:---num_stages 64 --num_chunks 8 --gpu_memory_limit 24}
