@@ -1,7 +1,7 @@
 """Streams and events of one device behind one small interface; what runs on which is the caller's business.
 
-On a CPU everything is synchronous and they do nothing. Events are told the stream: torch looks for the current device
-otherwise, which takes longer than the event itself, five hundred times in a step.
+On a CPU everything is synchronous and they do nothing. Events are told their stream by the device's number: torch looks
+for the current device otherwise, which takes longer than the event itself, five hundred times in a step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CudaEvent:
         self._event.record(stream)
 
     def wait(self) -> None:
-        self._event.wait(current_cuda_stream(self._device_index))
+        self._event.wait(torch.cuda.current_stream(self._device_index))
 
     def synchronize(self) -> None:
         self._event.synchronize()
@@ -102,16 +102,11 @@ def new_stream(device: torch.device) -> Stream:
 
 def record_current(device: torch.device) -> Event:
     """The point behind all work given to the current (compute) stream so far."""
-    return CudaEvent(current_cuda_stream(device.index)) if device.type == "cuda" else _NoEvent()
-
-
-def current_cuda_stream(device_index: int | None) -> torch.cuda.Stream:
-    """The stream that work of this thread goes to; None is the current device's."""
-    return torch.cuda.current_stream(device_index)
+    return CudaEvent(torch.cuda.current_stream(device.index)) if device.type == "cuda" else _NoEvent()
 
 
 def timed_mark(device: torch.device) -> torch.cuda.Event:
     """An event with a time, behind all work given to the current stream so far."""
     event = torch.cuda.Event(enable_timing=True)
-    event.record(current_cuda_stream(device.index))
+    event.record(torch.cuda.current_stream(device.index))
     return event

@@ -194,7 +194,7 @@ class ModuleGraphs:
             tapped,
             known,
             [*weights.values(), inputs, *self._buffers.values(), *known.tensors],
-            (_kind(next(iter(weights.values()))), _kind(inputs), known.kinds),
+            (_kind(next(iter(weights.values()), None)), _kind(inputs), known.kinds),
         )
 
     def _attempt(self, run: Callable[[], Result]) -> Result | None:

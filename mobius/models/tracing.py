@@ -18,11 +18,9 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+Results = Sequence[Tensor | None]
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 """Operations that give what they are given."""
-
-
-Results = Sequence[Tensor | None]
 
 
 class UntraceableError(Exception):

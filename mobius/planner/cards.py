@@ -28,8 +28,8 @@ BACKWARD_SHARE = 0.755
 WIDTH = 4096
 """Hidden size of the layer that the shares are of."""
 NARROW = 0.09
-"""What a layer of half the width takes more per operation, a third of it 2 times, as passes over activations do beside
-products: 1B's, kept, back to back, took 1.088 and 1.090 times the seconds by the shares (4096 and 2048 tokens)."""
+"""Share that a layer of half that width takes more per operation, and twice that one of a third: its products are small
+beside passes over activations. 1B's, kept, back to back, took 1.088 and 1.090 times the seconds by the shares."""
 ACCUMULATION_BYTES = 8
 """GPU memory traffic of products that add to fp32 sums, per parameter and microbatch: sum read 4, written 4."""
 RECOMPUTED_SHARE = 0.76

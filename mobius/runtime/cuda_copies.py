@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from mobius.memory.streams import CudaEvent, Event, current_cuda_stream
+from mobius.memory.streams import CudaEvent, Event
 from mobius.runtime.cuda_driver import CudaDriver
 from mobius.runtime.mailboxes import CopyQueue
 
@@ -82,7 +82,7 @@ class _CudaQueue:
         self._handle = int(self._stream.cuda_stream)
 
     def follow_compute(self) -> None:
-        self._stream.wait_stream(current_cuda_stream(self._device.index))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device.index))
 
     def wait_value(self, address: int, value: int) -> None:
         self._driver.wait_value(self._handle, address, value)

@@ -263,6 +263,22 @@ def test_buffers_of_a_module_are_among_the_tensors(uncompiled: list[torch.fx.Gra
     assert len(uncompiled) == 1 + 2 + 1
 
 
+class Doubling(nn.Module):
+    """Has no weights, as some families' norms."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * 2
+
+
+def test_a_module_may_be_without_weights(uncompiled: list[torch.fx.GraphModule]) -> None:
+    case = with_graphs(Case(Block("norm.", Doubling(), {}), {}, torch.rand(2, 4), {}, torch.rand(2, 4)))
+
+    assert_equal(case.kept(), case.by_autograd())
+    assert_equal([case.forward(), *case.recomputed()], case.by_autograd())
+
+    assert len(uncompiled) == 2 + 1 + 1
+
+
 class Choosing(nn.Module):
     """Its operations depend on the numbers."""
 
