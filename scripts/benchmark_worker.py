@@ -204,7 +204,10 @@ class PlanFacts:
     host_gib: float
     """Predicted for all ranks; 0 where they compute on the CPU."""
     host_rates: dict[str, float] | None
-    """Per second and rank: parameters updated, alone and beside copies, and bytes copied each way, beside and alone."""
+    """Per second and rank: parameters updated, alone and beside copies, and bytes copied each way, beside and alone.
+
+    Updates as the plan counts them, which is less than was measured (training/host_rates.py).
+    """
     launch_seconds: dict[str, float] | None
     """Of the host, for a layer."""
 
