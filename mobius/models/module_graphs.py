@@ -107,7 +107,8 @@ class KeptActivations:
     def backward(self, gradient: Tensor) -> tuple[Gradients, Tensor]:
         """Gradients of the leaves, and that of the inputs; `gradient` is that of `output`. Only once."""
         assert (gradient.shape, gradient.dtype) == (self.output.shape, self.output.dtype)
-        return _named(self._leaves, self._graph.backward(self._known, gradient.contiguous()))
+        with torch.no_grad():
+            return _named(self._leaves, self._graph.backward(self._known, gradient.contiguous()))
 
 
 class ModuleGraphs:

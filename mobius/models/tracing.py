@@ -1,7 +1,7 @@
 """Traces functions of tensors into compiled graphs, whole or cut into a forward and a backward.
 
 Nothing is between a call and the compiled code, neither autograd nor guards: the tensors of a call must have shapes,
-strides, dtypes and devices of those that were traced.
+strides, dtypes and devices of those that were traced. All is made and called under torch.no_grad.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def compile_function(
         return function(tensors)
 
     try:
-        with torch.no_grad():
-            return _compile(make_fx(of_all, tracing_mode="fake")(*tensors))
+        return _compile(make_fx(of_all, tracing_mode="fake")(*tensors))
     except Exception as error:  # torch has no class for all that may fail
         raise UntraceableError(str(error)) from error
 
@@ -53,8 +52,7 @@ class SplitFunction:
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The first result, and what to hand to `backward`: `tensors` and what is kept beside them."""
-        with torch.no_grad():
-            result, *kept = cast(Sequence[Tensor], self._forward(*tensors))
+        result, *kept = cast(Sequence[Tensor], self._forward(*tensors))
         return result, [*tensors, *kept]
 
     def backward(self, known: list[Tensor], gradient: Tensor) -> Results:
@@ -62,8 +60,7 @@ class SplitFunction:
         known.append(gradient)
         taken = [known[position] for position in self._taken]
         known.clear()
-        with torch.no_grad():
-            return self._backward(taken)
+        return self._backward(taken)
 
 
 def split_function(
@@ -81,13 +78,12 @@ def split_function(
 
     given = list(tensors), [gradient]
     try:
-        with torch.no_grad():
-            graph = make_fx(joint, decomposition_table=select_decomp_table(), tracing_mode="fake")(*given)
-            _drop_same(graph.graph)
-            forward, backward = min_cut_rematerialization_partition(graph, given, num_fwd_outputs=1)
-            taken = _keep_no_inputs(forward.graph, backward.graph)
-            forward.recompile()
-            return SplitFunction(_compile(forward), _compile_emptying(backward), taken)
+        graph = make_fx(joint, decomposition_table=select_decomp_table(), tracing_mode="fake")(*given)
+        _drop_same(graph.graph)
+        forward, backward = min_cut_rematerialization_partition(graph, given, num_fwd_outputs=1)
+        taken = _keep_no_inputs(forward.graph, backward.graph)
+        forward.recompile()
+        return SplitFunction(_compile(forward), _compile_emptying(backward), taken)
     except Exception as error:
         raise UntraceableError(str(error)) from error
 

@@ -36,8 +36,8 @@ RECOMPUTED_SHARE = 0.76
 """Of a layer's forward, what its recomputed backward takes beside a kept one: less than all, being one graph. Steps of
 half of 7B on two GPUs, all recomputed: 0.836 to 0.796 s, 0.62 ms of 2.6 for each layer and microbatch."""
 LAUNCH = LayerSeconds(0.30e-3, 0.74e-3, 0.93e-3)
-"""Seconds of Python and launches for a compiled layer on hosts of H200s while nothing disturbs them: 0.30 to 0.37 ms
-forward, 0.67 to 0.77 backward, 0.84 to 0.97 recomputed; up to twice that on the same machines a minute later."""
+"""Seconds of Python and launches for a compiled layer on hosts of H200s while nothing disturbs them: 0.22 to 0.37 ms
+forward, 0.64 to 0.82 backward, 0.72 to 1.00 recomputed; up to twice that on the same machines a minute later."""
 ACTION_LAUNCH = 0.35e-3
 """The same for messages, slots and events of an action: 0.2 ms (forward) to 0.4 (backward) in runs."""
 LOSS_SHARE = 0.748

@@ -291,8 +291,6 @@ class Choosing(nn.Module):
 
 
 def fail_to_compile(monkeypatch: pytest.MonkeyPatch) -> Case:
-    torch._dynamo.reset()
-
     def broken(graph: object, inputs: object, **options: object) -> None:
         raise RuntimeError("no compiler here")
 
