@@ -3,8 +3,18 @@
 Does not know what is in them: weights are `checkpoint.py`'s, the summary is `report.py`'s.
 
     prepare   save_ckpt (old, if any)          save_ckpt.partial (made, locked)
-    a run     save_ckpt (old, if any)          save_ckpt.partial <- every file of the run
+    a run     save_ckpt (old, if any)          save_ckpt.partial <- every file of the run, config.json behind the check
     commit    save_ckpt -> save_ckpt.replaced  save_ckpt.partial -> save_ckpt   then save_ckpt.replaced is removed
+
+A process can be killed between any two of these. A folder is complete if it has weights and config.json, which is the
+last file to come (export.py) and the first to go. The next run's `prepare` looks at what it finds before it trains:
+
+    save_ckpt   .partial    .replaced
+    -           complete    any         .partial gets its name; the run is refused and told so
+    -           none, torn  complete    .replaced gets its name back
+    any         complete    any         the run is refused and told where the folders are
+    any         any         complete    the same
+    any         torn        torn        what is torn is removed; a folder that no run has left is never touched
 """
 
 import contextlib
@@ -19,6 +29,9 @@ from pathlib import Path
 from mobius.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+_RUN_FILES = {"training_args.yaml", "plan.json", "metrics.jsonl", "trace.json", "tokenizer.json"}
+"""What a torn folder of a run has, if it has no weights yet."""
 
 
 def sync_to_disk(path: Path) -> None:
@@ -72,12 +85,13 @@ class OutputFolder:
         """Make `partial`, or say before training what would make saving fail after it.
 
         `needed_bytes` maps options (`--save_dir` and those of `files`) to the bytes that will be written there. What a
-        crashed run left in `partial` is removed. Raises CheckpointError.
+        crashed run left is removed if it is torn, and kept or given its name if it is complete. Raises CheckpointError.
         """
-        problems = self._folder_problems() + self._file_problems()
-        if problems:
-            raise CheckpointError("\n".join(problems))
         try:
+            self._settle_interrupted_commit()
+            problems = self._folder_problems() + self._file_problems()
+            if problems:
+                raise CheckpointError("\n".join(problems))
             self._claim_partial()
         except OSError as error:
             raise CheckpointError(
@@ -117,7 +131,6 @@ class OutputFolder:
     def _swap(self) -> None:
         had_older = self.save_dir.exists()
         if had_older:
-            shutil.rmtree(self._replaced, ignore_errors=True)
             self.save_dir.rename(self._replaced)
         try:
             self.partial.rename(self.save_dir)
@@ -127,6 +140,40 @@ class OutputFolder:
             raise
         sync_to_disk(self.save_dir.parent)
         if had_older:
+            _remove(self._replaced)
+
+    def _settle_interrupted_commit(self) -> None:
+        """Bring what a killed run left into order, as the table above says; raises CheckpointError where it may not."""
+        for folder in (self.partial, self.save_dir):  # a commit that is under way is nobody else's business
+            if folder.is_dir():
+                os.close(self._lock_folder(folder))
+        problems = []
+        if not self.save_dir.exists() or _is_empty(self.save_dir):
+            if _is_complete(self.partial):
+                self.partial.rename(self.save_dir)
+                sync_to_disk(self.save_dir.parent)
+                problems.append(
+                    f"--save_dir {self.save_dir}: an interrupted run had left a complete, checked model, which now has "
+                    f"its name: {self.save_dir}. To train all the same, choose another folder, or replace that model "
+                    "with --overwrite_output_dir in a further start."
+                )
+            elif _is_complete(self._replaced):
+                logger.warning("An interrupted run had moved %s aside; it is put back.", self.save_dir)
+                self._replaced.rename(self.save_dir)
+        for folder in (self.partial, self._replaced):
+            if _is_complete(folder):
+                problems.append(
+                    f"--save_dir {self.save_dir}: {folder} holds a complete model, which an interrupted run has left "
+                    "there. Rename or remove it, or choose another folder."
+                )
+            elif folder.exists() and not _is_torn(folder):
+                problems.append(
+                    f"--save_dir {self.save_dir}: {folder} holds something other than results ({_shown(folder)}). "
+                    "Rename it, or choose another folder."
+                )
+        if problems:
+            raise CheckpointError("\n".join(problems))
+        if self._replaced.exists():
             shutil.rmtree(self._replaced)
 
     def _folder_problems(self) -> list[str]:
@@ -140,18 +187,16 @@ class OutputFolder:
             return [f"{given} is a mount point and cannot be replaced as a whole. Use a folder inside it."]
         if Path.cwd().is_relative_to(self.save_dir):
             return [f"{given} is the current folder or contains it. Use a folder inside the current one."]
-        contents = sorted(path.name for path in self.save_dir.iterdir())
-        if not contents:
+        if _is_empty(self.save_dir):
             return []
         if not self._overwrite:
             return [
                 f"{given} exists and is not empty. Choose another folder, or add --overwrite_output_dir to replace it."
             ]
-        if "config.json" not in contents or not any(name.endswith(".safetensors") for name in contents):
-            shown = ", ".join(contents[:3]) + (", ..." if len(contents) > 3 else "")
+        if not _is_complete(self.save_dir):
             return [
-                f"{given} holds something other than a saved model ({shown}), and --overwrite_output_dir replaces only "
-                "saved models. Choose another folder, or empty this one."
+                f"{given} holds something other than a saved model ({_shown(self.save_dir)}), and "
+                "--overwrite_output_dir replaces only saved models. Choose another folder, or empty this one."
             ]
         return []
 
@@ -170,24 +215,21 @@ class OutputFolder:
     def _claim_partial(self) -> None:
         """Make an empty `partial` and lock it for as long as this process lives."""
         self.save_dir.parent.mkdir(parents=True, exist_ok=True)
-        if self._replaced.exists() and not self.save_dir.exists():
-            logger.warning("An interrupted run had moved %s aside; it is put back.", self.save_dir)
-            self._replaced.rename(self.save_dir)
         if self.partial.exists():
-            stale = self._lock_partial()
+            stale = self._lock_folder(self.partial)
             shutil.rmtree(self.partial)
             os.close(stale)
         self.partial.mkdir()
-        self._lock = self._lock_partial()
+        self._lock = self._lock_folder(self.partial)
 
-    def _lock_partial(self) -> int:
-        descriptor = os.open(self.partial, os.O_RDONLY)
+    def _lock_folder(self, folder: Path) -> int:
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
             raise CheckpointError(
-                f"--save_dir {self.save_dir}: another run is writing to {self.partial}. Choose another folder, or wait."
+                f"--save_dir {self.save_dir}: another run is writing to {folder}. Choose another folder, or wait."
             ) from None
         return descriptor
 
@@ -224,3 +266,41 @@ class OutputFolder:
                     "free. Free some space, or choose another place."
                 )
         return problems
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def _shown(folder: Path) -> str:
+    names = _names(folder) or ["a file"]
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not _names(folder)
+
+
+def _has_weights(names: list[str]) -> bool:
+    return any(name.endswith(".safetensors") for name in names)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether `folder` holds a whole model: config.json is written behind the check of the weights, and removed first.
+
+    A model of another origin counts too.
+    """
+    names = _names(folder)
+    return "config.json" in names and _has_weights(names)
+
+
+def _is_torn(folder: Path) -> bool:
+    """Whether `folder` is what a run leaves that ends in the middle of making it, or of removing it."""
+    names = _names(folder)
+    return _is_empty(folder) or _has_weights(names) or not _RUN_FILES.isdisjoint(names)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a model, config.json first: what a kill in between leaves is not taken for a complete one."""
+    (folder / "config.json").unlink(missing_ok=True)
+    shutil.rmtree(folder)

@@ -1,5 +1,7 @@
 """Results appear whole under their final name or not at all, and what would stop that is told before training."""
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -232,3 +234,136 @@ def test_a_rank_that_did_not_prepare_discards_nothing(tmp_path: Path) -> None:
     make(tmp_path / "save").discard()
 
     assert names(tmp_path) == ["save.partial"]
+
+
+def names_after(crashed: Path) -> dict[str, str]:
+    """Every folder of models below `crashed` with the mark in it; those that are being made have none."""
+    marks = {folder.name: folder / "config.json" for folder in crashed.iterdir() if folder.is_dir()}
+    return {name: mark.read_text() for name, mark in marks.items() if mark.exists()}
+
+
+def checked_model(output: OutputFolder, mark: str) -> None:
+    (output.partial / "metrics.jsonl").touch()
+    (output.partial / "model.safetensors").write_text(mark)
+    (output.partial / "config.json").write_text(mark)  # last: that a folder has it says that the weights are checked
+
+
+def end_at_operation(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
+    """End the program in place of the `number`-th change of names, counted from 1; returns what is called."""
+    calls: list[str] = []
+
+    def counted(name: str, change: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            calls.append(name)
+            if len(calls) == number:
+                raise Killed
+            return change(*arguments, **options)
+
+        return call
+
+    for owner, name in ((Path, "rename"), (Path, "unlink"), (shutil, "rmtree")):
+        monkeypatch.setattr(owner, name, counted(name, getattr(owner, name)))
+    return calls
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing of Mobius may catch it and clean up."""
+
+
+COMMIT_CHANGES = ["rename", "rename", "unlink", "rmtree"]
+
+
+def commit_until_killed(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
+    """Replace an older model by a new one and be killed at the `number`-th change; returns the changes up to it."""
+    saved_model(folder / "save", "old")
+    output = make(folder / "save", overwrite=True)
+    output.prepare({})
+    checked_model(output, "new")
+    with monkeypatch.context() as patch:
+        changes = end_at_operation(patch, number)
+        with pytest.raises(Killed):
+            output.commit()
+    output._release()  # as the end of the process does
+    return changes
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwriting"])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_a_commit_that_is_killed_anywhere_loses_nothing_and_the_next_run_tells_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, overwrite: bool
+) -> None:
+    assert commit_until_killed(tmp_path, monkeypatch, number) == COMMIT_CHANGES[:number]
+    before = names_after(tmp_path)
+    assert "new" in before.values()
+
+    following = make(tmp_path / "save", overwrite=overwrite)
+    try:
+        following.prepare({})
+    except CheckpointError as error:
+        assert str(tmp_path / "save") in str(error)
+        assert set(names_after(tmp_path).values()) == set(before.values()), "no complete result is lost"
+    else:
+        assert overwrite
+        assert names_after(tmp_path) == {"save": "new"}
+        checked_model(following, "newest")
+        following.commit()
+        assert names_after(tmp_path) == {"save": "newest"}
+        assert names(tmp_path) == ["save"]
+
+
+def test_a_kill_between_the_two_renames_is_mended_before_the_next_run_trains(tmp_path: Path) -> None:
+    saved_model(tmp_path / "save.replaced", "old")
+    saved_model(tmp_path / "save.partial", "new")
+
+    with pytest.raises(CheckpointError, match=r"an interrupted run.* complete.*its name: .*/save\b") as raised:
+        make(tmp_path / "save").prepare({})
+
+    assert f"{tmp_path / 'save.replaced'}" in str(raised.value)
+    assert names_after(tmp_path) == {"save": "new", "save.replaced": "old"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwriting"])
+def test_a_complete_result_that_has_no_name_yet_gets_it_and_the_run_is_refused(tmp_path: Path, overwrite: bool) -> None:
+    saved_model(tmp_path / "save.partial", "new")
+
+    with pytest.raises(CheckpointError, match=r"an interrupted run.* complete.*its name: .*/save\b"):
+        make(tmp_path / "save", overwrite=overwrite).prepare({})
+
+    assert names_after(tmp_path) == {"save": "new"}
+    make(tmp_path / "save", overwrite=True).prepare({})  # asked for now
+
+
+@pytest.mark.parametrize("name", ["save.partial", "save.replaced"])
+def test_a_complete_result_beside_the_folder_is_told_and_never_removed(tmp_path: Path, name: str) -> None:
+    saved_model(tmp_path / "save", "one")
+    saved_model(tmp_path / name, "other")
+
+    with pytest.raises(CheckpointError, match=rf"{name} holds a complete model"):
+        make(tmp_path / "save", overwrite=True).prepare({})
+
+    assert names_after(tmp_path) == {"save": "one", name: "other"}
+
+
+@pytest.mark.parametrize("name", ["save.partial", "save.replaced"])
+def test_what_is_not_from_a_run_is_told_and_never_removed(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.tex").touch()
+
+    with pytest.raises(CheckpointError, match=rf"{name} holds something .*\(thesis\.tex\).*[Rr]ename"):
+        make(tmp_path / "save").prepare({})
+
+    assert names(tmp_path / name) == ["thesis.tex"]
+
+
+def test_a_run_that_is_giving_its_results_their_name_is_left_alone(tmp_path: Path) -> None:
+    """Another run starts in the moment between the two renames."""
+    saved_model(tmp_path / "save", "old")
+    output = make(tmp_path / "save", overwrite=True)
+    output.prepare({})
+    checked_model(output, "new")
+    (tmp_path / "save").rename(tmp_path / "save.replaced")
+
+    with pytest.raises(CheckpointError, match="another run is writing"):
+        make(tmp_path / "save", overwrite=True).prepare({})
+
+    assert names_after(tmp_path) == {"save.replaced": "old", "save.partial": "new"}
