@@ -4,12 +4,17 @@ Does not measure anything: the trainer hands the numbers in. The summary of a wh
 """
 
 import json
+import logging
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,20 +51,58 @@ class StepMetrics:
 
 
 class MetricsLog:
-    """The file `metrics.jsonl`: one JSON object per step, readable up to the last step at any time."""
+    """The file `metrics.jsonl`: one JSON object per step, readable up to the last step at any time.
+
+    What cannot be written, because the disk is full, waits in memory for the next step: the file never has half a line,
+    and no training ends because of it.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Open `path` to append to it."""
-        # buffering=1: a line is handed to the system as soon as it is complete, so a killed run keeps its metrics.
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        """`path` is appended to; it is opened with the first step."""
+        self._path = path
+        # Unbuffered: a line is handed to the system as soon as it is complete, so a killed run keeps its metrics.
+        self._file: FileIO | None = None
+        self._num_bytes = 0
+        self._waiting: list[bytes] = []
+        self._has_warned = False
 
     def append(self, metrics: StepMetrics) -> None:
         """Write one line. Numbers that JSON does not have are strings that `float` reads: "nan", "inf", "-inf"."""
-        self._file.write(json.dumps(_as_json(asdict(metrics)), allow_nan=False) + "\n")
+        line = json.dumps(_as_json(asdict(metrics)), allow_nan=False) + "\n"
+        self._waiting.append(line.encode())
+        try:
+            self._write()
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning(
+                    "cannot write %s (%s); training goes on, and the file is completed when there is space again",
+                    self._path,
+                    error.strerror,
+                )
+            self._has_warned = True
+
+    def _write(self) -> None:
+        """Write all that waits, or nothing: the part that found room is cut off again."""
+        if self._file is None:
+            self._file = FileIO(self._path, "a")
+            self._num_bytes = self._file.seek(0, os.SEEK_END)
+        text = b"".join(self._waiting)
+        try:
+            written = 0
+            while written < len(text):
+                written += self._file.write(text[written:])
+        except OSError:
+            self._file.truncate(self._num_bytes)
+            raise
+        self._num_bytes += len(text)
+        self._waiting.clear()
 
     def close(self) -> None:
         """Close the file; the log cannot be appended to any more."""
-        self._file.close()
+        if self._waiting:
+            logger.warning("%s lacks the last %d steps", self._path, len(self._waiting))
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -2,8 +2,14 @@
 
 import json
 import math
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from mobius.training.metrics import MetricsLog, StepMetrics, step_line
 
@@ -83,3 +89,59 @@ def test_numbers_that_json_does_not_have_stay_readable(tmp_path: Path) -> None:
     assert math.isnan(float(record["loss"]))
     assert float(record["grad_norm"]) == math.inf
     assert float(record["wait_seconds"]["weights"]) == -math.inf
+
+
+@contextmanager
+def no_file_longer_than(num_bytes: int) -> Iterator[None]:
+    """A disk that is full: the system writes up to `num_bytes` of a file and refuses the rest."""
+    old_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old_limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_full_disk_is_told_once_and_no_line_is_lost_when_space_returns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.append(replace(STEP, step=1))
+        with no_file_longer_than(path.stat().st_size + 20):
+            for step in (2, 3):
+                log.append(replace(STEP, step=step))
+                assert steps_in(path) == [1], "half a line is none"
+        log.append(replace(STEP, step=4))
+        assert steps_in(path) == [1, 2, 3, 4]
+
+    (record,) = caplog.records
+    assert re.search(r"cannot write .*metrics\.jsonl.*File too large.*training goes on", record.getMessage())
+
+
+def test_lines_that_could_not_be_written_to_the_end_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with no_file_longer_than(10), MetricsLog(tmp_path / "metrics.jsonl") as log:
+        for step in (1, 2):
+            log.append(replace(STEP, step=step))
+
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert re.search(r"metrics\.jsonl lacks the last 2 steps", caplog.records[-1].getMessage())
+
+
+def test_a_log_that_cannot_be_opened_does_not_end_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "absent" / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.append(replace(STEP, step=1))
+        path.parent.mkdir()
+        log.append(replace(STEP, step=2))
+
+    assert steps_in(path) == [1, 2]
+    assert len(caplog.records) == 1

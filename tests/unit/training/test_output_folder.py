@@ -297,18 +297,17 @@ def test_a_commit_that_is_killed_anywhere_loses_nothing_and_the_next_run_tells_a
     assert "new" in before.values()
 
     following = make(tmp_path / "save", overwrite=overwrite)
-    try:
+    if overwrite and number == 4:  # the older model had been asked to be removed, and its removal had begun
         following.prepare({})
-    except CheckpointError as error:
-        assert str(tmp_path / "save") in str(error)
-        assert set(names_after(tmp_path).values()) == set(before.values()), "no complete result is lost"
-    else:
-        assert overwrite
         assert names_after(tmp_path) == {"save": "new"}
         checked_model(following, "newest")
         following.commit()
-        assert names_after(tmp_path) == {"save": "newest"}
         assert names(tmp_path) == ["save"]
+        assert names_after(tmp_path) == {"save": "newest"}
+        return
+    with pytest.raises(CheckpointError, match=f"--save_dir {tmp_path / 'save'}"):
+        following.prepare({})
+    assert set(names_after(tmp_path).values()) == set(before.values()), "no complete result is lost"
 
 
 def test_a_kill_between_the_two_renames_is_mended_before_the_next_run_trains(tmp_path: Path) -> None:
