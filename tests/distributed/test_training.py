@@ -1,20 +1,22 @@
-"""Whole runs under torchrun with gloo end with the parameters of a plain torch AdamW loop."""
+"""Whole runs of several processes with gloo end with the parameters of a plain torch AdamW loop."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from benchmark_service import Service
-from harness.runs import exact_ranks, exact_results, make_checkpoint, make_dataset, run_main
+from harness.runs import exact_results, make_checkpoint, make_dataset, run_main, torchrun_main
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_scheduler
 
 from mobius.data.batches import Batches
 from mobius.data.datasets import prepare_dataset
+
+Start = Callable[..., subprocess.CompletedProcess[str]]
 
 STEPS = 20
 BATCH, CHUNKS, LENGTH = 6, 3, 24
@@ -53,23 +55,23 @@ def plain_training(model: PreTrainedModel, dataset: Path, tokenizer_folder: Path
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_stages", "is_tied", "options"),
+    ("start", "num_ranks", "num_stages", "is_tied", "options"),
     [
-        (2, 4, False, ["--use_offload", "--use_prefetch"]),
-        (2, 4, True, ["--use_offload", "--no_prefetch"]),
-        (2, 2, True, ["--no_offload"]),
-        (4, 8, False, ["--use_offload", "--use_prefetch"]),
+        (torchrun_main, 2, 4, False, ["--use_offload", "--use_prefetch"]),
+        (run_main, 2, 4, True, ["--use_offload", "--no_prefetch"]),
+        (run_main, 2, 2, True, ["--no_offload"]),
+        (run_main, 4, 8, False, ["--use_offload", "--use_prefetch"]),
     ],
 )
 def test_twenty_clipped_steps_equal_a_plain_adamw_loop(
-    tmp_path: Path, num_ranks: int, num_stages: int, is_tied: bool, options: list[str]
+    tmp_path: Path, start: Start, num_ranks: int, num_stages: int, is_tied: bool, options: list[str]
 ) -> None:
     model = make_checkpoint(tmp_path / "model", num_layers=8, is_tied=is_tied)
     dataset = make_dataset(tmp_path / "data.jsonl")
     arguments = f"""--model_path model --dataset data.jsonl --fp32 --num_stages {num_stages} --num_chunks {CHUNKS}
         --batch_size {BATCH} --seq_length {LENGTH} --num_iterations {STEPS} --learning_rate {LEARNING_RATE}
         --warmup_steps 2 --weight_decay {DECAY} --max_grad_norm {CLIP} --save_dir out""".split()
-    result = run_main(num_ranks, tmp_path, *arguments, *options)
+    result = start(num_ranks, tmp_path, *arguments, *options)
     assert result.returncode == 0, result.stdout
 
     losses = plain_training(model, dataset, tmp_path / "model", tmp_path / "cache-plain")
@@ -96,14 +98,8 @@ def _assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
     assert (actual - expected).abs().max() <= 1e-4 * moved, (name, float((actual - expected).abs().max()))
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with exact_ranks(2, tmp_path_factory.mktemp("cache")) as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize("clipping", ["--max_grad_norm 0.5", "--max_grad_norm 0"], ids=["clipped", "not clipped"])
-def test_overlaps_and_recomputing_change_no_bit(two_ranks: Service, tmp_path: Path, clipping: str) -> None:
+def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -> None:
     options = f"""--device cpu --bf16 --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 10
         --learning_rate 1e-3 {clipping}"""
     streamed = [
@@ -112,13 +108,13 @@ def test_overlaps_and_recomputing_change_no_bit(two_ranks: Service, tmp_path: Pa
         for prefetch in ("no_prefetch", "use_prefetch")
     ]
     resident = [f"--no_offload --recompute {recompute}" for recompute in ("full", "none")]
-    results = exact_results(two_ranks, tmp_path, options, [*streamed, *resident, f"{streamed[0]} --fp32_gradients"])
+    results = exact_results(2, tmp_path, options, [*streamed, *resident, f"{streamed[0]} --fp32_gradients"])
     assert all(results[variant] == results[streamed[0]] for variant in [*streamed, *resident]), results
     assert results[streamed[0]] != results[f"{streamed[0]} --fp32_gradients"], "the comparison can fail"
 
 
 @pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0.5", "--bf16 --max_grad_norm 0", "--fp16", "--fp32"])
-def test_residency_changes_no_bit(two_ranks: Service, tmp_path: Path, options: str) -> None:
+def test_residency_changes_no_bit(tmp_path: Path, options: str) -> None:
     """The matrix that embedding and head share is resident on one rank and streamed on the other."""
     shared = f"""--device cpu --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 6
         --learning_rate 1e-3 {options}"""
@@ -131,7 +127,7 @@ def test_residency_changes_no_bit(two_ranks: Service, tmp_path: Path, options: s
         "--no_offload",
     ]
     wide = [f"{variant} --fp32_gradients" for variant in (variants[0], variants[1], variants[-1])]
-    results = exact_results(two_ranks, tmp_path, shared, [*variants, *wide])
+    results = exact_results(2, tmp_path, shared, [*variants, *wide])
     assert all(results[variant] == results[variants[0]] for variant in variants), results
     assert all(results[variant] == results[wide[0]] for variant in wide), results
     is_fp32 = "--fp32" in options.split()

@@ -59,12 +59,14 @@ def main() -> None:
     seconds, num_wrong = _talk(transport, device, num_words, num_messages)
     _talk_alone(transport, device, num_words, 20)  # the second time nothing is new: its time is the one that counts
     alone = _talk_alone(transport, device, num_words, num_messages)
+    gathered = transport.gather(["x" * 1000 * ranks.rank, ranks.rank])
     wrong = transport.sum_over_ranks(torch.tensor([num_wrong], dtype=torch.float64))
     if ranks.is_first:
         gigabytes = num_messages * num_words * 4 / 1e9
         told = {
             "over_mailboxes": opened[0] is not None,
             "num_wrong": int(wrong.item()),
+            "gathered": gathered,
             "seconds_beside_compute": seconds,
             "gb_per_second_each_way": gigabytes / alone,
         }

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 from benchmark_launch import free_port
-from benchmark_service import Service
+from harness.forked import HANG_SECONDS, ROOT, Ranks
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "assets" / "tiny-llama"
 VOCAB = 4096
 
@@ -60,8 +59,8 @@ def environment(cache: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
 
 
-def run_main(num_ranks: int, folder: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run main.py in `folder`, where its results then are; output and errors come back as one text."""
+def torchrun_main(num_ranks: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run main.py under torchrun in `folder`, where its results then are; output and errors come back as one text."""
     return subprocess.run(
         command(num_ranks, arguments),
         cwd=folder,
@@ -69,23 +68,40 @@ def run_main(num_ranks: int, folder: Path, *arguments: str, timeout: float = 240
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout,
+        timeout=HANG_SECONDS,
         check=False,
     )
 
 
-def exact_ranks(num_ranks: int, cache: Path) -> Service:
-    """Processes for `exact_results`, which start with its first call; use it with `with`."""
-    worker = Path(__file__).with_name("exact_worker.py")
-    return Service(num_ranks=num_ranks, environment=environment(cache), worker=worker)
+def run_main(num_ranks: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same by processes that are forked instead of started, which spares each of them its imports."""
+    ranks = Ranks(
+        "main",
+        "main",
+        ["--device", "cpu", *arguments],
+        num_ranks=num_ranks,
+        folder=folder,
+        environment=environment(folder / "cache"),
+    )
+    code = ranks.wait()
+    return subprocess.CompletedProcess([], code, ranks.output())
 
 
 def exact_results(
-    ranks: Service, folder: Path, options: str, variants: Sequence[str], *, num_layers: int = 8
+    num_ranks: int, folder: Path, options: str, variants: Sequence[str], *, num_layers: int = 8
 ) -> dict[str, object]:
     """Train with each variant of `options` under deterministic kernels; equal results are equal to the bit."""
     make_checkpoint(folder / "model", num_layers=num_layers, is_tied=True)
-    result = ranks.run([str(folder / "model"), options, *variants], timeout_seconds=280)
-    assert result.problem is None, result.log_end
-    results: dict[str, object] = result.output
+    output = folder / "exact.json"
+    ranks = Ranks(
+        "harness.exact_ranks",
+        "train_variants",
+        [str(output), str(folder / "model"), options, *variants],
+        num_ranks=num_ranks,
+        folder=folder,
+        # cuBLAS is deterministic with it only.
+        environment={**environment(folder / "cache"), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    )
+    assert ranks.wait() == 0, ranks.output()
+    results: dict[str, object] = json.loads(output.read_text())
     return results

@@ -21,11 +21,11 @@ from mobius.runtime.store_meeting import meet_at_store
 def main() -> None:
     ranks = Ranks.from_environment()
     meeting = meet_at_store(ranks)
-    first = meeting.gather(("first", ranks.rank))
+    first = meeting.gather(["first", ranks.rank])
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
-    second = meet_at_store(ranks).gather(("second", ranks.rank))
+    second = meet_at_store(ranks).gather(["second", ranks.rank])
     third = meeting.gather(total.item())
     sys.stdout.write(json.dumps([first, second, third]) + "\n")
     sys.stdout.flush()

@@ -1,0 +1,69 @@
+"""Trains a tiny model once per variant of options, with deterministic kernels, and leaves a digest of every result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mobius.cli import parse_args
+from mobius.data.batches import Batches
+from mobius.data.store import TokenizedDataset
+from mobius.models.families import load_model_config
+from mobius.ranks import Ranks, prepare_environment
+from mobius.runtime.devices import MemoryMeter
+from mobius.runtime.transport import Transport
+from mobius.training.blueprint import draw_blueprint
+from mobius.training.build import assemble, connect, load_state, rehearse
+
+
+def train(folder: Path, options: list[str], ranks: Ranks, transport: Transport | None) -> tuple[Transport, float, str]:
+    """One run; returns its transport for the next, the last loss and a digest of this rank's masters and moments."""
+    config = parse_args(options, num_ranks=ranks.num_ranks)
+    blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model))
+    transport = transport or connect(blueprint)
+    state = load_state(blueprint, folder)
+    if ranks.num_ranks > 1:
+        rehearse(blueprint, state)
+    steps = list(assemble(blueprint, state, transport, _batches(blueprint.shape.vocab_size, options)).train())
+    MemoryMeter(blueprint.device).synchronize()
+    digest = hashlib.sha256()
+    for _, stage in sorted(state.memory.states.items()):
+        for tensor in (stage.read_master(), stage.exp_avg, stage.exp_avg_sq, stage.weights.float()):
+            digest.update(tensor.cpu().numpy().tobytes())
+    state.close()
+    return transport, steps[-1].loss, digest.hexdigest()
+
+
+def _batches(vocab_size: int, options: list[str]) -> Batches:
+    config = parse_args(options)
+    size, length = config.pipeline.batch_size, config.data.seq_length
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 3 * size * length, dtype=np.int32)
+    offsets = np.arange(3 * size + 1, dtype=np.int64) * length
+    dataset = TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets)
+    return Batches(dataset, batch_size=size, seq_length=length, pad_token_id=0, seed=1)
+
+
+def train_variants(output: str, folder: str, shared: str, *variants: str) -> None:
+    """Run every variant and write {variant: [loss, digest of every rank]} to `output` from the first rank."""
+    prepare_environment()
+    torch.use_deterministic_algorithms(True)
+    ranks = Ranks.from_environment()
+    torch.set_num_threads(1)
+    transport: Transport | None = None
+    results: dict[str, list[object]] = {}
+    for variant in variants:
+        options = f"--model_path {folder} {shared} {variant}".split()
+        transport, loss, digest = train(Path(folder), options, ranks, transport)
+        halves = torch.zeros(ranks.num_ranks, 8, dtype=torch.float64)
+        numbers = [int(digest[i : i + 8], 16) for i in range(0, 64, 8)]
+        halves[ranks.rank] = torch.tensor(numbers, dtype=torch.float64)
+        results[variant] = [loss, transport.sum_over_ranks(halves).tolist()]
+    assert transport is not None
+    transport.barrier()
+    transport.close()
+    if ranks.is_first:
+        Path(output).write_text(json.dumps(results))

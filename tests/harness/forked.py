@@ -1,0 +1,115 @@
+"""Processes that have imported torch, transformers and Mobius when they start: forked from one that imported them once.
+
+A process of its own imports for four seconds, on a core that other tests want. What is forked is a process like any
+other: its own memory, environment, folder, output and end. It is not started by torchrun; tests of that start it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from benchmark_launch import free_port
+
+from mobius.ranks import prepare_environment
+
+ROOT = Path(__file__).parents[2]
+IMPORTED = ("main", "mobius.training.run", "mobius.training.dry_run", "transformers.models.llama.modeling_llama")
+HANG_SECONDS = 1200.0
+"""After which something hangs: ten times what the slowest test takes on the slowest machine that ran them."""
+
+
+class Ranks:
+    """Processes that call a function of a module with `arguments`, with torchrun's variables if there are several."""
+
+    def __init__(
+        self,
+        module: str,
+        function: str,
+        arguments: Sequence[Any],
+        *,
+        num_ranks: int,
+        folder: Path,
+        environment: Mapping[str, str],
+        program: str = "main.py",
+    ) -> None:
+        """Start them in `folder`; what they print goes to one file there. `program` is their sys.argv[0]."""
+        self.output_file = folder / f"output-{time.monotonic_ns()}.txt"
+        self.output_file.touch()
+        self.processes: list[ForkServerProcess] = []
+        port = str(free_port())
+        for rank in range(num_ranks):
+            variables = dict(environment)
+            if num_ranks > 1:
+                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            given = (module, function, list(arguments), str(folder), variables, str(self.output_file), program)
+            self.processes.append(_context().Process(target=_run, args=given))
+            self.processes[-1].start()
+
+    def wait(self, *, seconds: float = HANG_SECONDS) -> int:
+        """Wait for all of them; the first code that is not 0, or 0. When one fails or time is out, the rest are killed."""
+        deadline = time.monotonic() + seconds
+        while any(process.is_alive() for process in self.processes):
+            is_over = time.monotonic() > deadline
+            if is_over or any(process.exitcode for process in self.processes):
+                for process in self.processes:
+                    process.join(0 if is_over else 20)  # they tell their part, too
+                    process.kill()
+                assert not is_over, f"hangs: {self.output()}"
+            time.sleep(0.01)
+        codes = [process.exitcode for process in self.processes]
+        return next((code for code in codes if code), 0)
+
+    def output(self) -> str:
+        """What they have printed, on both streams."""
+        return self.output_file.read_text(errors="replace")
+
+
+def _context() -> ForkServerContext:
+    """The context whose server imports IMPORTED when the first process is asked for."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    before = dict(os.environ)
+    # What libraries read while they are imported; and one thread, because a fork takes no others along.
+    prepare_environment()
+    os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+def _run(
+    module: str,
+    function: str,
+    arguments: list[Any],
+    folder: str,
+    environment: Mapping[str, str],
+    output: str,
+    program: str,
+) -> None:
+    """In the new process: its folder, environment and output, then the function."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    # Python's own streams were made for what the server had.
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.argv = [program, *map(str, arguments)]
+    call: Callable[..., object] = getattr(importlib.import_module(module), function)
+    call() if module == "main" else call(*arguments)
