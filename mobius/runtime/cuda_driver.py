@@ -94,6 +94,8 @@ class CudaDriver:
     def open_exported(self, handle: bytes) -> int:
         """Map another process's memory for the current device; its address here."""
         address = c_uint64()
+        if len(handle) != ctypes.sizeof(_Handle):
+            raise DriverError(f"a handle of {len(handle)} bytes opens no memory")
         self._call("cuIpcOpenMemHandle_v2", byref(address), _Handle.from_buffer_copy(handle), _ENABLE_PEER_ACCESS)
         return address.value
 

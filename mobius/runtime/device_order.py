@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from mobius.planner.mapping import choose_order
 from mobius.planner.topology import Topology
-from mobius.runtime.meeting import Meeting
+from mobius.runtime.meeting import Meeting, read_numbers, read_told
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,14 @@ def agree_on_order(
         if choice.line is not None:
             logger.info("%s", choice.line)
         order = choice.order
-    agreed: tuple[int, ...] = meeting.gather(order)[0]
-    return agreed
+    return read_told(meeting.gather(order)[0], partial(_read_order, num_ranks=meeting.num_ranks), by=0)
+
+
+def _read_order(told: Any, *, num_ranks: int) -> tuple[int, ...]:
+    order = read_numbers(told)
+    if sorted(order) != list(range(num_ranks)):
+        raise ValueError(f"{order} is no order of {num_ranks} GPUs")
+    return order
 
 
 def device_names(listed: str | None, num_gpus: int) -> Sequence[str]:

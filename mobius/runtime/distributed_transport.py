@@ -20,7 +20,7 @@ from torch import Tensor
 from mobius.errors import TransportError, first_line
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
 from mobius.runtime.mailboxes import Mailboxes
-from mobius.runtime.meeting import Meeting
+from mobius.runtime.meeting import MOST_BYTES, Meeting, Told, not_told, told_text, told_value
 from mobius.runtime.transport import ring_edges
 
 TIMEOUT = timedelta(minutes=10)
@@ -163,14 +163,25 @@ class DistributedTransport:
             raise self._lost(None, error) from error
         return summed
 
-    def gather(self, value: object) -> list[Any]:
-        """Every rank's value (it is pickled) in the order of ranks; blocks."""
-        values: list[Any] = [None] * self.num_ranks
+    def gather(self, value: Told) -> list[Any]:
+        own = torch.frombuffer(bytearray(told_text(value).encode()), dtype=torch.uint8)
+        lengths = [int(length) for length in self._gather_tensors(torch.tensor([own.numel()]))]
+        for rank, length in enumerate(lengths):  # alike on all ranks, so that none waits for the others
+            if not 0 < length <= MOST_BYTES:
+                raise not_told(rank, ValueError(f"{length} bytes"))
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: own.numel()] = own
+        texts = zip(self._gather_tensors(padded), lengths, strict=True)
+        return [told_value(bytes(text[:length].tolist()), by=rank) for rank, (text, length) in enumerate(texts)]
+
+    def _gather_tensors(self, own: Tensor) -> list[Tensor]:
+        """Every rank's CPU tensor of one shape, in the order of ranks."""
+        found = [torch.empty_like(own) for _ in range(self.num_ranks)]
         try:
-            dist.all_gather_object(values, value, group=self._scalars)
+            dist.all_gather(found, own, group=self._scalars)
         except RuntimeError as error:
             raise self._lost(None, error) from error
-        return values
+        return found
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """CPU tensors travel over gloo, GPU tensors over the edges between the two ranks."""

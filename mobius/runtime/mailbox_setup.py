@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from mobius.errors import TransportError
 from mobius.memory.streams import Event, record_current
 from mobius.runtime.mailboxes import CopyQueue, Inbox, Mailboxes, Outbox, Ring
-from mobius.runtime.meeting import Meeting, take_together
+from mobius.runtime.meeting import Meeting, Told, read_all, read_number, read_numbers, read_told, take_together
 from mobius.runtime.shared_memory import SharedMemory, SharedName
 from mobius.runtime.transport import ring_edges
 
@@ -79,6 +79,17 @@ class _Offer:
     shared: SharedName
     handle: bytes | None
     """Of the mailboxes on the target's GPU; None: they lie in the shared memory, behind the counters."""
+
+    def told(self) -> Told:
+        name = self.shared
+        handle = None if self.handle is None else self.handle.hex()
+        return [name.process, name.descriptor, name.num_bytes, handle]
+
+    @classmethod
+    def read(cls, told: Any) -> _Offer:
+        *name, handle = told
+        process, descriptor, num_bytes = read_numbers(name)
+        return cls(SharedName(process, descriptor, num_bytes), None if handle is None else bytes.fromhex(handle))
 
 
 def open_mailboxes(
@@ -143,15 +154,18 @@ class _Setup:
             release=self._close,
         )
 
-    def _start(self, answers: Sequence[None]) -> int:
+    def _start(self, answers: Sequence[Any]) -> int:
         self._engine = self._make_engine()
         return self._engine.device_index
 
-    def _reach(self, device_indices: Sequence[int]) -> frozenset[int]:
-        return frozenset(target for target in self._targets if self._engine.reaches(device_indices[target]))
+    def _reach(self, answers: Sequence[Any]) -> Told:
+        """The ranks whose devices this rank's device reaches."""
+        device_indices = read_all(answers, read_number)
+        return [target for target in self._targets if self._engine.reaches(device_indices[target])]
 
-    def _offer(self, reached: Sequence[frozenset[int]]) -> dict[int, _Offer]:
-        """Make the memory of the incoming edges."""
+    def _offer(self, answers: Sequence[Any]) -> Told:
+        """Make the memory of the incoming edges; an offer for each source, by its number."""
+        reached = read_all(answers, read_numbers)
         self._num_peer_edges = sum(len(targets) for targets in reached)
         offers = {}
         for source in self._sources:
@@ -165,13 +179,14 @@ class _Setup:
                 self._own.callback(self._engine.free, mailboxes)
                 handle = self._engine.export(mailboxes)
             self._inboxes[source] = Inbox(self._ring(shared, address, mailboxes), self._new_queue())
-            offers[source] = _Offer(shared.name, handle)
+            offers[str(source)] = _Offer(shared.name, handle).told()
         return offers
 
-    def _accept(self, offers: Sequence[dict[int, _Offer]]) -> None:
+    def _accept(self, answers: Sequence[Any]) -> None:
         """Open the memory of the outgoing edges, which their targets have made."""
+        own = str(self._meeting.rank)
         for target in self._targets:
-            offer = offers[target][self._meeting.rank]
+            offer = read_told(answers[target], lambda told: _Offer.read(told[own]), by=target)
             shared = SharedMemory.open(offer.shared)
             self._opened.callback(shared.close)
             address, mailboxes = self._register(shared, self._opened), None
@@ -180,7 +195,7 @@ class _Setup:
                 self._opened.callback(self._engine.close_exported, mailboxes)
             self._outboxes[target] = Outbox(self._ring(shared, address, mailboxes), self._new_queue())
 
-    def _post(self, answers: Sequence[None]) -> None:
+    def _post(self, answers: Sequence[Any]) -> None:
         """Post a receive on every edge before anybody sends, and see that compute goes on beside it."""
         # Memory is taken and kernels are loaded now: with a waiting receive either could wait for an idle device.
         self._probe = self._make_probe(self._meeting.rank)
@@ -194,7 +209,7 @@ class _Setup:
         if not self._comes(record_current(self._device)):
             raise RuntimeError("a receive that waits for its message holds up compute")
 
-    def _send(self, answers: Sequence[None]) -> None:
+    def _send(self, answers: Sequence[Any]) -> None:
         """Send a message over every edge, and compare what came with what was sent."""
         sent = [(target, outbox.send(self._probe.data_ptr())) for target, outbox in self._outboxes.items()]
         for target, event in sent:

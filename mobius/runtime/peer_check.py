@@ -22,7 +22,7 @@ from mobius.errors import TransportError
 from mobius.memory.streams import Event
 from mobius.runtime.mailbox_setup import CopyEngine
 from mobius.runtime.mailboxes import CopyQueue
-from mobius.runtime.meeting import Meeting, take_together
+from mobius.runtime.meeting import Meeting, Told, read_all, read_number, read_numbers, read_told, take_together
 from mobius.runtime.transport import ring_edges
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,15 @@ def check_peer_copies(
     return _Check(meeting, make_engine, device, sizes, patience).run()
 
 
+def _read_handles(told: Any) -> dict[str, bytes]:
+    return {source: bytes.fromhex(handle) for source, handle in told.items()}
+
+
+def _read_edges(told: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    checked, broken = told
+    return read_numbers(checked), read_numbers(broken)
+
+
 class _Check:
     def __init__(
         self,
@@ -83,62 +92,66 @@ class _Check:
 
     def run(self) -> PeerVerdict:
         """Step by step, all ranks at once; what fails on one of them calls everything off on all."""
-        steps: list[Callable[[list[Any]], object]] = [self._start, self._reach, self._offer, self._accept]
+        steps: list[Callable[[list[Any]], Told]] = [self._start, self._reach, self._offer, self._accept]
         for number, size in enumerate(self._sizes):
             steps += [partial(step, number, size) for step in (self._overwrite, self._send, self._compare)]
-        steps.append(lambda _: (sorted(self._incoming), sorted(self._broken)))
+        steps.append(lambda _: [sorted(self._incoming), sorted(self._broken)])
         outcome = take_together(self._meeting, steps)
         self._close()
         if outcome.problem is not None:
             return PeerVerdict(problem=outcome.problem)
-        answers = outcome.answers
+        answers = read_all(outcome.answers, _read_edges)
         return PeerVerdict(
             checked=tuple((source, rank) for rank, (sources, _) in enumerate(answers) for source in sources),
             broken=tuple((source, rank) for rank, (_, sources) in enumerate(answers) for source in sources),
         )
 
-    def _start(self, answers: Sequence[None]) -> int:
+    def _start(self, answers: Sequence[Any]) -> int:
         self._engine = self._make_engine()
         self._queue = self._engine.new_queue()
         return self._engine.device_index
 
-    def _reach(self, device_indices: Sequence[int]) -> frozenset[int]:
-        return frozenset(target for target in self._targets if self._engine.reaches(device_indices[target]))
+    def _reach(self, answers: Sequence[Any]) -> Told:
+        """The ranks whose devices this rank's device reaches."""
+        device_indices = read_all(answers, read_number)
+        return [target for target in self._targets if self._engine.reaches(device_indices[target])]
 
-    def _offer(self, reached: Sequence[frozenset[int]]) -> dict[int, bytes]:
-        """Make the memory that others write into."""
+    def _offer(self, answers: Sequence[Any]) -> Told:
+        """Make the memory that others write into; its handle for each source, by the source's number."""
+        reached = read_all(answers, read_numbers)
         handles = {}
         for source in self._sources:
             if self._meeting.rank in reached[source]:
                 address = self._engine.allocate(max(self._sizes))
                 self._own.callback(self._engine.free, address)
                 self._incoming[source] = address
-                handles[source] = self._engine.export(address)
+                handles[str(source)] = self._engine.export(address).hex()
         return handles
 
-    def _accept(self, handles: Sequence[dict[int, bytes]]) -> None:
+    def _accept(self, answers: Sequence[Any]) -> None:
         """Open the memory that this rank writes into."""
+        own = str(self._meeting.rank)
         for target in self._targets:
-            handle = handles[target].get(self._meeting.rank)
-            if handle is not None:
-                self._outgoing[target] = self._engine.open_exported(handle)
+            handles = read_told(answers[target], _read_handles, by=target)
+            if own in handles:
+                self._outgoing[target] = self._engine.open_exported(handles[own])
                 self._opened.callback(self._engine.close_exported, self._outgoing[target])
 
-    def _overwrite(self, number: int, size: int, answers: Sequence[None]) -> None:
+    def _overwrite(self, number: int, size: int, answers: Sequence[Any]) -> None:
         """Fill the memory that others write into, so that nothing old can pass for a message."""
         filling = torch.full((size,), _FILLING, dtype=torch.uint8, device=self._device)
         for address in self._incoming.values():
             self._copy(address, filling.data_ptr(), size)
         self._rest()
 
-    def _send(self, number: int, size: int, answers: Sequence[None]) -> None:
+    def _send(self, number: int, size: int, answers: Sequence[Any]) -> None:
         """One message over every edge, all at once."""
         pattern = self._make_pattern(self._meeting.rank, number, size)
         for address in self._outgoing.values():
             self._copy(address, pattern.data_ptr(), size)
         self._rest()
 
-    def _compare(self, number: int, size: int, answers: Sequence[None]) -> None:
+    def _compare(self, number: int, size: int, answers: Sequence[Any]) -> None:
         for source, address in self._incoming.items():
             received = torch.full((size,), _FILLING, dtype=torch.uint8, device=self._device)
             self._copy(received.data_ptr(), address, size)

@@ -6,7 +6,6 @@ between two meetings, unlike inside an NCCL process group.
 
 from __future__ import annotations
 
-import pickle
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mobius.errors import TransportError
 from mobius.ranks import Ranks
+from mobius.runtime.meeting import Told, told_text, told_value
 
 TIMEOUT = timedelta(minutes=10)
 """For one answer of the slowest rank."""
@@ -30,19 +30,19 @@ class StoreMeeting:
         meeting = store.add(f"{_PREFIX}/{rank}", 1)
         self._store, self._num_gathered = PrefixStore(f"{_PREFIX}/{meeting}", store), 0
 
-    def gather(self, value: object) -> list[Any]:
-        """Every rank's value (it is pickled) in the order of ranks; blocks until all have given theirs."""
+    def gather(self, value: Told) -> list[Any]:
         number = self._num_gathered
         self._num_gathered += 1
-        self._store.set(f"{number}/{self.rank}", pickle.dumps(value).hex())
+        self._store.set(f"{number}/{self.rank}", told_text(value))
         values = []
         for rank in range(self.num_ranks):
             try:
-                values.append(pickle.loads(bytes.fromhex(self._store.get(f"{number}/{rank}").decode())))
+                text = self._store.get(f"{number}/{rank}")
             except RuntimeError as error:
                 raise TransportError(
                     f"rank {self.rank} stops: rank {rank} did not answer, and its own message tells why"
                 ) from error
+            values.append(told_value(text, by=rank))
         return values
 
 

@@ -36,6 +36,7 @@ from mobius.planner.shape import ModelShape
 from mobius.planner.what_if import Answer, Machine, Run, answer, waiting_of
 from mobius.ranks import Ranks, cpu_share, visible_devices
 from mobius.runtime.device_order import device_names
+from mobius.runtime.meeting import Told, told_text, told_value
 from mobius.training.auto import resolve_auto, run_of, usual_process_bytes
 from mobius.training.output_folder import replaced_whole
 from mobius.training.placement import order_devices
@@ -110,8 +111,8 @@ class _Alone:
     num_ranks: int
     rank: int = 0
 
-    def gather(self, value: object) -> list[Any]:
-        return [value]
+    def gather(self, value: Told) -> list[Any]:
+        return [told_value(told_text(value).encode(), by=self.rank)]
 
 
 def _log_devices(config: Config, num_ranks: int) -> None:

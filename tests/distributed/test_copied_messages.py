@@ -27,3 +27,4 @@ def test_two_processes_talk_over_mailboxes_in_shared_host_memory(tmp_path: Path)
     told = json.loads(result.stdout)
     assert told["over_mailboxes"]
     assert told["num_wrong"] == 0
+    assert told["gathered"] == [["", 0], ["x" * 1000, 1]]

@@ -13,6 +13,12 @@ MODULES = sorted((ROOT / "mobius").rglob("*.py"))
 SOURCE_FOLDERS = ("mobius", "scripts", "tests", "configs", "docs", "assets", ".ci")
 SOURCE_SUFFIXES = {".py", ".c", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".jinja", ".sh", ""}
 
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+PICKLERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+PICKLED_COLLECTIVES = {
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+}
 MAX_LINES = 400
 VAGUE_NAMES = {"utils", "util", "common", "manager", "helper", "helpers", "misc"}
 PERSONAL = {
@@ -107,6 +113,43 @@ def test_only_ranks_touches_the_environment(path: Path) -> None:
     }
 
     assert path.name == "ranks.py" or not used & touching
+
+
+@pytest.mark.parametrize("path", [*MODULES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_unpickled(path: Path) -> None:
+    """What comes from a file or another process is data; `multiprocessing` alone pickles, between its own processes."""
+    found = [*unpickling(syntax_tree(path))]
+
+    assert found == []
+
+
+def unpickling(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}
+            yield from (name for name in names if name.partition(".")[0] in PICKLERS or name in PICKLED_COLLECTIVES)
+        elif isinstance(node, ast.Attribute) and node.attr in PICKLED_COLLECTIVES:
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            words = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            yield from [ast.unparse(node)] if words.get("weights_only") != "True" else []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import os, marshal",
+        "dist.all_gather_object(values, value)",
+        "from torch.distributed import broadcast_object_list",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+    ],
+)
+def test_the_rule_against_pickles_would_find_one(source: str) -> None:
+    assert [*unpickling(ast.parse(source))]
+    assert not [*unpickling(ast.parse("import json; torch.load(path, weights_only=True)"))]
 
 
 @pytest.mark.parametrize("rule", PERSONAL)

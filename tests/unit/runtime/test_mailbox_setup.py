@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,22 +15,23 @@ from mobius.runtime import mailbox_setup
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.mailbox_setup import CopyEngine, open_mailboxes
 from mobius.runtime.mailboxes import Mailboxes
+from mobius.runtime.meeting import Told, told_text, told_value
 
 CPU = torch.device("cpu")
 SIZE = 12_346  # no multiple of a word, nor of a page
 
 
 class ThreadMeeting:
-    """Rank-threads that tell each other things as processes do, pickled."""
+    """Rank-threads that tell each other things as processes do."""
 
-    def __init__(self, transport: LocalTransport, board: list[bytes]) -> None:
+    def __init__(self, transport: LocalTransport, board: list[str]) -> None:
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
         self._transport, self._board = transport, board
 
-    def gather(self, value: object) -> list[Any]:
-        self._board[self.rank] = pickle.dumps(value)
+    def gather(self, value: Told) -> list[Any]:
+        self._board[self.rank] = told_text(value)
         self._transport.barrier()
-        values = [pickle.loads(told) for told in self._board]
+        values = [told_value(told.encode(), by=rank) for rank, told in enumerate(self._board)]
         self._transport.barrier()
         return values
 
@@ -55,7 +55,7 @@ def with_mailboxes(
     patience: float = 20.0,
 ) -> list[bool]:
     """Open mailboxes in one thread per engine, work with them and close them; who had some."""
-    board = [b""] * len(engines)
+    board = [""] * len(engines)
 
     def run(transport: LocalTransport) -> bool:
         make = (makers or {}).get(transport.rank, lambda: engines[transport.rank])
