@@ -7,20 +7,21 @@ stops at the first mistake: every source collects its problems, and all of them 
 
 import argparse
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from mobius.config import Config
 from mobius.errors import ConfigError
+from mobius.excerpt import excerpt
 from mobius.options import (
     Option,
     OptionValue,
     Source,
     Spelling,
     config_from,
-    nearest_name,
     options,
     section_titles,
     spellings,
@@ -62,7 +63,7 @@ def parse_args(argv: Sequence[str], *, num_ranks: int | None = None) -> Config:
     command_line = read_command_line(argv)
     if command_line.wants_help:
         if Ranks.from_environment().is_first:
-            _make_parser().print_help()
+            sys.stdout.write(_help_text())
         raise SystemExit(0)
     return resolve(command_line, num_ranks=num_ranks)
 
@@ -92,19 +93,13 @@ def given_options(argv: Sequence[str]) -> frozenset[str]:
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Take the typed options apart; reads no file and raises nothing."""
     result = CommandLine()
-    namespace, leftovers = _make_parser().parse_known_args(_expand(argv, result), argparse.Namespace(given=[]))
-    for name, text in namespace.given:
+    for name, text in _take_apart(argv, result):
         if name in _GENERAL_FLAGS:
             result.wants_help = True
         elif name == "config":
             result.config_path = text
         else:
             _put_text(result, spellings()[name], text)
-    for token in leftovers:
-        result.problems.append(
-            f"`{token}` belongs to no option; flags take no value, their opposite is another flag "
-            "(--use_prefetch, --no_prefetch)"
-        )
     return result
 
 
@@ -115,27 +110,25 @@ def _put_text(result: Source, spelling: Spelling, text: str) -> None:
     try:
         result.put(spelling, spelling.option.from_text(text), place="command line")
     except ValueError:
-        result.reject(spelling, f"`--{spelling.name} {text}`; {spelling.option.expectation} is needed")
+        result.reject(spelling, f"`--{spelling.name} {excerpt(text)}`; {spelling.option.expectation} is needed")
 
 
-def _expand(argv: Sequence[str], result: Source) -> list[str]:
-    """Write every option in full with its value attached; report and drop what argparse would stop at."""
-    expanded: list[str] = []
+def _take_apart(argv: Sequence[str], result: Source) -> list[tuple[str, str]]:
+    """Every usable option in full with the text of its value, which a flag leaves empty; reports the others."""
+    given: list[tuple[str, str]] = []
     waiting: str | None = None
     is_after_unknown = False
-    for token in (*argv, None):
-        if token is not None and not re.match(r"--?[A-Za-z]", token):
+    for token in argv:
+        if not re.match(r"--?[A-Za-z]", token):
             if waiting is not None:
-                expanded.append(f"--{waiting}={token}")
+                given.append((waiting, token))
             elif not is_after_unknown:
-                expanded.append(token)
+                _report_stray(result, token)
             waiting = None
             continue
         if waiting is not None:
             _report_missing_value(result, waiting)
             waiting = None
-        if token is None:
-            break
         typed, equals, value = token.lstrip("-").partition("=")
         name = _full_name(token, typed, result)
         is_after_unknown = name is None
@@ -143,12 +136,21 @@ def _expand(argv: Sequence[str], result: Source) -> list[str]:
             continue
         is_flag = name in _GENERAL_FLAGS or (name in spellings() and spellings()[name].is_flag)
         if is_flag and equals:
-            result.problems.append(f"`{token}`: a flag takes no value; write --{name} or leave it out")
+            result.problems.append(f"`{excerpt(token)}`: a flag takes no value; write --{name} or leave it out")
         elif is_flag or equals:
-            expanded.append(f"--{name}{equals}{value}")
+            given.append((name, value))
         else:
             waiting = name
-    return expanded
+    if waiting is not None:
+        _report_missing_value(result, waiting)
+    return given
+
+
+def _report_stray(result: Source, token: str) -> None:
+    result.problems.append(
+        f"`{excerpt(token)}` belongs to no option; flags take no value, their opposite is another flag "
+        "(--use_prefetch, --no_prefetch)"
+    )
 
 
 def _report_missing_value(result: Source, name: str) -> None:
@@ -166,8 +168,8 @@ def _full_name(token: str, typed: str, result: Source) -> str | None:
     names = (*spellings(), "config", *_GENERAL_FLAGS)
     matches = [name] if name in names else [known for known in names if known.startswith(name)]
     if not token.startswith("--") or not matches:
-        nearest = matches[0] if matches else nearest_name(name)
-        result.reject_unknown(f"unknown option `{token.partition('=')[0]}`", nearest)
+        shown = excerpt(token.partition("=")[0])
+        result.reject_unknown(f"unknown option `{shown}`", name, begun=matches[0] if matches else None)
         return None
     # `--model_` begins two spellings of one option, which is not ambiguous.
     by_meaning: dict[tuple[str, OptionValue], str] = {}
@@ -187,48 +189,30 @@ def _meaning(name: str) -> tuple[str, OptionValue]:
 
 def _with_full_model_name(values: dict[str, OptionValue]) -> dict[str, OptionValue]:
     name = values.get("model_path")
-    if isinstance(name, str) and not Path(name).is_dir():
-        values["model_path"] = _SHORT_MODEL_NAMES.get(name.lower(), name)
+    full = _SHORT_MODEL_NAMES.get(name.lower()) if isinstance(name, str) else None
+    if full is not None and not Path(str(name)).is_dir():
+        values["model_path"] = full
     return values
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint=_HINT)
-
-
-class _Record(argparse.Action):
-    """Keep every option as it was spelled, in order; judging comes later, for all of them together."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        assert option_string is not None
-        namespace.given.append((option_string.removeprefix("--"), values))
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _help_text() -> str:
+    """All options by topic, with their texts and defaults."""
+    parser = argparse.ArgumentParser(
         prog="main.py",
         usage="torchrun --nproc_per_node N main.py [--config FILE.yaml] [options]",
         description=_DESCRIPTION,
         add_help=False,
-        allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
     )
     general = parser.add_argument_group("General")
-    general.add_argument("-h", "--help", action=_Record, nargs=0, help="Print this text and exit.")
-    general.add_argument("--config", action=_Record, metavar="FILE", help="YAML file of options.")
+    general.add_argument("-h", "--help", action="store_true", help="Print this text and exit.")
+    general.add_argument("--config", metavar="FILE", help="YAML file of options.")
     for section, title in section_titles().items():
         group = parser.add_argument_group(title)
         for option in options().values():
             if option.section == section:
                 _add_option(group, option)
-    return parser
+    return parser.format_help()
 
 
 def _add_option(group: Any, option: Option) -> None:
@@ -238,18 +222,13 @@ def _add_option(group: Any, option: Option) -> None:
     if option.value_type is bool:
         flags = {spelling.flag_value: f"--{spelling.name}" for spelling in names}
         help_text = f"{option.text} [flag; default: {flags[option.default]}]"
-        group.add_argument(
-            *(f"--{spelling.name}" for spelling in names), action=_Record, nargs=0, help=_escape(help_text)
-        )
+        group.add_argument(*(f"--{spelling.name}" for spelling in names), action="store_true", help=_escape(help_text))
         return
     facts = [option.expectation, *([f"default: {default}"] if option.default is not None else [])]
     facts += [f"also: {', '.join(others)}"] if others else []
     metavar = "|".join(option.choices) or {int: "INT", float: "FLOAT", str: "TEXT"}[option.value_type]
     help_text = _escape(f"{option.text} [{'; '.join(facts)}]")
-    group.add_argument(f"--{option.name}", action=_Record, metavar=metavar, help=help_text)
-    for spelling in names[1:]:
-        nargs = 0 if spelling.is_flag else None
-        group.add_argument(f"--{spelling.name}", action=_Record, nargs=nargs, help=argparse.SUPPRESS)
+    group.add_argument(f"--{option.name}", metavar=metavar, help=help_text)
 
 
 def _escape(text: str) -> str:

@@ -6,7 +6,7 @@ the texts here are what `--help` prints.
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated
 
@@ -20,20 +20,37 @@ class Bounds:
     below: float = math.inf
     allows_auto: bool = False
     """Whether the word auto may stand for a number that is chosen later; it is kept as None."""
+    ceiling: float = 2.0**31
+    """`below` where that is not given: what no machine holds and no run takes, told only to a user who comes so far."""
 
     def allow(self, value: float) -> bool:
-        """Whether `value` is finite and inside."""
-        return math.isfinite(value) and value >= self.minimum and value > self.above and value < self.below
+        """Whether `value` is finite and inside; whole numbers may have any number of digits."""
+        return value >= self.minimum and value > self.above and -math.inf < value < self._limit
+
+    def demand(self, value: float) -> str:
+        """What a `value` that is not allowed must be, as it reads in a message."""
+        return str(self if value < self._limit else replace(self, below=self._limit))
+
+    @property
+    def _limit(self) -> float:
+        return self.below if math.isfinite(self.below) else self.ceiling
 
     def __str__(self) -> str:
         limits = (("at least", self.minimum), ("above", self.above), ("below", self.below))
         return " and ".join(f"{word} {limit:.15g}" for word, limit in limits if math.isfinite(limit))
 
 
-_STEPS = re.compile(r"(\d+)(?:\s*-\s*(\d+))?", re.ASCII)
+# Nine digits at most, so that no number is too long to be read.
+_STEPS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
+_STAGES = re.compile(r"\d{1,9}", re.ASCII)
+# A plan and a schedule hold every layer, stage and microbatch, and a launch every process.
+_PARTS = 10_000
+_PROCESSES = 4096
 
 Count = Annotated[int, Bounds(minimum=1)]
-AutoCount = Annotated[int, Bounds(minimum=1, allows_auto=True)]
+PartCount = Annotated[int, Bounds(minimum=1, ceiling=_PARTS)]
+AutoPartCount = Annotated[int, Bounds(minimum=1, ceiling=_PARTS, allows_auto=True)]
+ProcessCount = Annotated[int, Bounds(minimum=1, ceiling=_PROCESSES)]
 Port = Annotated[int, Bounds(minimum=1, below=65_536)]
 Seed = Annotated[int, Bounds(minimum=0, below=2**32)]
 Positive = Annotated[float, Bounds(above=0)]
@@ -89,7 +106,7 @@ class ModelConfig:
     """Hugging Face id or local folder; short names such as llama-2-7b-hf and llama-2-13b-hf are accepted. A folder with
     weights is fine-tuned; a folder with only a config.json is trained from fresh weights."""
 
-    num_layers: Count | None = None
+    num_layers: PartCount | None = None
     """Layers to use. A smaller number than the model's keeps its first layers (to simulate a smaller model). Default:
     the model's own."""
 
@@ -121,7 +138,7 @@ class DataConfig:
     max_samples: Count | None = None
     """Samples to use, from the start of the dataset. Default: all."""
 
-    preprocessing_num_workers: Count = 1
+    preprocessing_num_workers: ProcessCount = 1
     """Processes that tokenize; the result is cached, so that more only shorten the first run."""
 
 
@@ -132,11 +149,11 @@ class PipelineConfig:
     batch_size: Count = 128
     """Sequences per optimizer step, over all microbatches; a multiple of num_chunks."""
 
-    num_chunks: AutoCount | None = 4
+    num_chunks: AutoPartCount | None = 4
     """Microbatches that a batch is cut into; at least the number of GPUs keeps all of them busy, more need less
     activation memory per microbatch. auto: by the predicted step time, where the GPU is known."""
 
-    num_stages: AutoCount | None = 8
+    num_stages: AutoPartCount | None = 8
     """Pipeline stages; a multiple of the number of ranks (GPUs). Stage s runs on rank s modulo ranks; more stages need
     less GPU memory for weights. auto: by the predicted step time, where the GPU is known; layers are then cut
     unevenly if that is faster."""
@@ -204,7 +221,7 @@ class PipelineConfig:
     @property
     def num_resident_stages(self) -> int | None:
         """`resident_stages` where it is a number; None for auto and all."""
-        return int(self.resident_stages) if self.resident_stages.isdecimal() else None
+        return int(self.resident_stages) if _STAGES.fullmatch(self.resident_stages) else None
 
     @property
     def num_microbatches(self) -> int:
@@ -320,7 +337,7 @@ class PlanningConfig:
     """Print the plan of a run (stages, bytes by category, predicted step, whether it fits), save it and end. Reads no
     weights and needs no GPU; start it as one process, without torchrun. The exit code is 0 if the run fits, else 1."""
 
-    num_ranks: Count | None = None
+    num_ranks: ProcessCount | None = None
     """Ranks (GPUs) that a dry run plans for. Default: nproc_per_node, or the visible GPUs; 2 without any."""
 
     card: str | None = None
@@ -346,7 +363,7 @@ class LaunchConfig:
     master_port: Port = 29502
     """TCP port where the ranks of the run meet; two runs on a machine need two ports."""
 
-    nproc_per_node: Count | None = None
+    nproc_per_node: ProcessCount | None = None
     """Ranks (processes, one per GPU). Default: the number of listed GPUs, or of all GPUs; 2 on a machine without
     GPUs."""
 

@@ -31,6 +31,9 @@ _NOISY_LIBRARIES: Final = (
     "asyncio",
 )
 
+# C0 and C1 controls, separators of lines, marks and overrides of direction, halves of characters.
+_STEERING: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
 
 def setup_logging(rank: int) -> None:
     """Send rank 0's records from INFO on to standard output, and the warnings of other ranks to standard error.
@@ -59,6 +62,17 @@ def drop(stream: IO[str]) -> None:
     os.close(nowhere)
 
 
+def printable(text: str, stream: IO[str]) -> str:
+    """`text` as it may be written to a terminal, which foreign text must not steer.
+
+    Control characters other than line feed and tab, and those that turn the direction of writing, are shown as escapes
+    (`\\x1b`); so is what the stream's encoding does not have, and half a character, which no encoding has.
+    """
+    escaped = _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return escaped.encode(encoding, "backslashreplace").decode(encoding)
+
+
 class _PlainFormatter(logging.Formatter):
     """The bare message; from WARNING on with its level, and with the rank if it is not the first."""
 
@@ -81,7 +95,7 @@ class _BarSafeHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            tqdm.write(self.format(record), file=self._stream)
+            tqdm.write(printable(self.format(record), self._stream), file=self._stream)
             self._stream.flush()
         except BrokenPipeError:  # its reader has gone, as behind `| head`
             drop(self._stream)

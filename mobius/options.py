@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from mobius.config import Bounds, Config, Dtype
+from mobius.foreign_options import find_foreign
 
 OptionValue = bool | int | float | str | None
 
@@ -29,6 +30,11 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 _NUMBERS_OR_WORDS: Final = ("resident_stages", "profile_steps")
 """Texts that may be a whole number, which YAML then reads as one."""
+_NO_NAMES: Final = (*_NUMBERS_OR_WORDS, "cuda_visible_devices")
+_FEW_LETTERS: Final = 3
+_SAME_WORD: Final = 0.7
+"""Of one word to another: letters left out, doubled or swapped leave more, min and max less."""
+_SURELY_ALIKE: Final = 0.85
 _FLAGS: Final[Mapping[str, Mapping[str, OptionValue]]] = {"dtype": {dtype.value: dtype for dtype in Dtype}}
 
 
@@ -64,14 +70,19 @@ class Option:
         return names[self.value_type] + limits + (", or auto" if self.allows_auto else "")
 
     @property
+    def is_name(self) -> bool:
+        """Whether the text names something: a file, a folder, or what may be one."""
+        return self.value_type is str and self.name not in _NO_NAMES
+
+    @property
     def allows_auto(self) -> bool:
         """Whether the word auto is a value; in a config it is None."""
         return self.bounds is not None and self.bounds.allows_auto
 
     def from_text(self, text: str) -> OptionValue:
         """Value of an option typed on the command line; raises ValueError if it does not have the type."""
-        if self.value_type is str and not text.strip():
-            raise ValueError(text)
+        if self.value_type is str and not text.strip().strip("-"):
+            raise ValueError(text)  # `--dataset --` is a slip of the shell; no name consists of dashes
         if text == "auto" and self.allows_auto:
             return None
         value: OptionValue = self.value_type(text)
@@ -88,7 +99,10 @@ class Option:
         if isinstance(value, str) and (self.choices or self.value_type is str):
             return self.from_text(value)
         if self.value_type is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError as error:
+                raise ValueError(value) from error
         # bool is a subclass of int, but `batch_size: true` is a mistake.
         if isinstance(value, bool | int) and type(value) is self.value_type:
             return value
@@ -129,8 +143,17 @@ class Source:
         self.problems.append(problem)
         self.unreadable.add(spelling.option.name)
 
-    def reject_unknown(self, problem: str, nearest: str | None) -> None:
-        """Record a name that is no option; what it was probably meant for counts as given, but not usable."""
+    def reject_unknown(self, problem: str, name: str, begun: str | None = None) -> None:
+        """Record a name that is no option; what it was probably meant for counts as given, but not usable.
+
+        `begun` is a spelling that `name` begins, if there is one.
+        """
+        foreign = find_foreign(name)
+        if foreign is not None:
+            self.problems.append(f"{problem}: {foreign.answer}")
+            self.unreadable.update(foreign.instead)
+            return
+        nearest = begun or nearest_name(name)
         self.problems.append(f"{problem}; did you mean `{self.dashes}{nearest}`?" if nearest else problem)
         if nearest is not None and nearest in spellings():
             self.unreadable.add(spellings()[nearest].option.name)
@@ -171,9 +194,27 @@ def spellings() -> Mapping[str, Spelling]:
 
 
 def nearest_name(name: str) -> str | None:
-    """The known spelling most like a misspelt `name`, or None if there is nothing like it."""
-    matches = difflib.get_close_matches(name.replace("-", "_").lower(), spellings(), n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    """The known spelling that `name` is a misspelling of, or None: no hint is better than one of another meaning."""
+    typed = name.replace("-", "_").lower()
+    alike = {known: _likeness(typed, known) for known in spellings() if abs(len(known) - len(typed)) <= _FEW_LETTERS}
+    best = max(alike, key=alike.__getitem__, default=None)
+    return best if best is not None and alike[best] >= _SURELY_ALIKE else None
+
+
+def _likeness(typed: str, known: str) -> float:
+    """From 0 to 1; 0 where a word or a digit is another one, which makes another meaning of a likely name."""
+    if [c for c in typed if c.isdigit()] != [c for c in known if c.isdigit()]:
+        return 0.0
+    words, known_words = typed.split("_"), known.split("_")
+    if len(words) == len(known_words) and any(
+        _ratio(word, other) < _SAME_WORD for word, other in zip(words, known_words, strict=True)
+    ):
+        return 0.0
+    return _ratio("".join(words), "".join(known_words))
+
+
+def _ratio(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second, autojunk=False).ratio()
 
 
 def option_values(config: Config) -> dict[str, OptionValue]:

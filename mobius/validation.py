@@ -3,6 +3,9 @@
 Does not own what depends on the model, the data or the machine: those are checked where they are known.
 """
 
+import math
+import os
+import re
 from collections.abc import Callable, Iterable
 from itertools import combinations
 from pathlib import PurePath
@@ -10,7 +13,15 @@ from typing import Final
 
 from mobius.config import Config, Device, Recompute
 from mobius.errors import ConfigError
-from mobius.options import option_values, options
+from mobius.excerpt import excerpt, quoted
+from mobius.options import Option, OptionValue, option_values, options
+
+_NAME_BYTES: Final = 255
+"""Of a file's name, and of a whole path: what Linux takes."""
+_PATH_BYTES: Final = 4095
+_STEP_TOKENS: Final = 2**30
+"""A batch holds 16 bytes per token on every rank."""
+_DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
 
 
 def validate(config: Config, num_ranks: int) -> None:
@@ -28,9 +39,9 @@ def find_problems(config: Config, *, num_ranks: int | None = None, unreadable: I
     doubtful = set(unreadable)
     problems = []
     for name, value in option_values(config).items():
-        bounds = options()[name].bounds
-        if bounds and name not in doubtful and isinstance(value, int | float) and not bounds.allow(value):
-            problems.append(f"`--{name}` is {value:g}; it must be {bounds}")
+        problem = None if name in doubtful else _value_problem(options()[name], value)
+        if problem:
+            problems.append(problem)
             doubtful.add(name)
     rules = _RULES
     if num_ranks is not None:
@@ -42,16 +53,57 @@ def find_problems(config: Config, *, num_ranks: int | None = None, unreadable: I
     return problems
 
 
+def _value_problem(option: Option, value: OptionValue) -> str | None:
+    """What is wrong with a value for itself, as a line."""
+    if isinstance(value, int | float) and option.bounds and not option.bounds.allow(value):
+        shown = excerpt(str(value)) if isinstance(value, int) else f"{value:g}"
+        return f"`--{option.name}` is {shown}; it must be {option.bounds.demand(value)}"
+    if isinstance(value, str) and option.is_name:
+        reason = _unusable_name(value)
+        return f"`--{option.name}` {quoted(value)} {reason}" if reason else None
+    return None
+
+
+def _unusable_name(name: str) -> str | None:
+    """Why no file can have this name, whatever is on the disk."""
+    if "\0" in name:
+        return "holds a NUL character, which no name can have; remove it"
+    try:
+        longest = max(len(os.fsencode(part)) for part in name.split("/"))
+        whole = len(os.fsencode(name))
+    except UnicodeEncodeError as error:
+        wrong = name[error.start]
+        kind = "half of a character" if 0xD800 <= ord(wrong) < 0xE000 else "not of this system's encoding"
+        return f"holds {wrong!r}, {kind}, which no file name here can have; remove it"
+    if longest > _NAME_BYTES or whole > _PATH_BYTES:
+        return (
+            f"is too long: its longest part has {longest} bytes of at most {_NAME_BYTES}, the whole {whole} of at "
+            f"most {_PATH_BYTES}"
+        )
+    return None
+
+
 def _batch_splits_evenly(config: Config) -> str | None:
     batch, chunks = config.pipeline.batch_size, config.pipeline.num_chunks
     if chunks is None or batch % chunks == 0 or config.planning.plan is not None:
         return None
-    divisors = [number for number in range(1, batch + 1) if batch % number == 0]
+    small = [number for number in range(1, math.isqrt(batch) + 1) if batch % number == 0]
+    divisors = [*small, *(batch // number for number in small)]
     near_chunks = _nearest(chunks, divisors)
     near_batches = _nearest(batch, [batch // chunks * chunks, (batch // chunks + 1) * chunks])
     return (
         f"`--batch_size` {batch} cannot be cut into `--num_chunks` {chunks} equal microbatches; "
         f"use --num_chunks {near_chunks}, or --batch_size {near_batches}"
+    )
+
+
+def _step_fits_a_machine(config: Config) -> str | None:
+    batch, length = config.pipeline.batch_size, config.data.seq_length
+    if batch * length <= _STEP_TOKENS or config.planning.plan is not None:
+        return None
+    return (
+        f"`--batch_size` {batch} of `--seq_length` {length} are {batch * length} tokens per step; at most "
+        f"{_STEP_TOKENS} can be; lower one of them"
     )
 
 
@@ -117,7 +169,7 @@ def _resident_stages_are_a_number(config: Config) -> str | None:
     given = config.pipeline.resident_stages
     if given in ("auto", "all") or config.pipeline.num_resident_stages is not None:
         return None
-    return f"`--resident_stages` {given!r} is not a number of stages; write auto, all, or a number from 0 on"
+    return f"`--resident_stages` {quoted(given)} is not a number of stages; write auto, all, or a number from 0 on"
 
 
 def _resident_stages_leave_something(config: Config) -> str | None:
@@ -134,7 +186,7 @@ def _outputs_differ(config: Config) -> str | None:
     outputs = {name: getattr(config.output, name) for name in ("save_params", "save_results", "save_dir")}
     for (name, path), (other_name, other_path) in combinations(outputs.items(), 2):
         if PurePath(path) == PurePath(other_path):
-            return f"`--{name}` and `--{other_name}` are both {path!r}; give them different names"
+            return f"`--{name}` and `--{other_name}` are both {quoted(path)}; give them different names"
     return None
 
 
@@ -144,9 +196,14 @@ def _profiled_steps_are_run(config: Config) -> str | None:
         return None
     steps = config.output.profiled_steps
     if not steps or steps[0] < 1:
-        return f"`--profile_steps` {text!r} is no step or range of steps; write numbers from 1 on, such as 3 or 3-4"
+        return (
+            f"`--profile_steps` {quoted(text)} is no step or range of steps; write numbers from 1 on, such as 3 or 3-4"
+        )
     if steps[-1] > last:
-        return f"`--profile_steps` {text} is more than the run has; use steps 1 to {last}, or more `--num_iterations`"
+        return (
+            f"`--profile_steps` {excerpt(text)} is more than the run has; use steps 1 to {last}, or more "
+            "`--num_iterations`"
+        )
     return None
 
 
@@ -167,10 +224,13 @@ def _devices_are_a_list(config: Config) -> str | None:
     if devices is None:
         return None
     names = [name.strip() for name in devices.split(",")]
-    is_list = all(name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names)
+    is_list = all(_DEVICE.fullmatch(name) for name in names)
     if is_list and len(set(names)) == len(names):
         return None
-    return f"`--cuda_visible_devices` {devices!r} is not a list of different GPUs; write their numbers, such as 0,2,1,3"
+    return (
+        f"`--cuda_visible_devices` {quoted(devices)} is not a list of different GPUs; "
+        "write their numbers, such as 0,2,1,3"
+    )
 
 
 def _nearest(value: int, valid: Iterable[int]) -> str:
@@ -184,6 +244,7 @@ def _nearest(value: int, valid: Iterable[int]) -> str:
 _Rule = tuple[tuple[str, ...], Callable[[Config], str | None]]
 _RULES: Final[tuple[_Rule, ...]] = (
     (("batch_size", "num_chunks"), _batch_splits_evenly),
+    (("batch_size", "seq_length"), _step_fits_a_machine),
     (("embedding_dim", "num_heads"), _heads_share_the_width),
     (("warmup_steps", "num_iterations"), _warmup_fits_run),
     (("gpu_memory_limit", "device"), _limit_has_a_gpu),

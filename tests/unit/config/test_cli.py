@@ -1,7 +1,9 @@
 """The command line takes what users type, and tells all that is wrong at once."""
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -89,9 +91,78 @@ def test_spellings_prefixes_and_values(argv: list[str], name: str, value: object
         (["--lr", "1e-3", "--learning_rate", "1e-4"], ["`--lr` and `--learning_rate`"]),
         (["--learning_rate", "-1e-4"], ["`--learning_rate` is -0.0001", "above 0"]),
         (["--learning_rate", "nan"], ["`--learning_rate` is nan"]),
+        (["--dataset", "--"], ["`--dataset --`", "text"]),
+        (["--dataset=---"], ["`--dataset ---`", "text"]),
+        (["--dataset", "-"], ["`--dataset -`", "text"]),
+        (["--batch_size", "--"], ["`--batch_size --`", "whole number"]),
+        (["--config", "--"], ["`--config --`", "cannot be read"]),
+        (["--"], ["`--` belongs to no option"]),
+        (["--use_prefetch", "--"], ["`--` belongs to no option"]),
+        (["--batch_size", "9" * 400], ["`--batch_size` is 999", "...", "at least 1 and below 2147483648"]),
+        (["--batch_size", "9" * 5000], ["`--batch_size 999", "...", "whole number"]),
+        (["--seed", "9" * 400], ["`--seed` is 999", "below 4294967296"]),
+        (["--batch_size", "-" + "9" * 400], ["`--batch_size` is -999", "at least 1"]),
+        (["--resident_stages", "9" * 5000], ["`--resident_stages`", "a number from 0 on"]),
+        (["--resident_stages", "\u0663"], ["`--resident_stages`", "a number from 0 on"]),
+        (["--profile_steps", "1-" + "9" * 5000], ["`--profile_steps`", "such as 3 or 3-4"]),
+        (["--profile_steps", "1-999999999"], ["steps 1 to 2"]),
+        (["--cuda_visible_devices", "\u0663"], ["`--cuda_visible_devices`", "such as 0,2,1,3"]),
+        (["--cuda_visible_devices", "9" * 5000], ["`--cuda_visible_devices`", "such as 0,2,1,3"]),
+        (["--cuda_visible_devices", "GPU-\ud800"], ["`--cuda_visible_devices`", "such as 0,2,1,3"]),
+        (["--dataset", "a\0b"], ["`--dataset`", "NUL"]),
+        (["--model_path", "a\0b"], ["`--model_path`", "NUL"]),
+        (["--plan", "\ud800"], ["`--plan`", "half of a character"]),
+        (["--save_dir", "x" * 300], ["`--save_dir`", "300", "255"]),
+        (["--model", "数" * 100], ["`--model_path`", "300", "255"]),
+        (["--dataset", "x/" * 2100], ["`--dataset`", "4200", "4095"]),
+        (["--host_memory_limit", "1e308"], ["`--host_memory_limit` is 1e+308", "above 0 and below"]),
+        (["--batch_size", "x" * 5000], ["..."]),
+        (["x" * 5000], ["..."]),
+        (["--" + "x" * 5000], ["unknown option `--xxx", "..."]),
     ],
+    ids=lambda value: " ".join(value)[:30].encode("ascii", "replace").decode(),
 )
 def test_a_mistake_is_one_problem_that_says_what_to_change(argv: list[str], parts: list[str]) -> None:
+    (problem,) = problems_of(*argv)
+    for part in parts:
+        assert part in problem
+    assert len(problem) < 400
+
+
+def test_a_file_name_of_other_bytes_than_utf_8_is_a_file_name(tmp_path: Path) -> None:
+    """Python hands such bytes over as half characters, which the same bytes come from again."""
+    name = os.fsdecode(b"data-\xff.jsonl")
+    config = parse_args(["--dataset", name])
+    assert config.data.dataset == name
+    file = tmp_path / "resolved.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    assert parse_args(["--config", str(file)]) == config
+
+
+def test_a_huge_number_is_judged_at_once() -> None:
+    start = time.perf_counter()
+    (problem,) = problems_of("--batch_size", "500000000", "--num_chunks", "7", "--seq_length", "2")
+    assert "use --num_chunks 5 or 8, or --batch_size 499999997 or 500000004" in problem
+    (problem,) = problems_of("--batch_size", "1000000000000", "--num_chunks", "7")
+    assert "below 2147483648" in problem
+    (problem,) = problems_of("--num_iterations", "200000000", "--profile_steps", "1-200000001")
+    assert "steps 1 to 200000000" in problem
+    assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--batch_size", "2000000", "--seq_length", "1000000"], ["2000000000000 tokens", "at most 1073741824"]),
+        (["--num_layers", "2000000"], ["`--num_layers` is 2000000", "below 10000"]),
+        (["--num_stages", "2000000"], ["`--num_stages` is 2000000", "below 10000"]),
+        (["--num_chunks", "2000000", "--batch_size", "2000000", "--seq_length", "2"], ["below 10000"]),
+        (["--dry_run", "--num_ranks", "2000000"], ["`--num_ranks` is 2000000", "below 4096"]),
+        (["--nproc_per_node", "2000000"], ["`--nproc_per_node` is 2000000", "below 4096"]),
+        (["--preprocessing_num_workers", "2000000"], ["below 4096"]),
+    ],
+)
+def test_what_no_machine_can_hold_is_refused_before_anything_is_made(argv: list[str], parts: list[str]) -> None:
     (problem,) = problems_of(*argv)
     for part in parts:
         assert part in problem

@@ -1,5 +1,6 @@
 """The first rank talks, the others only warn, and libraries are quiet."""
 
+import io
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mobius.errors import ConfigError, MobiusError
+from mobius.log import printable
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -43,6 +45,41 @@ def test_other_ranks_only_warn_and_say_who_they_are() -> None:
     assert out == ""
     assert err.splitlines()[:2] == ["[rank 2] warning: skipped", "[rank 2] error: lost"]
     assert all("noise" not in line for line in err.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        ("a\rb\0c\x7f\x9b31m", "a\\rb\\x00c\\x7f\\x9b31m"),
+        ("safe\u202egnp.exe\u2066", "safe\\u202egnp.exe\\u2066"),
+        ("half \ud83d of a pair", "half \\ud83d of a pair"),
+        ("two\nlines,\ta tab, 模型, é, 🙂", "two\nlines,\ta tab, 模型, é, 🙂"),
+    ],
+)
+def test_control_characters_are_shown_and_not_sent(text: str, shown: str) -> None:
+    assert printable(text, io.StringIO()) == shown
+
+
+def test_what_a_terminal_cannot_encode_is_shown_as_an_escape() -> None:
+    ascii_terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    assert printable("模型 saved", ascii_terminal) == "\\u6a21\\u578b saved"
+
+
+HOSTILE = """
+import logging, sys
+from mobius.log import setup_logging
+setup_logging(0)
+logging.getLogger("mobius").info("%s", "模型 \\x1b[2J \\x07 \\ud800 \\u202e \\x9b")
+"""
+
+
+def test_the_log_sends_no_control_characters_to_a_terminal_of_ascii() -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", HOSTILE]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, env=environment)
+    assert run.stdout == rb"\u6a21\u578b \x1b[2J \x07 \ud800 \u202e \x9b" + b"\n"
+    assert run.stderr == b""
 
 
 def test_a_reader_that_has_gone_ends_nothing_and_is_not_complained_about() -> None:

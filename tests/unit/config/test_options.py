@@ -81,7 +81,6 @@ def test_an_alias_means_its_option(alias: str, name: str) -> None:
         ("num-stage", "num_stages"),
         ("learning_rat", "learning_rate"),
         ("use_prefech", "use_prefetch"),
-        ("warmup_ratio", "warmup_steps"),
     ],
 )
 def test_the_nearest_name_is_what_was_meant(misspelt: str, meant: str) -> None:

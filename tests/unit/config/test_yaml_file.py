@@ -1,5 +1,7 @@
 """A YAML file is read as people write it; what is wrong is told with its line."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -91,7 +93,38 @@ def test_a_file_may_leave_everything_at_its_default(tmp_path: Path, text: str) -
         ("- seed\n", ["expected lines of `option: value`"]),
         ("seed: [1\n", ["not valid YAML"]),
         ("logging_steps: 0\n", ["`--logging_steps` is 0", "at least 1"]),
+        ("seed: 1\nbatch_size: 2024-99-99\n", ["line 2", "`batch_size: '2024-99-99'`", "whole number"]),
+        ("batch_size: !!int abc\n", ["line 1", "`batch_size: !!int abc`", "whole number"]),
+        ("batch_size: !!int ''\n", ["`batch_size: !!int `", "whole number"]),
+        ("dataset: !!timestamp abc\n", ["`dataset: !!timestamp abc`", "text"]),
+        ("dataset: !!python/object:os.system x\n", ["`dataset: !!python/object:os.system x`", "text"]),
+        ("use_prefetch: !!bool maybe\n", ["`use_prefetch: !!bool maybe`", "true or false"]),
+        ("batch_size: !foo bar\n", ["`batch_size: !foo bar`", "whole number"]),
+        ("batch_size: {[1]: 2}\n", ["line 1", "`batch_size: {...}`", "whole number"]),
+        ("batch_size: &a [*a]\n", ["`batch_size: [...]`", "whole number"]),
+        ("a: &a [x, x]\n", ["line 1", "unknown key `a`"]),
+        ("? [a]\n: b\n", ["line 1", "`[...]`", "the name of an option"]),
+        ("? {a: b}\n: b\n", ["line 1", "`{...}`", "the name of an option"]),
+        ("seed: 1\n<<: {seed: 2}\n", ["line 2", "unknown key `<<`"]),
+        ("seed: 1\ndataset: a\0b\n", ["line 2", "U+0000"]),
+        ("dataset: \x1b[2J\n", ["line 1", "U+001B"]),
+        ('dataset: "a\\0b"\n', ["`--dataset`", "NUL"]),
+        ('dataset: "\\ud800"\n', ["`--dataset`", "half of a character"]),
+        ("batch_size: " + "9" * 5000 + "\n", ["line 1", "...", "whole number"]),
+        ("batch_size: " + "9" * 400 + "\n", ["`--batch_size` is 999", "...", "below 2147483648"]),
+        ("learning_rate: " + "9" * 400 + "\n", ["line 1", "a number above 0"]),
+        ("learning_rate: .inf\n", ["`--learning_rate` is inf", "above 0"]),
+        ("learning_rate: .nan\n", ["`--learning_rate` is nan", "above 0"]),
+        ("seed: 1\nlr: " + "[" * 100_000, ["line 2", "nested too deeply"]),
+        ("lr: " + "[" * 400 + "]" * 400, ["line 1"]),
+        ("\tseed: 1\n", ["line 1", "not valid YAML", "'\\t'"]),
+        ("seed: 1\n---\nseed: 2\n", ["line 2", "another document"]),
+        ('seed: "\\UFFFFFFFF"\n', ["line 1", "not valid YAML"]),
+        ("%YAML " + "9" * 5000 + ".1\n---\nseed: 1\n", ["line 1", "not valid YAML"]),
+        ("seed: *nothing\n", ["line 1", "undefined alias"]),
+        ("x" * 1000 + ": 1\n", ["line 1", "unknown key `xxx", "..."]),
     ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
 def test_a_mistake_is_told_with_its_place(tmp_path: Path, text: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -99,6 +132,53 @@ def test_a_mistake_is_told_with_its_place(tmp_path: Path, text: str, parts: list
     (problem,) = caught.value.problems
     for part in parts:
         assert part in problem
+    assert len(problem) < 400 + len(str(tmp_path))
+
+
+def test_one_broken_value_does_not_hide_the_others(tmp_path: Path) -> None:
+    file = write(tmp_path, "seed: !!int abc\nlr: [1]\nbatch_size: 2024-99-99\n<<: *x\n".replace("*x", "{}"))
+    with pytest.raises(ConfigError) as caught:
+        parse_args(["--config", file])
+    assert [problem.partition(": ")[0][-6:] for problem in caught.value.problems] == [f"line {n}" for n in (1, 2, 3, 4)]
+
+
+def test_aliases_that_multiply_take_no_time(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [" + ", ".join([f"*a{n - 1}"] * 9) + "]" for n in range(1, 12)]
+    file = write(tmp_path, "\n".join([*lines, "dataset: *a11"]))
+    start = time.perf_counter()
+    with pytest.raises(ConfigError, match=r"line 13: `dataset: \[\.\.\.\]`; text is needed"):
+        parse_args(["--config", file])
+    assert time.perf_counter() - start < 1
+
+
+def test_a_name_that_looks_like_a_date_is_text(tmp_path: Path) -> None:
+    assert parse_args(["--config", write(tmp_path, "dataset: 2024-01-01\n")]).data.dataset == "2024-01-01"
+
+
+def test_a_byte_order_mark_before_utf_8_is_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbfseed: 5\n")
+    assert parse_args(["--config", str(tmp_path / "bom.yaml")]).optim.seed == 5
+
+
+def test_what_is_no_file_of_options_is_neither_waited_for_nor_read_to_its_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large.yaml").write_text("# filling\n" * 100_000)
+    (tmp_path / "wide.yaml").write_text("seed: 1", encoding="utf-16")
+    found = {
+        str(tmp_path / "pipe"): "not a file",
+        "/dev/zero": "not a file",
+        str(tmp_path): "Is a directory",
+        str(tmp_path / "large.yaml"): "too large",
+        str(tmp_path / "wide.yaml"): "not a UTF-8",
+        "x" * 5000: "File name too long",
+        "a\0b": "null",
+        "\ud800": "surrogates",
+    }
+    for path, part in found.items():
+        with pytest.raises(ConfigError, match=part) as caught:
+            parse_args(["--config", path])
+        assert len(caught.value.problems) == 1
 
 
 def test_agreeing_spellings_are_no_conflict(tmp_path: Path) -> None:

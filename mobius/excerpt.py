@@ -1,0 +1,36 @@
+"""Owns how foreign text is quoted in a message: short, whatever its length and depth.
+
+Does not own what a terminal may be sent (`log.py`).
+"""
+
+import reprlib
+from collections.abc import Iterable
+from typing import Final
+
+_SHOWN: Final = 60
+"""Characters of a quotation: a path or a name as people give them fits."""
+_SHOWN_NAMES: Final = 12
+
+
+def excerpt(text: str, most: int = _SHOWN) -> str:
+    """`text` itself, or its two ends with three dots between them where it is longer than `most`."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most - most // 3]}...{text[len(text) - most // 3 :]}"
+
+
+def quoted(value: object, most: int = _SHOWN) -> str:
+    """`repr(value)`, short; nothing of the value is walked through that is not shown."""
+    if isinstance(value, str) and len(value) <= most:
+        return repr(value)
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxother = shortener.maxlong = most
+    return excerpt(shortener.repr(value), most + 2)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names joined with commas, each short, and no more than a line holds; `(none)` if there are none."""
+    every = list(names)
+    shown = [excerpt(name) for name in every[:_SHOWN_NAMES]]
+    more = len(every) - len(shown)
+    return ", ".join([*shown, *([f"and {more} more"] if more else [])]) or "(none)"

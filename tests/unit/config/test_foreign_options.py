@@ -1,0 +1,111 @@
+"""A name from another tool is told what to use here; a name without a counterpart gets no guess."""
+
+from pathlib import Path
+
+import pytest
+
+from mobius.cli import parse_args
+from mobius.errors import ConfigError
+from mobius.foreign_options import FOREIGN_OPTIONS
+from mobius.options import nearest_name, options, spellings
+
+
+def problem_of(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_no_name_is_both_ours_and_foreign() -> None:
+    assert not set(FOREIGN_OPTIONS) & set(spellings())
+
+
+def test_an_answer_names_only_options_that_there_are_and_those_it_counts_as() -> None:
+    for name, foreign in FOREIGN_OPTIONS.items():
+        words = [word.strip("`,.;:()") for word in foreign.answer.split()]
+        typed = {word.removeprefix("--") for word in words if word.startswith("--")}
+        assert typed <= set(spellings()), name
+        assert set(foreign.instead) <= typed & set(options()), name
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("num_train_epochs", ["--num_iterations", "samples / --batch_size"]),
+        ("per_device_train_batch_size", ["--batch_size", "--num_chunks", "all GPUs"]),
+        ("gradient_accumulation_steps", ["--num_chunks"]),
+        ("gradient_checkpointing", ["--recompute"]),
+        ("warmup_ratio", ["--warmup_steps 0.03"]),
+        ("save_steps", ["not available", "--save_dir"]),
+        ("eval_steps", ["not available"]),
+        ("deepspeed", ["not available", "--use_offload"]),
+        ("use_lora", ["not available", "all parameters"]),
+        ("tf32", ["not available"]),
+        ("max_seq_length", ["--seq_length"]),
+        ("packing", ["`text`"]),
+        ("do_train", ["leave it out"]),
+    ],
+)
+def test_a_name_of_another_tool_is_answered(name: str, parts: list[str]) -> None:
+    for spelling in (f"--{name}", f"--{name.replace('_', '-')}"):
+        problem = problem_of(spelling, "1", "2")
+        assert f"unknown option `{spelling}`" in problem
+        assert "did you mean" not in problem
+        for part in parts:
+            assert part in problem
+
+
+def test_every_key_of_another_tools_file_is_answered_in_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text(
+        "### model\nmodel_name_or_path: m\ntrust_remote_code: true\n### method\nstage: sft\ndo_train: true\n"
+        "finetuning_type: full\ndeepspeed: ds_z3_config.json\ntemplate: llama3\ncutoff_len: 2048\nmax_samples: 1000\n"
+        "preprocessing_num_workers: 16\ndataloader_num_workers: 4\noutput_dir: out\nlogging_steps: 10\n"
+        "save_steps: 500\n"
+        "plot_loss: true\noverwrite_output_dir: true\nsave_only_model: false\nreport_to: none\n"
+        "per_device_train_batch_size: 1\ngradient_accumulation_steps: 2\nlearning_rate: 1.0e-5\n"
+        "num_train_epochs: 3.0\nlr_scheduler_type: cosine\nwarmup_ratio: 0.1\nbf16: true\nddp_timeout: 180000000\n"
+        "resume_from_checkpoint: null\nval_size: 0.1\nper_device_eval_batch_size: 1\neval_strategy: steps\n"
+        "eval_steps: 500\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse_args(["--config", str(file)])
+    problems = caught.value.problems
+    assert len(problems) == 21
+    assert all("unknown key" in problem and ": " in problem for problem in problems)
+    assert not [problem for problem in problems if "did you mean" in problem or problem.endswith("`")]
+
+
+def test_an_answer_counts_as_given_so_that_nothing_else_is_complained_about() -> None:
+    problem_of("--per_device_train_batch_size", "10", "--num_chunks", "5")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["min_grad_norm", "adam_beta3", "eval_batch_sizes", "num_nodes", "use_cache", "min_length", "steps", "seeds_file"],
+)
+def test_another_meaning_is_no_misspelling(name: str) -> None:
+    assert nearest_name(name) is None
+    assert "did you mean" not in problem_of(f"--{name}", "1")
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        ("batchsize", "batch_size"),
+        ("bacth_size", "batch_size"),
+        ("BatchSize", "batch_size"),
+        ("lerning_rate", "learning_rate"),
+        ("learning_rat", "learning_rate"),
+        ("use_prefech", "use_prefetch"),
+        ("use_ofload", "use_offload"),
+        ("num_iteratons", "num_iterations"),
+        ("datset", "dataset"),
+        ("modelpath", "model_path"),
+        ("outputdir", "output_dir"),
+    ],
+)
+def test_a_misspelling_is_still_understood(misspelt: str, meant: str) -> None:
+    assert nearest_name(misspelt) == meant
