@@ -29,7 +29,7 @@ def main() -> None:
         if config.planning.dry_run:
             from mobius.training.dry_run import run_dry
 
-            sys.exit(0 if run_dry(config, ranks) else 1)
+            sys.exit(0 if run_dry(config, ranks, given=given_options(sys.argv[1:])) else 1)
         from mobius.training.run import run_training  # torch is imported only now, so that --help is quick
 
         run_training(config, ranks, given=given_options(sys.argv[1:]))

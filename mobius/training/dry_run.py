@@ -7,6 +7,7 @@ business; on CPUs there is no estimate of a step.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from mobius.ranks import Ranks, cpu_share, visible_devices
 from mobius.runtime.device_order import device_names
 from mobius.runtime.meeting import Told, told_text, told_value
 from mobius.training.auto import resolve_auto, run_of, usual_process_bytes
+from mobius.training.cpu_dtype import settle_on_cpus
 from mobius.training.output_folder import replaced_whole
 from mobius.training.placement import order_devices
 from mobius.validation import validate
@@ -55,14 +57,16 @@ class _Planned:
     batch_size: int
 
 
-def run_dry(config: Config, ranks: Ranks) -> bool:
+def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = None) -> bool:
     """Print what a run would do and save its plan to `--plan_output`; whether it fits.
 
-    Raises MobiusError for what cannot be planned at all.
+    `given` are the options that the user set; None: all of them. Raises MobiusError for what cannot be planned at all.
     """
     if not ranks.is_first:
         return True
     card = _card(config)
+    if card is None:
+        config = settle_on_cpus(config, given=given)
     num_ranks = _num_ranks(config, ranks)
     validate(config, num_ranks)
     model_config = load_model_config(locate_model(config.model.model_path), config.model)

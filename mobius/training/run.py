@@ -24,6 +24,7 @@ from mobius.runtime.devices import MemoryMeter, set_host_threads
 from mobius.runtime.transport import Transport
 from mobius.training.blueprint import Blueprint, draw_blueprint
 from mobius.training.build import RankState, assemble, connect, load_state, rehearse, trace_facts
+from mobius.training.cpu_dtype import settle_dtype
 from mobius.training.export import export_bytes, export_model
 from mobius.training.measured_plan import plan_by_measurement
 from mobius.training.metrics import MetricsLog, StepMetrics, step_line
@@ -38,10 +39,11 @@ logger = logging.getLogger(__name__)
 _ENOUGH_HUGE_PAGES = 0.5
 
 
-def run_training(config: Config, ranks: Ranks, *, given: Collection[str] = ()) -> None:
+def run_training(config: Config, ranks: Ranks, *, given: Collection[str] | None = None) -> None:
     """Fine-tune as `config` says and leave the results; every rank calls it.
 
-    `given` are the options that the user set, which a plan (`--plan`) may not contradict.
+    `given` are the options that the user set, which a plan (`--plan`) may not contradict, and which no default of
+    another kind of device replaces; None: not known, all of them are taken as they are.
 
     Raises MobiusError for what a user can mend. After an error the process should end without further cleaning up: the
     device may be waiting for a neighbour for good.
@@ -56,13 +58,14 @@ def run_training(config: Config, ranks: Ranks, *, given: Collection[str] = ()) -
         ) from error
 
 
-def _run(config: Config, ranks: Ranks, given: Collection[str]) -> None:
+def _run(config: Config, ranks: Ranks, given: Collection[str] | None) -> None:
     start = time.perf_counter()
+    config = settle_dtype(config, ranks, given=given)
     model_folder = locate_model(config.model.model_path)
     model_config = load_model_config(model_folder, config.model)
     tokenizer = _load_tokenizer(model_folder, model_config.vocab_size)
     generation_config = load_generation_config(model_folder)
-    adopted = adopt_plan(config, given=given)
+    adopted = adopt_plan(config, given=given or ())
     blueprint = draw_blueprint(adopted.config, ranks, model_config, saved=adopted.saved)
     config = blueprint.config  # what was auto is a number now
     _log_model(blueprint, model_folder)
