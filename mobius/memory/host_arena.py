@@ -15,6 +15,7 @@ from torch import Tensor
 from mobius.errors import HostMemoryError
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import Remainder, StageState
+from mobius.units import bytes_text
 
 _MADV_COLLAPSE = 25
 """Puts what lies on small pages (when memory was fragmented or grew late) onto huge ones; Linux's number for it."""
@@ -68,8 +69,8 @@ class HostArena:
         error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
         if int(error) != 0:
             raise HostMemoryError(
-                f"CUDA cannot page-lock {tensor.nbytes / 2**30:.2f} GiB of host memory (cudaHostRegister: {error}). "
-                "Raise the limit of locked memory (`ulimit -l unlimited`; in a container --ulimit memlock=-1)."
+                f"CUDA cannot page-lock {bytes_text(tensor.nbytes, digits=2)} of host memory (cudaHostRegister: "
+                f"{error}). Raise the limit of locked memory (`ulimit -l unlimited`; in a container --ulimit memlock=-1)."
             )
         self._registered.append(tensor)
         return tensor
@@ -97,7 +98,9 @@ def _map(num_elements: int, dtype: torch.dtype) -> Tensor:
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise HostMemoryError(f"the system refuses {num_bytes / 2**30:.2f} GiB of host memory: {error}") from error
+        raise HostMemoryError(
+            f"the system refuses {bytes_text(num_bytes, digits=2)} of host memory: {error}"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=dtype).zero_()  # the tensor keeps the mapping alive

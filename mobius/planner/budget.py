@@ -11,6 +11,7 @@ from mobius.planner.gpu_peak import MicrobatchBytes, largest_moment
 from mobius.planner.plan import Plan
 from mobius.planner.shape import ModelShape
 from mobius.planner.working_set import embedding_bytes, estimate_layer, loss_bytes, with_measured
+from mobius.units import bytes_sum, bytes_text
 
 GIB = 2**30
 MOMENTS_BYTES = 8
@@ -141,8 +142,8 @@ def check_host_memory(need: HostNeed, *, available_bytes: int) -> None:
     """Raise HostMemoryError, with the arithmetic, if `need` exceeds `available_bytes` of the machine."""
     if need.total > available_bytes:
         raise HostMemoryError(
-            f"{need.num_ranks} rank(s) need {need.total / GIB:.1f} GiB of host memory ({need.describe()}), "
-            f"{available_bytes / GIB:.1f} GiB is available. Use a smaller model or a host with more memory; if this "
+            f"{need.num_ranks} rank(s) need {bytes_text(need.total)} of host memory ({need.describe()}), "
+            f"{bytes_text(available_bytes)} is available. Use a smaller model or a host with more memory; if this "
             "host's memory grows on demand, state how much may be used with --host_memory_limit."
         )
 
@@ -190,13 +191,18 @@ class GpuNeed:
         return self.states + self.stash + self.graphs + self.messages + self.working_set + self.libraries
 
     def describe(self) -> str:
-        """The sum as text, in GiB."""
-        return (
-            f"weights {self.weights / GIB:.2f} + gradients {self.gradients / GIB:.2f} "
-            f"+ optimizer {self.optimizer / GIB:.2f} + stashed activations {self.stash / GIB:.2f} "
-            f"+ kept activations {self.graphs / GIB:.2f} + messages {self.messages / GIB:.2f} "
-            f"+ one layer's work {self.working_set / GIB:.2f} + libraries {self.libraries / GIB:.2f} "
-            f"= {self.total / GIB:.2f} GiB"
+        """The sum as text."""
+        return bytes_sum(
+            (
+                ("weights", self.weights),
+                ("gradients", self.gradients),
+                ("optimizer", self.optimizer),
+                ("stashed activations", self.stash),
+                ("kept activations", self.graphs),
+                ("messages", self.messages),
+                ("one layer's work", self.working_set),
+                ("libraries", self.libraries),
+            )
         )
 
 
@@ -290,13 +296,13 @@ def check_gpu_memory(
     if need.total <= available_bytes:
         return
     if remedies:
-        tried = "; or ".join(f"{remedy.options} (needs {remedy.num_bytes / GIB:.1f} GiB)" for remedy in remedies)
+        tried = "; or ".join(f"{remedy.options} (needs {bytes_text(remedy.num_bytes)})" for remedy in remedies)
         advice = f"Any of these alone fits: {tried}."
     else:
         general = ["raise --num_chunks (smaller microbatches)", "lower --batch_size or --seq_length"]
         general.insert(0, "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload")
         advice = f"To fit: {'; '.join(general)}."
     raise GpuMemoryError(
-        f"rank {need.rank} needs {need.total / GIB:.1f} GiB of GPU memory ({need.describe()}), "
-        f"{available_bytes / GIB:.1f} GiB is available. {advice}"
+        f"rank {need.rank} needs {bytes_text(need.total)} of GPU memory ({need.describe()}), "
+        f"{bytes_text(available_bytes)} is available. {advice}"
     )

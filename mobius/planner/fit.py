@@ -26,12 +26,13 @@ from functools import cache, partial
 
 from mobius.config import Recompute
 from mobius.errors import GpuMemoryError, PlanError
-from mobius.planner.budget import GIB, GpuNeed, check_gpu_memory, fullest, gpu_need
+from mobius.planner.budget import GpuNeed, check_gpu_memory, fullest, gpu_need
 from mobius.planner.fit_request import FitRequest
 from mobius.planner.plan import Plan
 from mobius.planner.preference import Candidate, Rates, Score, estimated_seconds
 from mobius.planner.remedies import find_remedies
 from mobius.planner.working_set import LayerBytes
+from mobius.units import bytes_text
 
 FILLED_SHARE = 0.97
 """Of the GPU memory a rank may use, what options may fill; the rest is for what the prediction does not see."""
@@ -146,8 +147,8 @@ def fit_as_given(
         need = fullest(needs)
         if need.total > request.gpu_bytes:
             raise GpuMemoryError(
-                f"--plan: rank {need.rank} needs {need.total / GIB:.1f} GiB of GPU memory ({need.describe()}), "
-                f"{request.gpu_bytes / GIB:.1f} GiB is available. Make a plan for this memory (--dry_run "
+                f"--plan: rank {need.rank} needs {bytes_text(need.total)} of GPU memory ({need.describe()}), "
+                f"{bytes_text(request.gpu_bytes)} is available. Make a plan for this memory (--dry_run "
                 "--gpu_memory_limit), or leave --plan out."
             )
     own = frozenset(plan.stages_of(rank))
@@ -286,9 +287,9 @@ def _refuse_what_cannot_fit(request: FitRequest, layer: _Layer) -> None:
         )
         return
     raise GpuMemoryError(
-        f"--resident_stages {least.num_resident}: rank {need.rank} needs {need.total / GIB:.1f} GiB of GPU "
-        f"memory ({need.describe()}), {available / GIB:.1f} GiB is available. At most --resident_stages {fits} fits, "
-        f"which needs {_fullest_need(request, fits, layer).total / GIB:.1f} GiB; auto chooses by what is free."
+        f"--resident_stages {least.num_resident}: rank {need.rank} needs {bytes_text(need.total)} of GPU "
+        f"memory ({need.describe()}), {bytes_text(available)} is available. At most --resident_stages {fits} fits, "
+        f"which needs {bytes_text(_fullest_need(request, fits, layer).total)}; auto chooses by what is free."
     )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from mobius.planner.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, GIB, GpuNeed, HostNeed
+from mobius.planner.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, GpuNeed, HostNeed
 from mobius.planner.cards import Card
 from mobius.planner.plan import Plan
 from mobius.planner.shape import ModelShape
 from mobius.planner.step_tasks import WaitFor
 from mobius.planner.what_if import MAILBOXES, Answer
+from mobius.units import bytes_text, gib_cell
 
 _CATEGORIES = (
     ("weights", "weights"),
@@ -77,9 +78,9 @@ def describe_gpus(table: GpuTable) -> str:
     head = ["rank", *(title for title, _ in _CATEGORIES), "= torch", "+ driver, mailboxes"]
     rows = [head]
     for need in table.needs:
-        values = [f"{getattr(need, name) / GIB:.2f}" for _, name in _CATEGORIES]
+        values = [gib_cell(getattr(need, name)) for _, name in _CATEGORIES]
         outside = outside_bytes(num_ranks=table.num_ranks, message_bytes=table.message_bytes)
-        rows.append([str(need.rank), *values, f"{need.total / GIB:.2f}", f"{outside / GIB:.2f}"])
+        rows.append([str(need.rank), *values, gib_cell(need.total), gib_cell(outside)])
     available = table.card.memory_gb if table.limit is None else min(table.limit, table.card.memory_gb)
     return f"GPU memory in GiB, {available:g} of {table.card.name} may be used\n{format_columns(rows)}"
 
@@ -92,11 +93,15 @@ def outside_bytes(*, num_ranks: int, message_bytes: int) -> int:
     return CONTEXT_BYTES + (edges + 1) * COMMUNICATOR_BYTES + MAILBOXES * message_bytes
 
 
-def describe_host(need: HostNeed, available_bytes: int) -> str:
-    """The host's bytes of all ranks, with their arithmetic."""
+def describe_host(need: HostNeed, available_bytes: int | None) -> str:
+    """The host's bytes of all ranks, with their arithmetic; None: it is not known how many there are."""
+    if available_bytes is None:
+        return (
+            f"host memory: {bytes_text(need.total)} ({need.describe()})\n  not compared with this machine's, since the "
+            "plan is for another one: --host_memory_limit says how much there is"
+        )
     return (
-        f"host memory: {need.total / GIB:.1f} GiB of {available_bytes / GIB:.1f} GiB that may be used "
-        f"({need.describe()})"
+        f"host memory: {bytes_text(need.total)} of {bytes_text(available_bytes)} that may be used ({need.describe()})"
     )
 
 

@@ -15,6 +15,7 @@ from mobius.runtime.waits import WaitCause
 from mobius.training.forecast import Forecast, steady_seconds
 from mobius.training.metrics import StepMetrics
 from mobius.training.output_folder import replaced_whole
+from mobius.units import bytes_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ def _memory(per_rank: Sequence[RankMemory]) -> str:
 
 
 def _gib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
+    return "-" if num_bytes is None else bytes_text(num_bytes, digits=2)
 
 
 def _pairs(rows: Sequence[tuple[str, str]]) -> str:
