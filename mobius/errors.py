@@ -11,7 +11,11 @@ Does not own our own bugs: those are `assert`s and Python's built-in exceptions,
     ├── DataError               a dataset that is missing, broken, empty or fully masked
     ├── CheckpointError         weights or an output folder that cannot be read or written
     ├── TransportError          another rank died or does not answer
-    └── NonFiniteLossError      too many steps in a row with a non-finite gradient
+    ├── NonFiniteLossError      too many steps in a row with a non-finite gradient
+    └── NoResultError           training ran to its end and there is nothing to save; exit code 3
+
+The exit codes of a run: 0 everything is saved; 1 an error of this tree, or of Mobius itself; 2 an option; 3 nothing to
+save; 130 Ctrl-C or SIGTERM (interruption.py).
 """
 
 from typing import ClassVar
@@ -67,6 +71,12 @@ class TransportError(MobiusError):
 
 class NonFiniteLossError(MobiusError):
     """Training was stopped after too many steps in a row whose gradients were not finite."""
+
+
+class NoResultError(MobiusError):
+    """Training ran to its end, but no step was taken, or weights are not finite; nothing is saved."""
+
+    exit_code: ClassVar[int] = 3
 
 
 def first_line(error: BaseException) -> str:

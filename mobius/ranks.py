@@ -81,6 +81,11 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def is_started_by_torchrun() -> bool:
+    """Whether torchrun is the parent of this process, which ends its ranks together."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def visible_devices() -> str | None:
     """`CUDA_VISIBLE_DEVICES` as the user set it, or None; an empty text hides every GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")

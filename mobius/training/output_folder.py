@@ -3,7 +3,7 @@
 Does not know what is in them: weights are `checkpoint.py`'s, the summary is `report.py`'s.
 
     prepare   save_ckpt (old, if any)          save_ckpt.partial (made, locked)
-    a run     save_ckpt (old, if any)          save_ckpt.partial <- every file of the run, config.json behind the check
+    a run     save_ckpt (old, if any)          save_ckpt.partial <- every file of the run, config.json as the last
     commit    save_ckpt -> save_ckpt.replaced  save_ckpt.partial -> save_ckpt   then save_ckpt.replaced is removed
 
 A process can be killed between any two of these. A folder is complete if it has weights and config.json, which is the
@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mobius.errors import CheckpointError
+from mobius.units import bytes_text
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +263,7 @@ class OutputFolder:
             free = shutil.disk_usage(folder).free
             if free < needed:
                 problems.append(
-                    f"{' and '.join(options)} need {needed / 2**30:.1f} GiB in {folder}, {free / 2**30:.1f} GiB is "
+                    f"{' and '.join(options)} need {bytes_text(needed)} in {folder}, {bytes_text(free)} is "
                     "free. Free some space, or choose another place."
                 )
         return problems

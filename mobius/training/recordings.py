@@ -6,6 +6,7 @@ Does not own how spans are measured (memory/spans.py), written (timeline.py) or 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -50,14 +51,30 @@ class Recordings:
         return self._recorder or NO_SPANS
 
     def write(self, facts: TraceFacts, transport: Transport) -> None:
-        """Leave trace.json and timeline.png, if they are wanted; collective, after the last step. Synchronizes."""
+        """Leave trace.json and timeline.png, if they are wanted; collective, after the last step. Synchronizes.
+
+        What cannot be written is told, and ends nothing: the model is still to be saved.
+        """
         if self._recorder is None:
             return
-        write_part(self._folder, self._rank, self._recorder.collect())
-        transport.barrier()
-        if self._rank == 0:
-            trace = merge_parts(self._folder, facts)
-            write_trace(self._folder / "trace.json", trace)
-            if trace.steps:
-                draw_timeline(trace, self._folder / "timeline.png")
-                logger.info("trace of steps %d to %d: trace.json, timeline.png", trace.steps[0], trace.steps[-1])
+        spans = self._recorder.collect()
+        is_written = self._write_or_warn(lambda: write_part(self._folder, self._rank, spans))
+        num_parts = transport.sum_over_ranks(torch.tensor([float(is_written)], dtype=torch.float64))
+        if self._rank == 0 and int(num_parts[0]) == transport.num_ranks:
+            self._write_or_warn(lambda: self._merge(facts))
+
+    def _merge(self, facts: TraceFacts) -> None:
+        trace = merge_parts(self._folder, facts)
+        write_trace(self._folder / "trace.json", trace)
+        if trace.steps:
+            draw_timeline(trace, self._folder / "timeline.png")
+            logger.info("trace of steps %d to %d: trace.json, timeline.png", trace.steps[0], trace.steps[-1])
+
+    def _write_or_warn(self, write: Callable[[], None]) -> bool:
+        """Whether `write` could write."""
+        try:
+            write()
+        except OSError as error:
+            logger.warning("--trace: cannot write into %s (%s); the trace is left out", self._folder, error.strerror)
+            return False
+        return True

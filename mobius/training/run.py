@@ -9,15 +9,19 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mobius.cli import to_yaml
 from mobius.config import Config
 from mobius.data.batches import Batches
 from mobius.data.datasets import PreparedData, describe_sample, prepare_dataset
-from mobius.errors import CheckpointError, GpuMemoryError, first_line
+from mobius.errors import CheckpointError, GpuMemoryError, NonFiniteLossError, first_line
+from mobius.interruption import Standing
 from mobius.memory.available import huge_page_share
-from mobius.models.families import load_generation_config, load_model_config, locate_model
+from mobius.models.base_files import BaseFiles, read_base_files
+from mobius.models.families import load_model_config, locate_model
+from mobius.models.tokenizer import load_tokenizer, pad_token_id
+from mobius.models.weights import check_model_weights
 from mobius.planner.budget import GIB
 from mobius.ranks import Ranks, cache_folder
 from mobius.runtime.devices import MemoryMeter, set_host_threads
@@ -25,7 +29,7 @@ from mobius.runtime.transport import Transport
 from mobius.training.blueprint import Blueprint, draw_blueprint
 from mobius.training.build import RankState, assemble, connect, load_state, rehearse, trace_facts
 from mobius.training.cpu_dtype import settle_dtype
-from mobius.training.export import export_bytes, export_model
+from mobius.training.export import check_result, export_bytes, export_model, write_single_file
 from mobius.training.measured_plan import plan_by_measurement
 from mobius.training.metrics import MetricsLog, StepMetrics, step_line
 from mobius.training.output_folder import OutputFolder
@@ -37,19 +41,23 @@ from mobius.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 _ENOUGH_HUGE_PAGES = 0.5
+_METRICS = "metrics.jsonl"
 
 
-def run_training(config: Config, ranks: Ranks, *, given: Collection[str] | None = None) -> None:
+def run_training(
+    config: Config, ranks: Ranks, *, given: Collection[str] | None = None, standing: Standing | None = None
+) -> None:
     """Fine-tune as `config` says and leave the results; every rank calls it.
 
     `given` are the options that the user set, which a plan (`--plan`) may not contradict, and which no default of
-    another kind of device replaces; None: not known, all of them are taken as they are.
+    another kind of device replaces; None: not known, all of them are taken as they are. `standing` is kept up to
+    date for an interruption.
 
     Raises MobiusError for what a user can mend. After an error the process should end without further cleaning up: the
     device may be waiting for a neighbour for good.
     """
     try:
-        _run(config, ranks, given)
+        _run(config, ranks, given, standing or Standing())
     except torch.OutOfMemoryError as error:
         raise GpuMemoryError(
             f"rank {ranks.rank} ran out of GPU memory: {first_line(error)} To fit: raise --num_stages "
@@ -58,18 +66,20 @@ def run_training(config: Config, ranks: Ranks, *, given: Collection[str] | None 
         ) from error
 
 
-def _run(config: Config, ranks: Ranks, given: Collection[str] | None) -> None:
+def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: Standing) -> None:
     start = time.perf_counter()
     config = settle_dtype(config, ranks, given=given)
     model_folder = locate_model(config.model.model_path)
     model_config = load_model_config(model_folder, config.model)
-    tokenizer = _load_tokenizer(model_folder, model_config.vocab_size)
-    generation_config = load_generation_config(model_folder)
+    tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
+    base_files = read_base_files(model_folder)
     adopted = adopt_plan(config, given=given or ())
     blueprint = draw_blueprint(adopted.config, ranks, model_config, saved=adopted.saved)
     config = blueprint.config  # what was auto is a number now
+    check_model_weights(model_folder, blueprint.parts, config.model)
     _log_model(blueprint, model_folder)
     output = _prepare_output(config, ranks, blueprint)
+    standing.becomes(f"before the first step: nothing was trained, {_kept(output)}", clear=output.discard)
     try:
         prepared = _prepare_data(config, ranks, tokenizer)
         set_host_threads(ranks, blueprint.device, blueprint.device_order)  # not before: tokenization uses every CPU
@@ -85,55 +95,29 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None) -> None:
         output.discard()  # nothing is trained yet: a refused run leaves nothing behind
         raise
     logger.info("stages generated: %s", blueprint.plan.describe(blueprint.shape))
-    batches = Batches(
-        prepared.tokenized,
-        batch_size=config.pipeline.batch_size,
-        seq_length=config.data.seq_length,
-        pad_token_id=_pad_token_id(tokenizer),
-        seed=config.optim.seed,
-    )
+    batches = _batches(config, prepared, tokenizer)
     trainer = assemble(blueprint, state, transport, batches, spans=recordings.spans, watches=recordings.watches)
     load_seconds = time.perf_counter() - start
-    _log_start(blueprint)
-    steps = _train(trainer, config, output, ranks)
+    steps = _train(trainer, blueprint, output, ranks, standing)
     train_end = time.perf_counter()
     recordings.write(trace_facts(blueprint), transport)
-    export_model(
-        blueprint,
-        state,
+    check_result(
+        state.memory,
         transport,
-        output,
-        tokenizer=tokenizer,
-        generation_config=generation_config,
-        params_file=Path(config.output.save_params),
+        num_stages=blueprint.plan.num_stages,
+        num_updates=trainer.num_updates,
+        num_steps=len(steps),
+        folder=output.partial,
     )
+    problems = _save(blueprint, state, transport, output, base_files, standing)
     timings = RunTimings(
         load_seconds=load_seconds,
         training_seconds=sum(step.step_seconds for step in steps),
         save_seconds=time.perf_counter() - train_end,
     )
-    _finish(blueprint, transport, output, steps, timings)
+    _finish(blueprint, transport, output, steps, timings, problems)
     state.close()
     transport.close()
-
-
-def _load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"--model_path: {folder} has no tokenizer that transformers can load: {error}") from error
-    if len(tokenizer) > vocab_size:
-        raise CheckpointError(
-            f"--model_path: the tokenizer of {folder} has {len(tokenizer)} tokens, the model only {vocab_size} "
-            "(vocab_size)."
-        )
-    return tokenizer
-
-
-def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Any token does: padding is masked by length, never by its id."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(int(token) for token in candidates if token is not None)
 
 
 def _prepare_output(config: Config, ranks: Ranks, blueprint: Blueprint) -> OutputFolder:
@@ -146,8 +130,17 @@ def _prepare_output(config: Config, ranks: Ranks, blueprint: Blueprint) -> Outpu
     if ranks.is_first:
         num_bytes = export_bytes(blueprint)
         output.prepare({"--save_dir": num_bytes, "--save_params": num_bytes})
-        _write_settings(output, blueprint)
+        try:
+            _write_settings(output, blueprint)
+        except CheckpointError:
+            output.discard()
+            raise
     return output
+
+
+def _kept(output: OutputFolder) -> str:
+    """What of a run's results is there while it has none of its own."""
+    return f"and {output.save_dir} is as it was" if output.save_dir.exists() else "and nothing is left"
 
 
 def _settle_plan(blueprint: Blueprint, transport: Transport, output: OutputFolder) -> Blueprint:
@@ -161,8 +154,16 @@ def _settle_plan(blueprint: Blueprint, transport: Transport, output: OutputFolde
 
 
 def _write_settings(output: OutputFolder, blueprint: Blueprint) -> None:
-    (output.partial / "training_args.yaml").write_text(to_yaml(blueprint.config))
-    (output.partial / "plan.json").write_text(saved_plan_of(blueprint).to_json())
+    settings = {"training_args.yaml": to_yaml(blueprint.config), "plan.json": saved_plan_of(blueprint).to_json()}
+    for name, text in settings.items():
+        try:
+            (output.partial / name).write_text(text)
+        except OSError as error:
+            path = output.partial / name
+            raise CheckpointError(
+                f"--save_dir {output.save_dir}: cannot write {path} ({error.strerror}). Free some space, or choose "
+                "another folder."
+            ) from error
 
 
 def _log_model(blueprint: Blueprint, folder: Path) -> None:
@@ -187,6 +188,16 @@ def _prepare_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBa
         logger.warning("%s", warning)
     logger.info("%s", describe_sample(prepared, tokenizer))
     return prepared
+
+
+def _batches(config: Config, prepared: PreparedData, tokenizer: PreTrainedTokenizerBase) -> Batches:
+    return Batches(
+        prepared.tokenized,
+        batch_size=config.pipeline.batch_size,
+        seq_length=config.data.seq_length,
+        pad_token_id=pad_token_id(tokenizer),
+        seed=config.optim.seed,
+    )
 
 
 def _log_actions(blueprint: Blueprint) -> None:
@@ -225,20 +236,33 @@ def _log_start(blueprint: Blueprint) -> None:
         logger.info("%s", blueprint.forecast.describe())
 
 
-def _train(trainer: Trainer, config: Config, output: OutputFolder, ranks: Ranks) -> list[StepMetrics]:
+def _train(
+    trainer: Trainer, blueprint: Blueprint, output: OutputFolder, ranks: Ranks, standing: Standing
+) -> list[StepMetrics]:
     """Train to the end; rank 0 writes one line per step to metrics.jsonl and shows every `logging_steps`-th."""
+    _log_start(blueprint)
+    config = blueprint.config
     total = config.optim.num_iterations
     steps = []
-    log = MetricsLog(output.partial / "metrics.jsonl") if ranks.is_first else None
+    log = MetricsLog(output.partial / _METRICS) if ranks.is_first else None
+    lost = (
+        f"what was trained is lost, because only the end is saved, {_kept(output)} but for the numbers of the steps in "
+        f"{output.partial / _METRICS}"
+    )
+    standing.becomes(f"in step 1 of {total}: {lost}")
     progress = tqdm(total=total, desc="training", unit="step", leave=False, disable=None if ranks.is_first else True)
     try:
         for metrics in trainer.train():
             progress.update()
             steps.append(metrics)
+            standing.becomes(f"after step {metrics.step} of {total}: {lost}")
             if log is not None:
                 log.append(metrics)
             if metrics.step % config.output.logging_steps == 0 or metrics.step in (1, total):
                 logger.info("%s", step_line(metrics, total))
+    except NonFiniteLossError as error:
+        error.add_note(f"Nothing is saved; the numbers of the steps before it are in {output.partial / _METRICS}.")
+        raise
     finally:
         progress.close()
         if log is not None:
@@ -246,10 +270,45 @@ def _train(trainer: Trainer, config: Config, output: OutputFolder, ranks: Ranks)
     return steps
 
 
+def _save(
+    blueprint: Blueprint,
+    state: RankState,
+    transport: Transport,
+    output: OutputFolder,
+    base_files: BaseFiles,
+    standing: Standing,
+) -> list[str]:
+    """Save the model, say where it is, and make the single file of it; returns the problem of that, if there is one.
+
+    Once the model has its name, nothing that fails may hide that.
+    """
+    export_model(blueprint, state, transport, output, base_files=base_files, standing=standing)
+    if transport.rank != 0:
+        return []
+    config = blueprint.config
+    logger.info("model saved to %s (checked tensor by tensor)", output.save_dir)
+    params = Path(config.output.save_params)
+    unfinished = params.with_name(f"{params.name}.partial")
+    saved = f"after the last step: the model is complete and checked in {output.save_dir}"
+    standing.becomes(f"{saved}; {params} was not written", clear=unfinished.unlink)
+    try:
+        write_single_file(params, output)
+    except CheckpointError as error:
+        return [str(error)]
+    standing.becomes(f"{saved} and in {params}; {config.output.save_results} was not written")
+    logger.info("模型已保存到 %s (parameters saved to one file)", params)
+    return []
+
+
 def _finish(
-    blueprint: Blueprint, transport: Transport, output: OutputFolder, steps: list[StepMetrics], timings: RunTimings
+    blueprint: Blueprint,
+    transport: Transport,
+    output: OutputFolder,
+    steps: list[StepMetrics],
+    timings: RunTimings,
+    problems: list[str],
 ) -> None:
-    """Gather every rank's memory, write the report and say where everything is."""
+    """Gather every rank's memory and write the report; then raise CheckpointError for `problems` and those of that."""
     meter = MemoryMeter(blueprint.device)
     reading = meter.read()
     table = torch.zeros(transport.num_ranks, 4, dtype=torch.float64)
@@ -276,9 +335,13 @@ def _finish(
     config = blueprint.config
     report = Path(config.output.save_results)
     plan_text, forecast = blueprint.plan.describe(blueprint.shape), blueprint.forecast
-    write_report(report, to_yaml(config), plan_text, steps, per_rank, timings, forecast)
     if forecast is not None:
         logger.info("%s", forecast.compare([step.step_seconds for step in steps]))
-    logger.info("model saved to %s (checked tensor by tensor)", output.save_dir)
-    logger.info("模型已保存到 %s (parameters saved to one file)", config.output.save_params)
-    logger.info("results saved to %s", report)
+    try:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        write_report(report, to_yaml(config), plan_text, steps, per_rank, timings, forecast)
+        logger.info("results saved to %s", report)
+    except (CheckpointError, OSError) as error:
+        problems = [*problems, f"--save_results: {error}"]
+    if problems:
+        raise CheckpointError("\n".join([*problems, f"The model itself is complete and checked: {output.save_dir}."]))

@@ -49,6 +49,11 @@ class Trainer:
         self._step_end = 0.0
         self._next_batch: StepBatch | None = None
 
+    @property
+    def num_updates(self) -> int:
+        """Steps so far in which at least one stage was updated; the same on all ranks."""
+        return self._stepper.num_updates
+
     def train(self) -> Iterator[StepMetrics]:
         """Run all steps, yielding the numbers of each as it ends."""
         self._transport.barrier()

@@ -1,0 +1,148 @@
+"""Owns how a process ends that is not done: by Ctrl-C or SIGTERM, or because the process that started it is gone.
+
+Does not own errors (errors.py), nor what a run has to tell: that is handed over as the run's `Standing`.
+
+A signal handler in Python runs between two instructions of the main thread, and that thread may be waiting in C for a
+neighbour or a GPU that never comes. So the signal's number goes to a thread of its own:
+
+    signal -> C handler of Python -> socket -> thread "interruption": clear up, one line from the first rank, os._exit
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import parent_process
+from typing import Final
+
+from mobius.ranks import is_started_by_torchrun
+
+EXIT_CODE: Final = 130
+"""Of an interrupted process, whatever the signal: 128 + SIGINT, as shells tell it."""
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_FIRST_RANK_SECONDS: Final = 0.5
+"""What the other ranks leave the first one, which speaks for all, before their end can reach it as a lost neighbour."""
+_ERROR_SECONDS: Final = 0.3
+"""How much later than an error a signal may come that caused it: it does not reach all ranks at the same time."""
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Standing:
+    """What a run has reached and would leave if it ended now: the run tells it, an interruption passes it on."""
+
+    def __init__(self) -> None:
+        self._now: tuple[str, Callable[[], None] | None] = (
+            "before the first step: nothing was trained, and nothing is left",
+            None,
+        )
+
+    def becomes(self, text: str, *, clear: Callable[[], None] | None = None) -> None:
+        """From now on an interruption calls `clear` and says `text`, which goes on from "interrupted (SIGINT) ".
+
+        `clear` runs in another thread, while the run's own goes on.
+        """
+        self._now = (text, clear)  # one assignment: the other thread never sees half of it
+
+    def clear(self) -> str:
+        """Remove what is not to be left; returns the text."""
+        text, clear = self._now
+        if clear is not None:
+            with contextlib.suppress(OSError):  # removed by the run itself at this moment
+                clear()
+        return text
+
+
+class Interruption:
+    """Owns the signals of a process from `watch` to `stand_down`: the first that comes ends it within a second."""
+
+    def __init__(self, standing: Standing) -> None:
+        self._standing = standing
+        self._has_come = threading.Event()
+        self._sender: socket.socket | None = None
+
+    def watch(self, *, speaks: bool) -> None:
+        """End this process at a signal; the one that `speaks` says the run's standing. Call it in the main thread."""
+        receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, _leave_to_the_thread)
+        os.register_at_fork(after_in_child=self.stand_down)  # a signal for a fork is not one for this process
+        threading.Thread(target=self._end_at_signal, args=(receiver, speaks), name="interruption", daemon=True).start()
+
+    def stand_down(self) -> None:
+        """Leave signals to the system again: they end the process without a word."""
+        if self._sender is not None:
+            signal.set_wakeup_fd(-1)
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            self._sender = None
+
+    def goes_first(self) -> None:
+        """Return if an error of now has nothing to do with a signal; else the process ends here, by the signal."""
+        if self._sender is not None and self._has_come.wait(_ERROR_SECONDS):
+            threading.Event().wait()
+        self.stand_down()
+
+    def _end_at_signal(self, receiver: socket.socket, speaks: bool) -> None:
+        received = receiver.recv(1)
+        if not received:  # closed: the watch is over
+            return
+        self._has_come.set()
+        if speaks:
+            text = f"interrupted ({signal.Signals(received[0]).name}) {self._standing.clear()}\n"
+            # Not through `logging` or sys.stderr, whose locks the main thread may hold. A terminal's line may have "^C"
+            # or a progress bar in it.
+            with contextlib.suppress(OSError):
+                os.write(2, ("\r\x1b[K" if os.isatty(2) else "").encode() + text.encode())
+        else:
+            time.sleep(_FIRST_RANK_SECONDS)
+        os._exit(EXIT_CODE)
+
+
+def _leave_to_the_thread(_number: int, _frame: object) -> None:
+    """Stand for a handler: without one Python would not write the number to the socket."""
+
+
+def end_with_launcher() -> None:
+    """Let the system kill this process when torchrun, which started it, has ended: nobody else would end it.
+
+    A launcher that ends before this call is noticed when the ranks meet: it has the store for that. Linux only.
+    """
+    if is_started_by_torchrun():
+        _end_with(os.getppid())
+
+
+def end_with_parent() -> None:
+    """In a worker of `multiprocessing`: leave Ctrl-C to the parent, and end when it ends. Linux only for the latter."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    parent = parent_process()
+    if parent is not None and parent.pid is not None:
+        _end_with(parent.pid)
+
+
+def _end_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before that
+            os._exit(EXIT_CODE)
+
+
+@contextlib.contextmanager
+def workers_not_interrupted() -> Iterator[None]:
+    """Start worker processes within: Ctrl-C does not reach them before they say by `end_with_parent` what it does.
+
+    It reaches this process all the same, in the thread of its `Interruption`.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,199 @@
+"""What a run leaves and says that does not end well: nothing useless under the final name, nothing complete lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mobius.errors import CheckpointError, MobiusError, NonFiniteLossError, NoResultError
+from mobius.memory.layout import StageLayout
+from mobius.memory.stage_memory import StageMemory
+from mobius.runtime.local_transport import LocalTransport, run_rank_threads
+from mobius.training.checkpoint import write_params_file
+from mobius.training.export import check_result
+
+Run = Callable[..., None]
+
+
+def write_model(name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """A folder with the tiny model, whose weights went through `change`."""
+    Path(name).mkdir()
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (Path(name) / file).symlink_to((Path("model") / file).resolve())
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in Path("model").glob("*.safetensors"):
+        tensors.update(load_file(shard))
+    change(tensors)
+    save_file(tensors, Path(name) / "model.safetensors")
+
+
+def metrics_in(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def overflowing(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"].fill_(3e38)
+
+
+@pytest.mark.parametrize("clipping", ["1", "0"], ids=["clipped", "not clipped"])
+def test_a_run_in_which_no_step_was_taken_fails_and_saves_nothing(run: Run, workplace: Path, clipping: str) -> None:
+    write_model("model-inf", overflowing)
+
+    with pytest.raises(NoResultError) as raised:
+        run("--model_path", "model-inf", "--max_grad_norm", clipping)
+
+    message = str(raised.value)
+    assert message.startswith("none of the 3 steps was taken")
+    assert f"{workplace / 'out.partial' / 'metrics.jsonl'}" in message
+    assert [row["skipped_steps"] for row in metrics_in(workplace / "out.partial")] == [1, 2, 3]
+    assert not (workplace / "out").exists()
+    assert not list(workplace.glob("out.partial/*.safetensors"))
+    assert not (workplace / "finetune_params.pt").exists()
+
+
+def test_a_run_that_ends_with_weights_that_are_not_finite_fails_and_replaces_nothing(run: Run, workplace: Path) -> None:
+    run()
+    older = (workplace / "out" / "model.safetensors").read_bytes()
+
+    with pytest.raises(NoResultError, match=r"weights of stage\(s\) 0, 1 are not finite.*--learning_rate") as raised:
+        run("--overwrite_output_dir", "--dtype", "fp16", "--learning_rate", "1e6", "--lr_scheduler_type", "constant")
+
+    assert raised.value.exit_code not in (MobiusError.exit_code, 2, 130)
+    assert (workplace / "out" / "model.safetensors").read_bytes() == older
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_all_ranks_refuse_a_weight_that_is_not_finite_on_one_of_them(value: float) -> None:
+    def memory(rank: int) -> StageMemory:
+        layout = StageLayout.of({"a": (3, 4), "b": (5,)})
+        weights = torch.zeros(layout.num_elements, dtype=torch.bfloat16)
+        if rank == 1:
+            layout.views(weights)["b"][2] = value
+        return cast(StageMemory, SimpleNamespace(states={rank: SimpleNamespace(layout=layout, weights=weights)}))
+
+    def work(transport: LocalTransport) -> str:
+        with pytest.raises(NoResultError) as raised:
+            check_result(
+                memory(transport.rank), transport, num_stages=2, num_updates=1, num_steps=1, folder=Path("out")
+            )
+        return str(raised.value)
+
+    first, second = run_rank_threads(2, work)
+    assert first == second
+    assert "weights of stage(s) 1 are not finite" in first
+
+
+@contextmanager
+def no_file_longer_than(num_bytes: int) -> Iterator[None]:
+    """A disk that is full: the system writes up to `num_bytes` of a file and refuses the rest."""
+    old_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old_limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
+
+
+def test_a_disk_that_is_full_for_the_single_file_leaves_the_model_in_its_place(
+    run: Run, workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="mobius")
+    run()
+    whole = (workplace / "finetune_params.pt").read_bytes()
+    sizes = (workplace / "out" / "model.safetensors").stat().st_size, len(whole)
+    assert sizes[0] + 1000 < sizes[1], "room for the one and not for the other"
+    caplog.clear()
+
+    with no_file_longer_than(sum(sizes) // 2), pytest.raises(CheckpointError) as raised:
+        run("--overwrite_output_dir", "--save_dir", "second", "--learning_rate", "1e-3")
+
+    problem, rest = str(raised.value).splitlines()
+    assert "--save_params: cannot write finetune_params.pt: " in problem
+    assert "File too large" in problem
+    assert f"write_params_file(Path('{workplace / 'finetune_params.pt'}'), Path(" in problem
+    assert rest.startswith(f"The model itself is complete and checked: {workplace / 'second'}")
+    assert (workplace / "finetune_params.pt").read_bytes() == whole, "an older file stays"
+    assert not list(workplace.glob("*.partial"))
+    assert (workplace / "test_result.txt").stat().st_size > 0
+    assert any(message.startswith("model saved to ") for message in caplog.messages)
+    exec(problem.partition('python -c "')[2].rpartition('"')[0], {})  # the way out that the message tells
+    assert (workplace / "finetune_params.pt").read_bytes() != whole
+    saved = load_file(workplace / "second" / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in torch.load("finetune_params.pt").items())
+
+
+def test_a_report_and_a_single_file_that_cannot_be_written_are_told_together_beside_the_saved_model(
+    run: Run, workplace: Path
+) -> None:
+    for name in ("finetune_params.pt", "test_result.txt"):  # what takes the name that is written to first
+        (workplace / f"{name}.partial").mkdir()
+
+    with pytest.raises(CheckpointError) as raised:
+        run()
+
+    lines = str(raised.value).splitlines()
+    assert [line.partition(":")[0] for line in lines[:2]] == ["--save_params", "--save_results"]
+    assert (workplace / "out" / "config.json").is_file()
+    write_params_file(workplace / "params.pt", workplace / "out")
+
+
+def test_config_json_is_the_last_file_to_come(run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that has it is complete; what is torn has none, and the next run may remove it."""
+
+    def find_a_wrong_tensor(folder: Path, _: object) -> None:
+        assert list(folder.glob("*.safetensors"))
+        assert not (folder / "config.json").exists()
+        raise CheckpointError("a wrong tensor")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mobius.training.export.verify_folder", find_a_wrong_tensor)
+        with pytest.raises(CheckpointError, match="a wrong tensor"):
+            run()
+
+    assert not (workplace / "out").exists()
+    assert not (workplace / "out.partial" / "config.json").exists()
+
+
+def test_ten_steps_in_a_row_that_are_not_finite_end_the_run_and_their_metrics_are_named(
+    run: Run, workplace: Path
+) -> None:
+    write_model("model-inf", overflowing)
+
+    with pytest.raises(NonFiniteLossError, match="10 steps in a row") as raised:
+        run("--model_path", "model-inf", "--num_iterations", "20")
+
+    (note,) = raised.value.__notes__
+    assert f"{workplace / 'out.partial' / 'metrics.jsonl'}" in note
+    assert len(metrics_in(workplace / "out.partial")) == 9, "the tenth step has no numbers: it ends the run"
+    assert not (workplace / "out").exists()
+
+
+def test_settings_that_cannot_be_written_are_told_before_training(run: Run, workplace: Path) -> None:
+    with no_file_longer_than(10), pytest.raises(CheckpointError, match=r"--save_dir .*cannot write.*File too large"):
+        run()
+
+    assert not (workplace / "out.partial").exists()
+
+
+def test_a_trace_that_cannot_be_written_does_not_lose_the_model(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mobius.training.recordings.write_part", refuse)
+
+    run("--trace")
+
+    assert (workplace / "out" / "config.json").is_file()
+    assert any("No space left on device" in message for message in caplog.messages)
