@@ -56,7 +56,7 @@ class Ranks:
             self.processes[-1].start()
 
     def wait(self, *, seconds: float = HANG_SECONDS) -> int:
-        """Wait for all of them; the first code that is not 0, or 0. When one fails or time is out, the rest are killed."""
+        """The first exit code that is not 0, or 0; when one fails or time is out, the others are killed."""
         deadline = time.monotonic() + seconds
         while any(process.is_alive() for process in self.processes):
             is_over = time.monotonic() > deadline

@@ -64,18 +64,19 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
 """By name: a tiny configuration of it, with whatever else is given."""
 
 
-_PARTS: dict[tuple[int, int, str], tuple[PretrainedConfig, ModelParts]] = {}
-"""Of the last model, by rank: taking it apart costs more than a step, and ranks are threads that cannot share it."""
+_MOST_PARTS = 64
+_PARTS: dict[tuple[str, str, int], ModelParts] = {}
+"""By device, configuration and rank: taking a model apart costs more than a step, and ranks are threads that cannot
+share it."""
 
 
 def _parts(config: PretrainedConfig, device: torch.device, rank: int) -> ModelParts:
-    key = (id(config), rank, str(device))
-    entry = _PARTS.get(key)
-    if entry is None:
-        if any(other is not config for other, _ in list(_PARTS.values())):
+    key = (str(device), config.to_json_string(use_diff=False), rank)
+    if key not in _PARTS:
+        if len(_PARTS) >= _MOST_PARTS:
             _PARTS.clear()
-        entry = _PARTS[key] = (config, ModelParts(config, device))
-    return entry[1]
+        _PARTS[key] = ModelParts(config, device)
+    return _PARTS[key]
 
 
 @dataclass

@@ -1,13 +1,17 @@
 """Compiled layers compute what eager ones do, share one graph, and step aside when they cannot be compiled."""
 
+from typing import Any
+
 import pytest
 import torch
+from harness.block_case import BlockCase, assert_near
 from harness.pipelines import make_model
 from torch._dynamo.utils import counters
 
 from mobius.models.blocks import LayerInputs, ModelParts
 
 CPU = torch.device("cpu")
+LENGTH = 8
 
 
 def test_one_graph_per_grad_mode_serves_all_layers_and_gives_eager_gradients() -> None:
@@ -31,6 +35,30 @@ def test_one_graph_per_grad_mode_serves_all_layers_and_gives_eager_gradients() -
         for expected, actual in zip(*results, strict=True):
             assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.detach().abs().max()))
     assert counters["stats"]["unique_graphs"] == 2  # with and without gradients, not one per layer
+
+
+def test_graphs_of_forward_and_backward_serve_all_layers_and_give_autograds_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_graph, graphs = torch._inductor.compile, list[torch.fx.GraphModule]()
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> object:
+        graphs.append(graph)
+        return compile_graph(graph, inputs)
+
+    monkeypatch.setattr(torch._inductor, "compile", count)
+    model = make_model("llama")
+    values = {name: value.detach() for name, value in model.named_parameters()}
+    parts = ModelParts(model.config, CPU, compiled=True)
+    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(LENGTH)
+    hidden, gradient = (torch.randn(2, LENGTH, model.config.hidden_size) for _ in range(2))
+    for layer, own in zip(parts.layers, arguments, strict=True):
+        weights = {name: values[name] for name in layer.full_shapes()}
+        case = BlockCase(layer, weights, hidden, own, gradient)
+        assert_near(case.recomputed(), case.by_autograd()[1:], share=1e-4)
+        assert_near(case.kept(), case.by_autograd(), share=1e-4)
+        assert_near([case.forward()], case.by_autograd()[:1], share=1e-4)
+    assert len(graphs) == 1 + 2 + 1
 
 
 def test_a_layer_that_cannot_be_compiled_runs_eagerly_and_a_line_says_so(

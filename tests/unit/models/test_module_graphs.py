@@ -4,60 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from harness.pipelines import FAMILIES, make_model
+from harness.block_case import BlockCase, assert_near
+from harness.pipelines import FAMILIES
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mobius.models import module_graphs
 from mobius.models.blocks import Block, LayerInputs, ModelParts
-from mobius.models.graph import backward, recomputed_backward, run, run_with_graph
+from mobius.models.graph import backward, run_with_graph
 from mobius.models.module_graphs import ModuleGraphs
 
 CPU = torch.device("cpu")
 LENGTH = 8
 
 
-@dataclass
-class Case:
-    """A block with something to run it on."""
-
-    block: Block
-    weights: dict[str, Tensor]
-    hidden: Tensor
-    arguments: dict[str, Any]
-    gradient: Tensor
-
-    def kept(self) -> list[Tensor]:
-        """Output, gradients of the inputs and of every parameter as a run makes them that kept the activations."""
-        sums = self.sums()
-        graph = run_with_graph(self.block, self.weights, self.hidden, self.arguments)
-        return [graph.output.detach(), backward(self.block, graph, sums, self.gradient), *sums.values()]
-
-    def by_autograd(self) -> list[Tensor]:
-        """The same without graphs of our own."""
-        return replace(self, block=replace(self.block, compiled=None, graphs=None)).kept()
-
-    def forward(self) -> Tensor:
-        """The output as a run makes it that keeps nothing."""
-        return run(self.block, self.weights, self.hidden, self.arguments)
-
-    def recomputed(self) -> list[Tensor]:
-        """The gradients as a run makes them that kept nothing."""
-        sums = self.sums()
-        given = self.block, self.weights, self.hidden, self.arguments, sums, self.gradient
-        return [recomputed_backward(*given), *sums.values()]
-
-    def sums(self) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
-
-
-def layer_of(family: str, index: int = 0, *, batch: int = 2) -> Case:
+def layer_of(family: str, index: int = 0, *, batch: int = 2) -> BlockCase:
     """A layer of `family`, run eagerly."""
     parts = ModelParts(FAMILIES[family](), CPU)
     block = parts.layers[index]
@@ -65,10 +32,10 @@ def layer_of(family: str, index: int = 0, *, batch: int = 2) -> Case:
     weights = {name: torch.randn(shape) * 0.1 for name, shape in block.full_shapes().items()}
     hidden, gradient = (torch.randn(batch, LENGTH, parts.config.hidden_size) for _ in range(2))
     arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(LENGTH)[index]
-    return Case(block, weights, hidden, arguments, gradient)
+    return BlockCase(block, weights, hidden, arguments, gradient)
 
 
-def with_graphs(case: Case) -> Case:
+def with_graphs(case: BlockCase) -> BlockCase:
     return replace(case, block=replace(case.block, graphs=ModuleGraphs(case.block.module, name="layers")))
 
 
@@ -88,11 +55,6 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one, other)
-
-
-def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], *, share: float) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        assert torch.allclose(one, other, rtol=share, atol=share * float(other.abs().max()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -216,28 +178,6 @@ def test_the_product_that_only_the_output_needs_is_not_computed_again(
     assert len(products) == 7 - 1 + 7
 
 
-def test_compiled_it_serves_all_layers_and_gives_autograds_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_graph, graphs = torch._inductor.compile, list[torch.fx.GraphModule]()
-
-    def count(graph: torch.fx.GraphModule, inputs: Any) -> object:
-        graphs.append(graph)
-        return compile_graph(graph, inputs)
-
-    monkeypatch.setattr(torch._inductor, "compile", count)
-    model = make_model("llama")
-    values = {name: value.detach() for name, value in model.named_parameters()}
-    parts = ModelParts(model.config, CPU, compiled=True)
-    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(LENGTH)
-    hidden, gradient = (torch.randn(2, LENGTH, model.config.hidden_size) for _ in range(2))
-    for layer, own in zip(parts.layers, arguments, strict=True):
-        weights = {name: values[name] for name in layer.full_shapes()}
-        case = Case(layer, weights, hidden, own, gradient)
-        assert_near(case.recomputed(), case.by_autograd()[1:], share=1e-4)
-        assert_near(case.kept(), case.by_autograd(), share=1e-4)
-        assert_near([case.forward()], case.by_autograd()[:1], share=1e-4)
-    assert len(graphs) == 1 + 2 + 1
-
-
 class Shifted(nn.Module):
     """Has a buffer."""
 
@@ -254,7 +194,7 @@ class Shifted(nn.Module):
 
 def test_buffers_of_a_module_are_among_the_tensors(uncompiled: list[torch.fx.GraphModule]) -> None:
     block = Block("layer.", Shifted(), {"weight": (4,)})
-    case = with_graphs(Case(block, {"layer.weight": torch.rand(4)}, torch.rand(2, 4), {}, torch.rand(2, 4)))
+    case = with_graphs(BlockCase(block, {"layer.weight": torch.rand(4)}, torch.rand(2, 4), {}, torch.rand(2, 4)))
 
     assert_equal(case.recomputed(), case.by_autograd()[1:])
     assert_equal(case.kept(), case.by_autograd())
@@ -271,7 +211,7 @@ class Doubling(nn.Module):
 
 
 def test_a_module_may_be_without_weights(uncompiled: list[torch.fx.GraphModule]) -> None:
-    case = with_graphs(Case(Block("norm.", Doubling(), {}), {}, torch.rand(2, 4), {}, torch.rand(2, 4)))
+    case = with_graphs(BlockCase(Block("norm.", Doubling(), {}), {}, torch.rand(2, 4), {}, torch.rand(2, 4)))
 
     assert_equal(case.kept(), case.by_autograd())
     assert_equal([case.forward(), *case.recomputed()], case.by_autograd())
@@ -290,7 +230,7 @@ class Choosing(nn.Module):
         return inputs * self.weight if inputs.sum().item() > 0 else inputs - self.weight
 
 
-def fail_to_compile(monkeypatch: pytest.MonkeyPatch) -> Case:
+def fail_to_compile(monkeypatch: pytest.MonkeyPatch) -> BlockCase:
     def broken(graph: object, inputs: object, **options: object) -> None:
         raise RuntimeError("no compiler here")
 
@@ -298,14 +238,14 @@ def fail_to_compile(monkeypatch: pytest.MonkeyPatch) -> Case:
     return layer_of("llama")
 
 
-def choose_by_numbers(monkeypatch: pytest.MonkeyPatch) -> Case:
+def choose_by_numbers(monkeypatch: pytest.MonkeyPatch) -> BlockCase:
     block = Block("layer.", Choosing(), {"weight": (4,)})
-    return Case(block, {"layer.weight": torch.rand(4)}, -torch.rand(2, 4), {}, torch.rand(2, 4))
+    return BlockCase(block, {"layer.weight": torch.rand(4)}, -torch.rand(2, 4), {}, torch.rand(2, 4))
 
 
 @pytest.mark.parametrize("make", [fail_to_compile, choose_by_numbers])
 def test_what_has_no_graph_is_left_to_autograd_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, make: Callable[[pytest.MonkeyPatch], Case]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, make: Callable[[pytest.MonkeyPatch], BlockCase]
 ) -> None:
     case = with_graphs(make(monkeypatch))
 
