@@ -70,7 +70,8 @@ class HostArena:
         if int(error) != 0:
             raise HostMemoryError(
                 f"CUDA cannot page-lock {bytes_text(tensor.nbytes, digits=2)} of host memory (cudaHostRegister: "
-                f"{error}). Raise the limit of locked memory (`ulimit -l unlimited`; in a container --ulimit memlock=-1)."
+                f"{error}). Raise the limit of locked memory (`ulimit -l unlimited`; in a container --ulimit "
+                "memlock=-1)."
             )
         self._registered.append(tensor)
         return tensor

@@ -27,14 +27,19 @@ _HEAD_NORMS = ("qwen3", "gemma3_text")
 _NORMS_OF_LAYER = {"gemma3_text": 4}
 
 
+def llama_fields(name: str) -> dict[str, int]:
+    """What the config.json of the known shape `name` says of its sizes."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return {**dict(zip(names, LLAMA_SHAPES[name], strict=True)), "vocab_size": 32000}
+
+
 def shape_of_model(name: str) -> ModelShape:
     """The sizes of a known shape, such as `7b`, or of a config.json or the folder that has it.
 
     Raises PlanError if there is no such thing or it cannot be read.
     """
     if name in LLAMA_SHAPES:
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        return shape_of_config({**dict(zip(names, LLAMA_SHAPES[name], strict=True)), "vocab_size": 32000})
+        return shape_of_config(llama_fields(name))
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     try:
