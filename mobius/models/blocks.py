@@ -6,19 +6,21 @@ template.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, first_line
 from mobius.models.compiled import CompiledFunction
 from mobius.models.linear import TappedLinear, linears_called_once, tap_linears
 from mobius.models.loss import LogitsLoss
@@ -78,15 +80,19 @@ class ModelParts:
         Raises CheckpointError for a model of another build.
         """
         self.config = config
-        with torch.device("meta"):
-            model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+        with _described_by(config), torch.device("meta"):
+            model = cast(
+                PreTrainedModel,
+                AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False),
+            )
         # Dropout would draw other numbers in the recomputed forward; fine-tuning models ship with 0.
         self.model = model.eval()
         tap_linears(model)
         base_prefix = model.base_model_prefix
         base = getattr(model, base_prefix)
-        names = self._part_names(base)
-        self._make_buffers_real(device)
+        with _described_by(config):
+            names = self._part_names(base)
+            self._make_buffers_real(device)
         self.embedding = _block(f"{base_prefix}.{names['embedding']}.", getattr(base, names["embedding"]))
         norm = _block(f"{base_prefix}.{names['norm']}.", getattr(base, names["norm"]))
         self.norm = norm.compile("norms") if compiled else norm
@@ -125,21 +131,23 @@ class ModelParts:
         modules = [name for name in plan if hasattr(base, name)]
         if len(modules) != 3 or not isinstance(getattr(base, modules[1]), nn.ModuleList):
             raise CheckpointError(
-                f"the family {self.config.model_type!r} has no pipeline plan of embedding, layers and norm "
-                f"(base_model_pp_plan: {list(plan)}), so it cannot be cut into stages."
+                f"{_file_of(self.config)}: the family {self.config.model_type!r} has no pipeline plan of embedding, "
+                f"layers and norm (base_model_pp_plan: {list(plan)}), so it cannot be cut into stages."
             )
         return dict(zip(("embedding", "layers", "norm"), modules, strict=True))
 
     def _with_taps(self, device: torch.device) -> tuple[Block, ...]:
         """The layers, each with the names of its linears that one forward calls once, on all of its tokens."""
         arguments = LayerInputs(self, device=device, dtype=torch.float32)(_PROBE_TOKENS)
+        _check_rotary(self.config, arguments)
         hidden = torch.empty(1, _PROBE_TOKENS, self.config.hidden_size, device="meta")
         tapped: dict[int, tuple[str, ...]] = {}
         for layer, own in zip(self.layers, arguments, strict=True):
             if id(layer.module) not in tapped:
                 on_meta = tree_map_only(Tensor, lambda value: value.to("meta"), own)
                 run = partial(layer.module, hidden, **on_meta)
-                tapped[id(layer.module)] = linears_called_once(layer.module, run, num_tokens=_PROBE_TOKENS)
+                with _described_by(self.config):
+                    tapped[id(layer.module)] = linears_called_once(layer.module, run, num_tokens=_PROBE_TOKENS)
         return tuple(replace(layer, tapped=tapped[id(layer.module)]) for layer in self.layers)
 
     def _make_buffers_real(self, device: torch.device) -> None:
@@ -193,7 +201,7 @@ class LayerInputs:
     """
 
     def __init__(self, parts: ModelParts, *, device: torch.device, dtype: torch.dtype) -> None:
-        self._hidden_size = parts.config.hidden_size
+        self._config, self._hidden_size = parts.config, parts.config.hidden_size
         self._device, self._dtype = device, dtype
         self._base = copy.copy(getattr(parts.model, parts.model.base_model_prefix))
         self._base._modules = dict(self._base._modules)
@@ -212,10 +220,39 @@ class LayerInputs:
         """
         if seq_length not in self._by_length:
             hidden = torch.zeros(1, seq_length, self._hidden_size, device=self._device, dtype=self._dtype)
-            with torch.no_grad():
+            with _described_by(self._config), torch.no_grad():
                 self._base(inputs_embeds=hidden, use_cache=False)
             self._by_length[seq_length] = tuple(recorder.seen for recorder in self._recorders)
         return self._by_length[seq_length]
+
+
+def _check_rotary(config: PretrainedConfig, inputs: tuple[dict[str, Any], ...]) -> None:
+    """Refuse rotary embeddings that are not finite: every activation would become so. Masks may be infinite."""
+    for rotary in {id(own.get("position_embeddings")): own.get("position_embeddings") for own in inputs}.values():
+        if not all(bool(value.isfinite().all()) for value in tree_leaves(rotary) if isinstance(value, Tensor)):
+            raise CheckpointError(
+                f"{_file_of(config)} gives rotary embeddings that are not finite. Mend its rope_theta, "
+                "rope_parameters or rope_scaling."
+            )
+
+
+@contextlib.contextmanager
+def _described_by(config: PretrainedConfig) -> Iterator[None]:
+    """Convert whatever the family's own code raises, given values it was not written for. Raises CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except torch.OutOfMemoryError:
+        raise  # a GPU without memory says nothing about the configuration
+    except Exception as error:
+        text = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"{_file_of(config)} describes no model that can be built: {text:.400}") from error
+
+
+def _file_of(config: PretrainedConfig) -> str:
+    folder = getattr(config, "name_or_path", None)
+    return str(Path(folder) / "config.json") if isinstance(folder, str) and folder else "the configuration"
 
 
 class _Recorder(nn.Module):

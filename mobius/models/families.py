@@ -1,17 +1,26 @@
 """Finds a model and reads its configuration; which families are supported is decided here.
 
-Weights are read elsewhere (weights.py).
+Weights are read elsewhere (weights.py), other files too (base_files.py, tokenizer.py).
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mobius.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError, first_line
+from mobius.models.config_rules import disagreements, wrong_fields
+from mobius.models.json_files import read_json_object, shown
+from mobius.models.stored_weights import has_own_head
+from mobius.planner.model_files import LLAMA_SHAPES
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +36,16 @@ _SHAPE_OPTIONS = {
     "num_heads": "num_attention_heads",
 }
 
+_FIELDS_THAT_CHANGE = (
+    *_SHAPE_OPTIONS.values(),
+    "num_key_value_heads",
+    "head_dim",
+    "num_hidden_layers",
+    "layer_types",
+    "tie_word_embeddings",
+)
+"""What `load_model_config` may set to something else than the file says."""
+
 
 def locate_model(model_path: str) -> Path:
     """Return the local folder of `model_path`: a folder as it is, a Hugging Face id from the cache or the hub.
@@ -40,6 +59,12 @@ def locate_model(model_path: str) -> Path:
                 f"--model_path {model_path}: the folder has no config.json, so it is no Hugging Face model."
             )
         return folder
+    if model_path in LLAMA_SHAPES:
+        raise CheckpointError(
+            f"--model_path {model_path}: that is a shape to plan for (--dry_run, scripts/simulate.py), without "
+            f"weights, and there is no folder {folder.absolute()}. Give a folder with a config.json, or an id such as "
+            "meta-llama/Llama-2-7b-hf."
+        )
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
 
@@ -82,19 +107,15 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
 
     With weights in the folder only `num_layers` may shrink the model; other shape options that differ from the
     checkpoint are warned about and ignored. Without weights they shape the model. Raises CheckpointError for
-    unsupported families.
+    unsupported families and for values that describe no model.
     """
+    given = f"--model_path {options.model_path}"
+    path = folder / "config.json"
     try:
-        config = AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError, KeyError) as error:
-        raise CheckpointError(
-            f"--model_path {options.model_path}: cannot read its config.json: {first_line(error)}"
-        ) from error
-    if config.model_type not in SUPPORTED_FAMILIES:
-        raise CheckpointError(
-            f"--model_path {options.model_path} is of the family {config.model_type!r}, which is not supported. "
-            f"Supported: {', '.join(SUPPORTED_FAMILIES)}."
-        )
+        fields = read_json_object(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{given}: {error}") from error
+    config = _read_config(path, fields, given)
     has_weights = folder_has_weights(folder)
     reshaped = set()
     for option, field in _SHAPE_OPTIONS.items():
@@ -111,9 +132,72 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     if reshaped & {"hidden_size", "num_attention_heads"}:
         _fit_heads(config)
     _apply_num_layers(config, options, has_weights)
-    config.use_cache = False
+    if has_weights and config.tie_word_embeddings and has_own_head(folder):
+        logger.warning(
+            "%s ties the head to the embedding (tie_word_embeddings), but the checkpoint stores a matrix for each: "
+            "they are trained apart, as transformers loads them, and saved with tie_word_embeddings false",
+            path,
+        )
+        config.tie_word_embeddings = False
     config._attn_implementation = "sdpa"
     return config
+
+
+def changed_fields(base: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """Fields of `config`, as `load_model_config` returned it, that are not what its file says (`base`, as read)."""
+    before = type(config).from_dict(copy.deepcopy(dict(base)))
+    return {
+        field: getattr(config, field)
+        for field in _FIELDS_THAT_CHANGE
+        if hasattr(config, field) and getattr(config, field) != getattr(before, field)
+    }
+
+
+def _read_config(path: Path, fields: dict[str, Any], given: str) -> PretrainedConfig:
+    """The configuration of a supported family whose fields are right, each and together. Raises CheckpointError."""
+    _refuse_custom_code(path, fields, given)
+    _refuse_quantized(path, fields, given)
+    family = fields.get("model_type")
+    supported = f"Supported: {', '.join(SUPPORTED_FAMILIES)}."
+    if not isinstance(family, str):
+        raise CheckpointError(f"{given}: {path} names no family ('model_type' is {shown(family)}). {supported}")
+    if family not in SUPPORTED_FAMILIES:
+        raise CheckpointError(f"{given}: {path} is of the family {family!r}, which is not supported. {supported}")
+    family_class = cast(type[PretrainedConfig], CONFIG_MAPPING[family])
+    problems = wrong_fields(fields, {field.name for field in dataclasses.fields(family_class)})
+    if not problems:
+        try:
+            config = family_class.from_dict(copy.deepcopy(fields), name_or_path=str(path.parent))
+            problems = disagreements(config)
+        except Exception as error:  # transformers and its validators raise whatever a value makes them stumble over
+            text = f"{type(error).__name__}: {first_line(error)}"
+            raise CheckpointError(f"{given}: {path} is refused by transformers: {text:.400}") from error
+    if problems:
+        raise CheckpointError(f"{given}: {path}: {'; '.join(problems)}. Mend it, or get the file anew.")
+    return config
+
+
+def _refuse_custom_code(path: Path, fields: Mapping[str, Any], given: str) -> None:
+    auto_map = fields.get("auto_map")
+    named = auto_map if isinstance(auto_map, dict) else {}
+    if code := named.get("AutoModelForCausalLM") or named.get("AutoConfig"):
+        raise CheckpointError(
+            f"{given}: {path} names custom code ('auto_map': {shown(code)}), which is not run. If transformers' own "
+            f"{shown(fields.get('model_type'))} is the same model, remove 'auto_map' from the file; if not, the model "
+            f"cannot be trained. Supported: {', '.join(SUPPORTED_FAMILIES)}."
+        )
+
+
+def _refuse_quantized(path: Path, fields: Mapping[str, Any], given: str) -> None:
+    for field in ("quantization_config", "compression_config"):
+        settings = fields.get(field)
+        if settings is not None:
+            method = settings.get("quant_method") if isinstance(settings, dict) else settings
+            raise CheckpointError(
+                f"{given}: {path} describes a quantized model ({field!r}, method {shown(method)}). Only plain fp64, "
+                "fp32, fp16 and bf16 weights are trained: give the unquantized checkpoint it was made from, or "
+                "dequantize it with transformers (`model.dequantize()`, then `save_pretrained`)."
+            )
 
 
 def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
@@ -155,13 +239,6 @@ def _apply_num_layers(config: PretrainedConfig, options: ModelConfig, has_weight
     if layer_types is not None:
         repeats = -(-wanted // len(layer_types))
         config.layer_types = (list(layer_types) * repeats)[:wanted]
-
-
-def load_generation_config(folder: Path) -> GenerationConfig | None:
-    """The folder's generation defaults, to be saved again beside the trained weights; None if it has none."""
-    if not (folder / "generation_config.json").is_file():
-        return None
-    return GenerationConfig.from_pretrained(folder)
 
 
 def folder_has_weights(folder: Path) -> bool:

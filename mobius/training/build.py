@@ -138,7 +138,7 @@ def _weight_source(blueprint: Blueprint, model_folder: Path) -> WeightSource:
     parts = blueprint.parts
     if not folder_has_weights(model_folder):
         return InitialWeights(parts, seed=blueprint.config.optim.seed)
-    return CheckpointWeights(model_folder, parts.stored_names)
+    return CheckpointWeights(model_folder, parts.stored_names, dtype=blueprint.dtype)
 
 
 def _fill(memory: StageMemory, stages: Mapping[int, StageModule], source: WeightSource, *, show_progress: bool) -> None:

@@ -6,7 +6,6 @@ hands in a function that reads one of its parameters. No rank ever holds the who
 Format of the index: https://huggingface.co/docs/safetensors and `save_pretrained` of transformers.
 """
 
-import copy
 import io
 import json
 import math
@@ -19,10 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mobius.errors import CheckpointError
+from mobius.models.base_files import BaseFiles
+from mobius.models.families import changed_fields
+from mobius.models.stored_weights import EMBEDDING, HEAD
 from mobius.training.output_folder import replaced_whole, sync_to_disk
 
 if TYPE_CHECKING:
@@ -127,40 +129,41 @@ def write_index(folder: Path, shards: Sequence[Shard], parameters: Sequence[Save
     (folder / INDEX_FILE_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def write_model_files(
-    folder: Path,
-    model_config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    generation_config: GenerationConfig | None,
-    *,
-    dtype: torch.dtype,
-) -> None:
+def write_model_files(folder: Path, base: BaseFiles, model_config: PretrainedConfig, *, dtype: torch.dtype) -> None:
     """Write everything besides the weights that `AutoModelForCausalLM` and `AutoTokenizer` need to load and generate.
 
-    `dtype` is the one of the saved weights. Without a `generation_config` one is made from the model's.
+    The base's own files, byte by byte, and its configuration with the fields that the run changed; `dtype` is the one
+    of the saved weights. Raises CheckpointError.
     """
-    model_config = copy.deepcopy(model_config)
-    model_config.dtype = dtype
-    if not model_config.architectures:
-        model_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)].__name__]
-    model_config.save_pretrained(folder)
-    if generation_config is None:
-        generation_config = GenerationConfig.from_model_config(model_config)
-    # Not save_pretrained: it refuses what published checkpoints contain (a temperature without do_sample: Llama 2).
-    generation_config.to_json_file(folder / "generation_config.json")
-    tokenizer.save_pretrained(folder)
+    fields = {**base.config, **changed_fields(base.config, model_config)}
+    # Older versions of transformers read the one name, newer ones write the other.
+    names = [name for name in ("torch_dtype", "dtype") if name in fields] or ["dtype"]
+    fields.update(dict.fromkeys(names, str(dtype).removeprefix("torch.")))
+    if not fields.get("architectures"):
+        fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)].__name__]
+    files = {**base.copied, "config.json": (json.dumps(fields, indent=2) + "\n").encode()}
+    for name, contents in files.items():
+        path = folder / name
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(contents)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error}") from error
 
 
 def write_params_file(path: Path, folder: Path) -> None:
     """Write all weights of `folder` to the single file `path`: a dict of name to tensor, as `torch.load` reads it.
 
-    The file appears whole, synced to the disk. Each tensor has a storage of its own, so that
-    `torch.load(path, weights_only=True, mmap=True)` works and reading one tensor reads only its bytes. Raises
+    A tied head, which the folder does not store, gets its name too, because `load_state_dict` asks for it; the bytes
+    are in the file once. The file appears whole, synced to the disk. Each other tensor has a storage of its own, so
+    that `torch.load(path, weights_only=True, mmap=True)` works and reading one tensor reads only its bytes. Raises
     CheckpointError.
     """
     file_names = list(dict.fromkeys(_weight_map(folder).values()))
     shards = [_MappedShard(folder / file_name) for file_name in file_names]
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    if EMBEDDING in tensors:
+        tensors.setdefault(HEAD, tensors[EMBEDDING])
     try:
         with replaced_whole(path) as temporary, _ReleasingFile(temporary, shards) as file:
             try:

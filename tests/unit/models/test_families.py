@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness.pipelines import CPU, FAMILIES
+from safetensors.torch import save_file
 from transformers import GPT2Config, PretrainedConfig
 
 from mobius.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError
 from mobius.models import families
 from mobius.models.blocks import ModelParts
-from mobius.models.families import SUPPORTED_FAMILIES, load_generation_config, load_model_config, locate_model
+from mobius.models.families import SUPPORTED_FAMILIES, load_model_config, locate_model
 
 
 def write_config(folder: Path, config: PretrainedConfig, *, has_weights: bool) -> Path:
     """A model folder as far as the configuration is concerned: that there are weights is seen by a file's name."""
     config.save_pretrained(folder)
     if has_weights:
-        (folder / "model.safetensors").touch()
+        save_file({}, folder / "model.safetensors")
     return folder
 
 
@@ -286,14 +285,3 @@ def test_widths_that_no_head_fits_are_refused(tmp_path: Path, options: dict[str,
 
     with pytest.raises(ConfigError, match=problem):
         load(tmp_path, **options)
-
-
-def test_generation_defaults_are_read_where_there_are_any(tmp_path: Path) -> None:
-    assert load_generation_config(tmp_path) is None
-    settings: dict[str, Any] = {"do_sample": True, "temperature": 0.6}
-    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
-
-    read = load_generation_config(tmp_path)
-
-    assert read is not None
-    assert (read.do_sample, read.temperature) == (True, 0.6)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from mobius.errors import CheckpointError
+from mobius.models.base_files import BaseFiles, read_base_files
 from mobius.training.checkpoint import (
     SavedParameter,
     plan_shards,
@@ -149,7 +150,10 @@ def test_transformers_loads_the_folder_bit_by_bit_and_generates(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     save(model, tmp_path, num_ranks=3, max_shard_bytes=4000)
-    write_model_files(tmp_path, model.config, tokenizer, None, dtype=torch.bfloat16)
+    base = tmp_path / "base"
+    tokenizer.save_pretrained(base)
+    model.config.save_pretrained(base)
+    write_model_files(tmp_path, read_base_files(base), model.config, dtype=torch.bfloat16)
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     loaded_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -164,29 +168,19 @@ def test_transformers_loads_the_folder_bit_by_bit_and_generates(
     assert loaded_tokenizer.apply_chat_template(chat, tokenize=False) == "w3 w4"
 
 
-def test_the_config_names_dtype_and_architecture_and_the_given_one_stays_as_it_is(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+def test_the_config_names_dtype_and_an_architecture_if_the_base_has_none_and_the_given_one_stays_as_it_is(
+    tmp_path: Path,
 ) -> None:
     config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_attention_heads=2)
     before = config.to_dict()
+    fields = {"model_type": "llama", "vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2}
 
-    write_model_files(tmp_path, config, tokenizer, None, dtype=torch.float16)
+    write_model_files(tmp_path, BaseFiles(fields, {}), config, dtype=torch.float16)
 
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["dtype"] == "float16"
     assert written["architectures"] == ["LlamaForCausalLM"]
     assert config.to_dict() == before
-
-
-def test_a_generation_config_that_transformers_would_refuse_to_save_is_kept(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    contradictory = GenerationConfig(do_sample=False, temperature=0.9, top_p=0.6, eos_token_id=2)
-
-    write_model_files(tmp_path, LlamaConfig(), tokenizer, contradictory, dtype=torch.float32)
-
-    written = json.loads((tmp_path / "generation_config.json").read_text())
-    assert (written["temperature"], written["top_p"], written["eos_token_id"]) == (0.9, 0.6, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

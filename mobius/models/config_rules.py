@@ -1,0 +1,177 @@
+"""Which values the fields of a config.json may have: a table, so that a wrong one is told by its name.
+
+What only the building of the model can find out is told by blocks.py; here are types, ranges, and sizes beyond any
+model, whose building would take minutes or more memory than there is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from mobius.models.json_files import shown
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a field may be, in words that complete "it must be", and as a test."""
+
+    wanted: str
+    allows: Callable[[Any], bool]
+    may_be_null: bool = False
+
+
+def _integer(low: int, high: int, *, may_be_null: bool = False) -> Rule:
+    def allows(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+    return Rule(f"an integer from {low} to {high}", allows, may_be_null)
+
+
+def _number(wanted: str, test: Callable[[float], bool], *, may_be_null: bool = False) -> Rule:
+    return Rule(wanted, lambda value: is_number(value) and test(value), may_be_null)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of a JSON file is a number: neither true nor false, nor one beyond what a float holds."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+_SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
+_ACTIVATION = Rule("the name of an activation, such as silu", lambda value: isinstance(value, str) and value in ACT2FN)
+_KINDS = ("full_attention", "sliding_attention")
+_WHERE_ATTENTION_LOOKS = Rule(
+    f"a list of {' and '.join(_KINDS)}, one for each layer",
+    lambda value: isinstance(value, list) and all(isinstance(kind, str) and kind in _KINDS for kind in value),
+    may_be_null=True,
+)
+_SHARE = _number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+_WIDEST, _MOST_HEADS = 2**20, 2**14
+_RULES: Mapping[str, Rule] = {
+    "vocab_size": _integer(1, 2**28),
+    "hidden_size": _integer(1, _WIDEST),
+    "intermediate_size": _integer(1, 16 * _WIDEST),
+    "num_hidden_layers": _integer(1, 1024),
+    "num_attention_heads": _integer(1, _MOST_HEADS),
+    "num_key_value_heads": _integer(1, _MOST_HEADS, may_be_null=True),
+    "head_dim": _integer(1, _MOST_HEADS, may_be_null=True),
+    "max_position_embeddings": _integer(1, 2**40),
+    "sliding_window": _integer(1, 2**40, may_be_null=True),
+    "sliding_window_pattern": _integer(1, 2**20),
+    "max_window_layers": _integer(0, 2**20),
+    "hidden_act": _ACTIVATION,
+    "hidden_activation": _ACTIVATION,
+    "rms_norm_eps": _SHARE,
+    "initializer_range": _SHARE,
+    "attention_dropout": _number("a number from 0 to 1", lambda value: 0 <= value <= 1, may_be_null=True),
+    "query_pre_attn_scalar": _number("a positive number", lambda value: value > 0),
+    "final_logit_softcapping": _number("a positive number", lambda value: value > 0, may_be_null=True),
+    "attn_logit_softcapping": _number("a positive number", lambda value: value > 0, may_be_null=True),
+    "tie_word_embeddings": _SWITCH,
+    "attention_bias": _SWITCH,
+    "mlp_bias": _SWITCH,
+    "use_cache": _SWITCH,
+    "num_labels": _integer(0, 2**20, may_be_null=True),  # transformers makes a table with a row for each
+    "use_sliding_window": _SWITCH,
+    "use_bidirectional_attention": Rule("false: only causal models are trained", lambda value: not value, True),
+    "layer_types": _WHERE_ATTENTION_LOOKS,
+    "rope_theta": _number("a positive number", lambda value: value > 0),
+    "partial_rotary_factor": _number("a number above 0, up to 1", lambda value: 0 < value <= 1, may_be_null=True),
+}
+
+_ALSO_READ = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "sliding_window_pattern",
+    "num_labels",
+)
+"""Fields that the classes of all families take though they do not declare them."""
+
+_ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
+_ROPE_RULES: Mapping[str, Rule] = {
+    "rope_type": Rule(
+        f"one of {', '.join(_ROPE_TYPES)}", lambda value: isinstance(value, str) and value in _ROPE_TYPES
+    ),
+    "rope_theta": _number("a positive number", lambda value: value > 0),
+    "factor": _number("a number of at least 1", lambda value: value >= 1),
+    "partial_rotary_factor": _RULES["partial_rotary_factor"],
+    "original_max_position_embeddings": _RULES["max_position_embeddings"],
+    "low_freq_factor": _number("a positive number", lambda value: value > 0),
+    "high_freq_factor": _number("a positive number", lambda value: value > 0),
+    "attention_factor": _number("a positive number", lambda value: value > 0, may_be_null=True),
+    "beta_fast": _number("a positive number", lambda value: value > 0, may_be_null=True),
+    "beta_slow": _number("a positive number", lambda value: value > 0, may_be_null=True),
+    "mscale": _number("a number from 0", lambda value: value >= 0, may_be_null=True),
+    "mscale_all_dim": _number("a number from 0", lambda value: value >= 0, may_be_null=True),
+    "truncate": _SWITCH,
+    "short_factor": Rule("a list of positive numbers", lambda value: _are_positive(value)),
+    "long_factor": Rule("a list of positive numbers", lambda value: _are_positive(value)),
+}
+
+
+def _are_positive(values: object) -> bool:
+    return isinstance(values, list) and all(is_number(value) and value > 0 for value in values)
+
+
+def wrong_fields(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """A sentence on each field that cannot be right; `known` are the fields that the family's class has."""
+    read = {name: value for name, value in fields.items() if name in known or name in _ALSO_READ}
+    problems = [_complaint(name, read[name], rule) for name, rule in _RULES.items() if name in read]
+    problems += _wrong_padding(read)
+    kinds, num_layers = read.get("layer_types"), read.get("num_hidden_layers")
+    if isinstance(kinds, list) and isinstance(num_layers, int) and len(kinds) != num_layers:
+        problems.append(f"'layer_types' names {len(kinds)} layers, 'num_hidden_layers' is {num_layers}")
+    for name in ("rope_parameters", "rope_scaling"):
+        if read.get(name) is not None:
+            problems += _wrong_rope(name, read[name])
+    return [problem for problem in problems if problem is not None]
+
+
+def disagreements(config: Any) -> list[str]:
+    """A sentence on each pair of fields that do not go together, defaults included."""
+    problems = []
+    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % key_value_heads:
+        problems.append(f"'num_key_value_heads' {key_value_heads} does not divide 'num_attention_heads' {heads}")
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if width % 2:
+        problems.append(f"a head's width ('head_dim' or hidden size / heads) is {width}; rotary embeddings turn pairs")
+    return problems
+
+
+def _complaint(name: str, value: object, rule: Rule) -> str | None:
+    if rule.may_be_null and value is None:
+        return None
+    return None if rule.allows(value) else f"{name!r} is {shown(value)}, it must be {rule.wanted}"
+
+
+def _wrong_padding(fields: Mapping[str, Any]) -> Iterator[str | None]:
+    """A negative row of the embedding counts from its end, as in torch; older checkpoints say -1."""
+    vocab_size = fields.get("vocab_size")
+    if "pad_token_id" in fields and isinstance(vocab_size, int):
+        rule = _integer(-vocab_size, max(vocab_size, 1) - 1, may_be_null=True)
+        yield _complaint("pad_token_id", fields["pad_token_id"], rule)
+
+
+def _wrong_rope(name: str, parameters: object) -> Iterator[str | None]:
+    """Rotary embeddings are one object, or one for each kind of layer."""
+    if not isinstance(parameters, dict):
+        yield f"{name!r} is {shown(parameters)}, it must be an object"
+        return
+    for key, value in parameters.items():
+        path = f"{name}.{key}"
+        if key in _KINDS:
+            if value is not None:
+                yield from _wrong_rope(path, value)
+        elif rule := _ROPE_RULES.get("rope_type" if key == "type" else key):
+            yield _complaint(path, value, rule)
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield f"{path!r} is {shown(value)}, it must be finite"

@@ -1,0 +1,70 @@
+"""Reads JSON files that others wrote; what is no JSON object is told by file and place."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mobius.errors import CheckpointError
+
+MAX_BYTES = 256 * 2**20
+"""More than any file of a model folder but its weights has; the largest vocabularies take 40 MB."""
+
+
+def read_json_object(path: Path, *, may_repeat: bool = False) -> dict[str, Any]:
+    """The object in `path`. Raises CheckpointError, which names the file, for anything else.
+
+    Refused as well is what readers disagree about or cannot write again: NaN, infinite numbers, and keys given twice,
+    unless they `may_repeat` (the last counts, as in transformers).
+    """
+    text = read_text(path)
+    if not text.strip():
+        raise CheckpointError(f"{path} is empty. Get the file anew from where the model came from.")
+    try:
+        hook = dict if may_repeat else _object
+        value = json.loads(text, object_pairs_hook=hook, parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is nested too deeply to be read.") from error
+    except ValueError as error:  # JSONDecodeError is one; so are numbers of thousands of digits
+        raise CheckpointError(f"{path} is no JSON: {error}. Mend it, or get the file anew.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object but {shown(value)}. Get the file anew.")
+    return value
+
+
+def read_text(path: Path) -> str:
+    """The text of `path`. Raises CheckpointError, which names the file."""
+    try:
+        if (num_bytes := path.stat().st_size) > MAX_BYTES:
+            raise CheckpointError(f"{path} has {num_bytes / 2**20:.0f} MiB; {MAX_BYTES // 2**20} are allowed.")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is no UTF-8 text: byte {error.start} is wrong. Get the file anew.") from error
+
+
+def shown(value: object) -> str:
+    """A value as it stands in the file, cut where it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"an object has {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return fields
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"the number {text} is too large")
+    return number

@@ -1,0 +1,86 @@
+"""Loads the tokenizer of a model folder; what is wrong with one of its files is told by the file's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mobius.errors import CheckpointError, first_line
+from mobius.models.json_files import read_json_object, shown
+
+_SETTINGS, _BACKEND = "tokenizer_config.json", "tokenizer.json"
+_JSON_FILES = (_SETTINGS, _BACKEND, "special_tokens_map.json", "added_tokens.json")
+
+
+def load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
+    """The tokenizer of `folder`, after a first text went through it. Its custom code, if it has any, is not run.
+
+    Raises CheckpointError, also where it has tokens that a model of `vocab_size` has no row for.
+    """
+    _check_settings(folder / _SETTINGS)
+    try:
+        tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+        num_ids = max([len(tokenizer), *(token + 1 for token in tokenizer.added_tokens_decoder)])
+        tokenizer("A text.")
+        pad_token_id(tokenizer)
+    except Exception as error:  # what is below raises plain Exception for a broken tokenizer.json
+        raise CheckpointError(f"--model_path: {_reason(folder, error)}") from error
+    if num_ids > vocab_size:
+        raise CheckpointError(
+            f"--model_path: the tokenizer of {folder} has {num_ids} tokens, the model only {vocab_size} (vocab_size)."
+        )
+    return tokenizer
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Any token does: padding is masked by length, never by its id."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(token) for token in candidates if token is not None)
+
+
+def _check_settings(path: Path) -> None:
+    """Refuse what transformers would ask about on the terminal, or find only when a chat is rendered."""
+    if not path.is_file():
+        return
+    fields = read_json_object(path, may_repeat=True)
+    auto_map = fields.get("auto_map")
+    code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
+    if code is not None:
+        raise CheckpointError(
+            f"--model_path: {path} names custom code ('auto_map': {shown(code)}), which is not run. If the folder's "
+            f"{_BACKEND} does the same, remove 'auto_map' from the file; if not, save one with transformers "
+            "(`AutoTokenizer.from_pretrained(..., trust_remote_code=True).save_pretrained(...)`) where you trust it."
+        )
+    template = fields.get("chat_template")
+    named = template if isinstance(template, list) else []
+    if not (template is None or isinstance(template, str) or (named and all(_is_named_template(n) for n in named))):
+        raise CheckpointError(
+            f"--model_path: {path}: 'chat_template' is {shown(template)}, it must be a text, or a list of objects with "
+            "'name' and 'template'. Mend it, or remove it."
+        )
+
+
+def _is_named_template(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("name", "template"))
+
+
+def _reason(folder: Path, error: Exception) -> str:
+    """What is wrong, by the first file that is broken by itself."""
+    text = f"{type(error).__name__}: {first_line(error)}"
+    present = [name for name in _JSON_FILES if (folder / name).is_file()]
+    for name in present:
+        try:
+            read_json_object(folder / name, may_repeat=True)
+        except CheckpointError as broken:
+            return str(broken)
+    if _BACKEND in present:
+        try:
+            Tokenizer.from_file(str(folder / _BACKEND))
+        except Exception as broken:  # the library has no class of its own
+            return f"{folder / _BACKEND} is no tokenizer: {first_line(broken):.400}. Get the file anew."
+    if present:
+        return f"{folder} has a tokenizer ({', '.join(present)}) that transformers cannot load: {text:.400}"
+    return f"{folder} has no tokenizer that transformers can load: {text:.400}"
