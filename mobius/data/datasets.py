@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from mobius.data import store
-from mobius.data.formats import RecordFormat, parse_record, recognize
+from mobius.data.formats import RecordFormat, Sample, parse_record, recognize
 from mobius.data.sources import Record, Source, open_source
 from mobius.data.store import Row, TokenizedDataset
 from mobius.data.tokenization import Encoded, Note, SampleEncoder, pack
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+Chunk = Sequence[tuple[Sample, str]]
+"""Samples, each with the place that its record came from."""
 
 _CHUNK_RECORDS = 256
 # Chunks in flight per worker: enough to keep it busy, few enough that a large dataset is never in memory as a whole.
@@ -76,15 +79,18 @@ def prepare_dataset(
     num_workers: int,
     cache_dir: Path,
     show_progress: bool = False,
+    show_downloads: bool = False,
 ) -> PreparedData:
     """Tokenize a dataset, or map what an earlier run or another rank has tokenized.
 
     Every rank calls this before a process group exists: the first to come tokenizes while the others wait for its lock,
-    so no collective times out. `max_samples` are the first records read. The cache key covers the content of the
-    dataset, the tokenizer and this package; the arrays returned are memory-mapped from `cache_dir`.
+    so no collective times out. With `show_progress` on all ranks there is one bar, of the rank that tokenizes;
+    downloads are every rank's, so only one should show them. `max_samples` are the first records read.
+    The cache key covers the content of the dataset, the tokenizer and this package; the arrays returned are
+    memory-mapped from `cache_dir`.
     Raises DataError if the dataset is missing, broken, empty or without a trainable token.
     """
-    source = open_source(dataset, show_progress=show_progress)
+    source = open_source(dataset, show_progress=show_downloads)
     encoder = SampleEncoder(tokenizer, seq_length=seq_length)
     folder = cache_dir / "tokenized" / _cache_key(source, tokenizer, seq_length, max_samples)
     with store.locked(folder):
@@ -151,13 +157,13 @@ def _tokenize(
     if first is None:
         raise DataError(f"--dataset {source.label}: the dataset is empty; it must hold at least one record")
     record_format = recognize([str(column) for column in first.fields], first.where)
-    chunks = _chunks(chain([first], records))
+    chunks = _chunks(chain([first], records), record_format)
     total = source.num_records if max_samples is None else min(source.num_records or max_samples, max_samples)
     rows: list[Row] = []
     tally: Counter[str] = Counter()
     notes: Counter[Note] = Counter()
     with tqdm(total=total, desc="tokenizing", unit=" records", disable=not show_progress) as progress:
-        for encoded_chunk in _encode_chunks(chunks, encoder, record_format, num_workers):
+        for encoded_chunk in _encode_chunks(chunks, encoder, num_workers):
             for encoded in encoded_chunk:
                 rows += encoded.rows
                 notes.update(encoded.notes)
@@ -178,24 +184,23 @@ def _tokenize(
     return rows, {"counts": asdict(counts), "format_name": record_format.name, "warnings": warnings}
 
 
-def _chunks(records: Iterator[Record]) -> Iterator[list[Record]]:
+def _chunks(records: Iterator[Record], record_format: RecordFormat) -> Iterator[Chunk]:
+    """Samples with their places; columns that no format knows, of any kind and depth, go no further than here."""
     while chunk := list(islice(records, _CHUNK_RECORDS)):
-        yield chunk
+        yield [(parse_record(record_format, record.fields, record.where), record.where) for record in chunk]
 
 
-def _encode_chunks(
-    chunks: Iterator[list[Record]], encoder: SampleEncoder, record_format: RecordFormat, num_workers: int
-) -> Iterator[list[Encoded]]:
+def _encode_chunks(chunks: Iterator[Chunk], encoder: SampleEncoder, num_workers: int) -> Iterator[list[Encoded]]:
     """In the order of the records, whatever the number of workers."""
     first_chunks = list(islice(chunks, 2))
     chunks = chain(first_chunks, chunks)
     if num_workers == 1 or len(first_chunks) < 2:  # a worker takes seconds to start
-        yield from (_encode_chunk(encoder, record_format, chunk) for chunk in chunks)
+        yield from (_encode_chunk(encoder, chunk) for chunk in chunks)
         return
     # Not fork: by now torch and the tokenizer may have threads, and a fork keeps their locks but not the threads.
     context = multiprocessing.get_context("spawn")
     pending: deque[Future[list[Encoded]]] = deque()
-    with ProcessPoolExecutor(num_workers, context, _start_worker, (encoder, record_format)) as pool:
+    with ProcessPoolExecutor(num_workers, context, _start_worker, (encoder,)) as pool:
         try:
             for chunk in chunks:
                 pending.append(pool.submit(_work, chunk))
@@ -212,18 +217,18 @@ def _encode_chunks(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _encode_chunk(encoder: SampleEncoder, record_format: RecordFormat, chunk: Sequence[Record]) -> list[Encoded]:
-    return [encoder.encode(parse_record(record_format, record.fields, record.where), record.where) for record in chunk]
+def _encode_chunk(encoder: SampleEncoder, chunk: Chunk) -> list[Encoded]:
+    return [encoder.encode(sample, where) for sample, where in chunk]
 
 
 # A worker process gets the tokenizer once, when it starts: sent with every chunk, it would be megabytes each time.
-_worker_state: list[tuple[SampleEncoder, RecordFormat]] = []
+_worker_state: list[SampleEncoder] = []
 
 
-def _start_worker(encoder: SampleEncoder, record_format: RecordFormat) -> None:
-    _worker_state[:] = [(encoder, record_format)]
+def _start_worker(encoder: SampleEncoder) -> None:
+    _worker_state[:] = [encoder]
 
 
-def _work(chunk: Sequence[Record]) -> list[Encoded]:
-    ((encoder, record_format),) = _worker_state
-    return _encode_chunk(encoder, record_format, chunk)
+def _work(chunk: Chunk) -> list[Encoded]:
+    (encoder,) = _worker_state
+    return _encode_chunk(encoder, chunk)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mobius.errors import DataError
+from mobius.excerpt import listed, quoted
 
 
 class Role(StrEnum):
@@ -92,7 +93,7 @@ def recognize(columns: Sequence[str], where: str) -> RecordFormat:
             return record_format
     accepted = "\n".join(f"  {record_format.describe()}" for record_format in FORMATS)
     raise DataError(
-        f"{where}: the columns {', '.join(sorted(found)) or '(none)'} match no known format. "
+        f"{where}: the columns {listed(sorted(found))} match no known format. "
         f"Rename the columns to one of these (optional ones in brackets):\n{accepted}"
     )
 
@@ -103,7 +104,7 @@ def parse_record(record_format: RecordFormat, record: Mapping[str, object], wher
         missing = [column for column in record_format.required if column not in record]
         if missing:
             raise DataError(
-                f"the column {', '.join(missing)} is missing; found: {', '.join(map(str, record)) or '(none)'}. "
+                f"the column {', '.join(missing)} is missing; found: {listed(map(str, record))}. "
                 f"The first record is in the format {record_format.describe()}, and all must be"
             )
         return record_format.parse(record)
@@ -116,8 +117,19 @@ def _text(record: Mapping[str, object], column: str) -> str:
     value = record.get(column)
     if value is None:
         return ""
+    return _as_text(value, f"`{column}`")
+
+
+def _as_text(value: object, place: str) -> str:
+    """`value` if it is text that can be encoded, as a tokenizer needs it; JSON's escapes can name half a character."""
     if not isinstance(value, str):
-        raise DataError(f"`{column}` must be text, not {type(value).__name__}")
+        raise DataError(f"{place} must be text, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place} holds half of a character, {value[error.start]!r}, at position {error.start}; write whole ones"
+        ) from error
     return value
 
 
@@ -130,7 +142,7 @@ def _items(record: Mapping[str, object], column: str) -> Sequence[object]:
     value = record.get(column)
     if value is None:
         return ()
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise DataError(f"`{column}` must be a list, not {type(value).__name__}")
     return value
 
@@ -140,9 +152,10 @@ def _parse_alpaca(record: Mapping[str, object]) -> Sample:
     for pair in _items(record, "history"):
         match pair:
             case [str(question), str(answer)]:
-                turns += [Turn(Role.USER, question), Turn(Role.ASSISTANT, answer)]
+                turns.append(Turn(Role.USER, _as_text(question, "`history`")))
+                turns.append(Turn(Role.ASSISTANT, _as_text(answer, "`history`")))
             case _:
-                raise DataError(f"`history` must hold [question, answer] pairs of text, not {pair!r:.80}")
+                raise DataError(f"`history` must hold [question, answer] pairs of text, not {quoted(pair)}")
     question = "\n\n".join(part for part in (_text(record, "instruction"), _text(record, "input")) if part.strip())
     return Conversation((*turns, Turn(Role.USER, question), Turn(Role.ASSISTANT, _text(record, "output"))))
 
@@ -166,14 +179,12 @@ def _parse_turns(record: Mapping[str, object], column: str, role_key: str, conte
     for position, item in enumerate(_items(record, column)):
         place = f"`{column}[{position}]`"
         if not isinstance(item, Mapping) or role_key not in item or content_key not in item:
-            raise DataError(f"{place} must have `{role_key}` and `{content_key}`, not {item!r:.80}")
-        role = _ROLES.get(str(item[role_key]))
+            raise DataError(f"{place} must have `{role_key}` and `{content_key}`, not {quoted(item)}")
+        name = item[role_key]
+        role = _ROLES.get(name) if isinstance(name, str) else None
         if role is None:
-            raise DataError(f"{place} has the {role_key} {item[role_key]!r}; known are {', '.join(_ROLES)}")
-        content = item[content_key]
-        if not isinstance(content, str):
-            raise DataError(f"{place}.{content_key} must be text, not {type(content).__name__}")
-        turns.append(Turn(role, content))
+            raise DataError(f"{place} has the {role_key} {quoted(name)}; known are {', '.join(_ROLES)}")
+        turns.append(Turn(role, _as_text(item[content_key], f"{place}.{content_key}")))
     return Conversation(tuple(turns))
 
 

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from mobius.errors import DataError
+from mobius.errors import DataError, first_line
+from mobius.excerpt import excerpt, listed, quoted
 
 # Names the user may type instead of a hub id.
 KNOWN_DATASETS: Mapping[str, str] = MappingProxyType({"xsum": "EdinburghNLP/xsum"})
@@ -23,6 +25,7 @@ _TRAIN_SPLIT = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)", re.IGNORECASE)
 # Dataset cards and their companions are JSON too, but hold no records.
 _NOT_RECORDS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 _HASH_BLOCK_BYTES = 1 << 22
+_HUB_ID_CHARACTERS = 96  # the Hub's own limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +52,47 @@ def open_source(dataset: str, *, show_progress: bool = False) -> Source:
     Local files are hashed here and read later; `show_progress` is for downloads. Raises DataError if nothing is found
     or the kind is not supported.
     """
-    path = Path(dataset).expanduser()
-    if path.is_file():
-        return _open_files(str(path), [path])
-    if path.is_dir():
-        return _open_files(str(path), _files_of(path))
-    hub_id = KNOWN_DATASETS.get(dataset, dataset)
-    if path.suffix in _READERS or not _HUB_ID.fullmatch(hub_id):
+    path = _local_path(dataset)
+    try:
+        if path.is_file():
+            return _open_files(str(path), [path])
+        if path.is_dir():
+            return _open_files(str(path), _files_of(path))
+        exists = path.exists()
+    except (OSError, ValueError) as error:  # no right to look there, or a name that no file can have
+        raise DataError(f"--dataset {excerpt(dataset)}: cannot be looked up: {_reason(error)}") from error
+    if exists:
         raise DataError(
-            f"--dataset {dataset}: there is no file or folder {path.absolute()}. Give an existing file "
-            f"({_SUFFIXES}), a folder of such files, or a dataset on the Hugging Face Hub such as EdinburghNLP/xsum"
+            f"--dataset {excerpt(dataset)}: is neither a file nor a folder but a pipe or device; give a file"
+        )
+    hub_id = KNOWN_DATASETS.get(dataset, dataset)
+    if path.suffix.lower() in _READERS or not _HUB_ID.fullmatch(hub_id) or len(hub_id) > _HUB_ID_CHARACTERS:
+        raise DataError(
+            f"--dataset {excerpt(dataset)}: there is no file or folder {excerpt(str(path.absolute()), 300)}. Give an "
+            f"existing file ({_SUFFIXES}), a folder of such files, or a dataset on the Hugging Face Hub such as "
+            "EdinburghNLP/xsum"
         )
     return _open_hub(dataset, hub_id, path.absolute(), show_progress)
 
 
+def _local_path(dataset: str) -> Path:
+    try:
+        return Path(dataset).expanduser()
+    except RuntimeError:  # `~name` of a user that there is not
+        return Path(dataset)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or first_line(error)
+
+
 def _files_of(folder: Path) -> list[Path]:
     """The folder's data files, sorted; if some belong to a `train` split by their name or folder, only those."""
-    inside = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.suffix in _READERS)
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in _READERS and path.is_file())
     inside = [
-        path for path in inside if path.name not in _NOT_RECORDS and not any(part[0] == "." for part in path.parts)
+        path
+        for path in sorted(path.relative_to(folder) for path in found)
+        if path.name.lower() not in _NOT_RECORDS and not any(part[0] == "." for part in path.parts)
     ]
     chosen = [path for path in inside if _TRAIN_SPLIT.search(str(path.with_suffix("")))] or inside
     if not chosen:
@@ -81,13 +106,14 @@ def _open_files(label: str, files: list[Path]) -> Source:
     digest = hashlib.sha256()
     num_lines = 0
     for path in files:
-        if path.suffix not in _READERS:
+        suffix = path.suffix.lower()
+        if suffix not in _READERS:
             raise DataError(
-                f"--dataset {path}: files of the kind {path.suffix or '(none)'!r} cannot be read; use {_SUFFIXES}"
+                f"--dataset {path}: files of the kind {quoted(path.suffix or '(none)')} cannot be read; use {_SUFFIXES}"
             )
         block = b"\n"
-        digest.update(f"{path.suffix} {path.stat().st_size}\n".encode())
         try:
+            digest.update(f"{suffix} {path.stat().st_size}\n".encode())
             with path.open("rb") as file:
                 while more := file.read(_HASH_BLOCK_BYTES):
                     block = more
@@ -100,9 +126,10 @@ def _open_files(label: str, files: list[Path]) -> Source:
 
     def read() -> Iterator[Record]:
         for path in files:
-            yield from _READERS[path.suffix](path)
+            with _explained(path):
+                yield from _READERS[path.suffix.lower()](path)
 
-    is_counted = all(path.suffix == ".jsonl" for path in files)
+    is_counted = all(path.suffix.lower() == ".jsonl" for path in files)
     return Source(label, digest.hexdigest(), num_lines if is_counted else None, read)
 
 
@@ -112,49 +139,57 @@ def _as_record(value: object, where: str) -> Record:
     return Record(value, where)
 
 
+def _parse_json(text: str, path: Path, line: int | None = None) -> Any:
+    """The value; raises DataError that names the line where it is known."""
+    where = f"{path}" if line is None else f"{path}, line {line}"
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        advice = (
+            ""
+            if line is None
+            else ". Each line must hold one whole JSON object; the line begins with " + quoted(text.strip()[:60])
+        )
+        raise DataError(
+            f"{path}, line {line or error.lineno}, column {error.colno}: broken JSON: {error.msg}{advice}"
+        ) from error
+    except RecursionError as error:
+        raise DataError(f"{where}: lists or objects are nested too deeply to be a record") from error
+    except ValueError as error:  # Python reads whole numbers of up to 4300 digits
+        raise DataError(f"{where}: a number of too many digits: {first_line(error)}") from error
+
+
 def _read_json(path: Path) -> Iterator[Record]:
     """A file of one array of objects, or of one object per line."""
-    with _utf8(path), path.open(encoding="utf-8-sig") as file:
+    with path.open(encoding="utf-8-sig") as file:
         start = file.read(1)
         while start.isspace():
             start = file.read(1)
-        if start != "[":
-            yield from _read_json_lines(path)
-            return
-        try:
-            values = json.loads(start + file.read())
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {error.lineno}, column {error.colno}: broken JSON: {error.msg}") from error
-    for index, value in enumerate(values):
+    if start != "[":
+        yield from _read_json_lines(path)
+        return
+    for index, value in enumerate(_parse_json(path.read_text(encoding="utf-8-sig"), path)):
         yield _as_record(value, f"{path}, record {index}")
 
 
 def _read_json_lines(path: Path) -> Iterator[Record]:
-    with _utf8(path), path.open(encoding="utf-8-sig") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{where}, column {error.colno}: broken JSON: {error.msg}. Each line must hold one whole JSON "
-                    f"object; the line begins with {line.strip()[:60]!r}"
-                ) from error
-            yield _as_record(value, where)
+            if line.strip():
+                yield _as_record(_parse_json(line, path, number), f"{path}, line {number}")
 
 
 def _read_csv(path: Path) -> Iterator[Record]:
     """Comma-separated with a header line; every value is text."""
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is shorter than a long document
-    with _utf8(path), path.open(encoding="utf-8-sig", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         try:
             for row in rows:
                 where = f"{path}, line {rows.line_num}"
                 if None in row or None in row.values():
-                    raise DataError(f"{where}: the row has more or fewer fields than the header ({rows.fieldnames})")
+                    header = listed(rows.fieldnames or ())
+                    raise DataError(f"{where}: the row has more or fewer fields than the header ({header})")
                 yield Record(row, where)
         except csv.Error as error:
             raise DataError(f"{path}, line {rows.reader.line_num}: broken CSV: {error}") from error
@@ -173,19 +208,36 @@ def _read_parquet(path: Path) -> Iterator[Record]:
                 for fields in batch.to_pylist():
                     yield Record(fields, f"{path}, record {index}")
                     index += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet after {index} records: {error}") from error
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # pyarrow's own, and ValueError, OverflowError, ... of values Python does not have
+        reason = excerpt(first_line(error), 300)
+        raise DataError(f"{path}: cannot be read as Parquet after {index} records: {reason}") from error
 
 
 @contextmanager
-def _utf8(path: Path) -> Iterator[None]:
-    """Name the file when its bytes are not text."""
+def _explained(path: Path) -> Iterator[None]:
+    """Name the file, and the line, when its bytes are not text or cannot be had."""
     try:
         yield
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); convert it to UTF-8"
+            f"{path}, line {_first_undecodable_line(path)}: is not UTF-8 text ({error.reason}); convert the file to "
+            "UTF-8"
         ) from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {_reason(error)}") from error
+
+
+def _first_undecodable_line(path: Path) -> int:
+    """Counted from 1; the decoder itself knows the place in its buffer only."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return number
+    return number
 
 
 _READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = MappingProxyType(
@@ -214,14 +266,24 @@ def _open_hub(dataset: str, hub_id: str, looked_up_path: Path, show_progress: bo
     try:
         split = datasets.load_dataset(hub_id, split="train")
     except Exception as error:  # network, permission, missing split, old script: each has its own type
-        cause = str(error).strip().partition("\n")[0] or type(error).__name__
+        cause = excerpt(str(error).strip().partition("\n")[0] or type(error).__name__, 300)
         raise DataError(
             f"--dataset {dataset}: there is no file or folder {looked_up_path}, and the `train` split of {hub_id} "
             f"could not be had from the Hugging Face Hub or its local cache: {cause}. {advice}"
         ) from error
 
     def read() -> Iterator[Record]:
-        for index, fields in enumerate(split):
+        rows, index = iter(split), 0
+        while True:
+            try:
+                fields = next(rows, None)
+            except Exception as error:  # a column that cannot be decoded, a shard that is damaged: types of all kinds
+                raise DataError(
+                    f"{hub_id}, record {index}: cannot be read: {excerpt(first_line(error), 300)}"
+                ) from error
+            if fields is None:
+                return
             yield Record(fields, f"{hub_id}, record {index}")
+            index += 1
 
     return Source(hub_id, str(split._fingerprint), len(split), read)

@@ -92,8 +92,19 @@ def _explained(folder: Path) -> Iterator[None]:
 
 
 def load(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | None:
-    """The dataset memory-mapped, so that ranks share its pages, and its facts; None if `folder` is not there."""
+    """The dataset memory-mapped, so that ranks share its pages, and its facts; None if `folder` is not there.
+
+    What is damaged, by a full disk or a careless hand, is removed and not there either; the caller holds the lock.
+    """
     if not folder.is_dir():
         return None
-    arrays: dict[str, Any] = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
-    return TokenizedDataset(**arrays), json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+    try:
+        arrays: dict[str, Any] = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
+        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        dataset = TokenizedDataset(**arrays)
+        if len(dataset.input_ids) != len(dataset.is_target) or len(dataset.input_ids) != dataset.offsets[-1]:
+            raise ValueError("arrays of different lengths")
+        return dataset, dict(facts)
+    except (OSError, ValueError, EOFError, TypeError, IndexError):
+        shutil.rmtree(folder, ignore_errors=True)
+        return None

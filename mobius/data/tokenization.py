@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mobius.data.chat_template import render
 from mobius.data.formats import Completion, Conversation, Document, Role, Sample, Turn, is_empty
 from mobius.data.store import Row
 from mobius.errors import DataError
@@ -67,7 +68,7 @@ class SampleEncoder:
         self._start: list[int] = [int(bos_id)] if adds_bos else []
 
     def encode(self, sample: Sample, where: str) -> Encoded:
-        """Raises DataError that names `where` if the chat template refuses the conversation."""
+        """Raises DataError that names `where` if the chat template refuses the conversation or is broken."""
         if is_empty(sample):
             return Encoded((), is_empty=True)
         match sample:
@@ -162,21 +163,7 @@ class SampleEncoder:
         return stripped if stripped.endswith(self._eos) else text
 
     def _render(self, turns: Sequence[Turn], where: str, *, add_generation_prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
-        messages = [{"role": turn.role.value, "content": turn.content} for turn in turns]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except TemplateError as error:
-            roles = ", ".join(turn.role.value for turn in turns)
-            raise DataError(
-                f"{where}: the tokenizer's chat template refuses the conversation ({roles}): {error}. "
-                "Change the order or the roles of the turns"
-            ) from error
-        assert isinstance(text, str)
-        return text
+        return render(self._tokenizer, turns, where, add_generation_prompt=add_generation_prompt)
 
     def _encode_rows(
         self, conversations: Iterable[Sequence[Exchange]], start: list[int], notes: frozenset[Note] = frozenset()

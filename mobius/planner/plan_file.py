@@ -5,20 +5,28 @@ It says for which model and ranks it was made; another one is refused. It knows 
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from mobius.config import Dtype
-from mobius.errors import PlanError
+from mobius.errors import PlanError, first_line
+from mobius.excerpt import excerpt, quoted
+from mobius.options import options
 from mobius.planner.partition import StageSpan
 from mobius.planner.plan import Plan
 from mobius.planner.shape import ModelShape
 
 VERSION = 2
 ALL_AGAIN = "Make it anew with --dry_run, or leave --plan out."
+_MOST_BYTES: Final = 1 << 24
+_MOST: Final = 2**31
+"""Beyond any number of a plan but a model's, which are only compared."""
+_MOST_PARAMETERS: Final = 2**62
 
 
 @dataclass(frozen=True)
@@ -66,51 +74,108 @@ class SavedPlan:
 
 def read_plan(path: Path) -> SavedPlan:
     """Read and check a file; raises PlanError with what is wrong with it."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"--plan {path} cannot be read: {error.strerror}. Name a plan.json.") from error
-    except ValueError as error:
-        raise PlanError(f"--plan {path} is no JSON: {error}. {ALL_AGAIN}") from error
+    shown = excerpt(str(path), 200)
+    fields = _read_fields(path, shown)
     version = fields.get("version") if isinstance(fields, dict) else None
-    if version != VERSION:
-        raise PlanError(f"--plan {path} has version {version}, this program reads version {VERSION}. {ALL_AGAIN}")
+    if type(version) is not int or version != VERSION:
+        raise PlanError(
+            f"--plan {shown} has version {quoted(version)}, this program reads version {VERSION}. {ALL_AGAIN}"
+        )
     try:
         saved = _saved_plan(fields)
         problem = _contradiction(saved)
-    except (KeyError, TypeError, ValueError) as error:
-        problem = f"{type(error).__name__} {error}"
+    except _FieldError as error:
+        problem = str(error)
     if problem is not None:
-        raise PlanError(f"--plan {path} is broken: {problem}. {ALL_AGAIN}")
+        raise PlanError(f"--plan {shown} is broken: {problem}. {ALL_AGAIN}")
     return saved
 
 
+def _read_fields(path: Path, shown: str) -> Any:
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise OSError(errno.EINVAL, "it is not a file but a pipe or device")
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PlanError(f"--plan {shown} cannot be read: {reason}. Name a plan.json.") from error
+    if len(content) > _MOST_BYTES:
+        raise PlanError(f"--plan {shown} is too large for a plan, over {_MOST_BYTES} bytes. Name a plan.json.")
+    try:
+        return json.loads(content.decode("utf-8"))
+    except RecursionError as error:
+        raise PlanError(
+            f"--plan {shown}: its lists or objects are nested too deeply for a plan. {ALL_AGAIN}"
+        ) from error
+    except ValueError as error:
+        raise PlanError(f"--plan {shown} is no JSON: {excerpt(first_line(error), 200)}. {ALL_AGAIN}") from error
+
+
+class _FieldError(Exception):
+    """A field that is missing or of another kind than a plan's, as text."""
+
+
 def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
-    spans = tuple(
-        StageSpan(
-            _count(span["stage"]),
-            _count(span["first_layer"]),
-            _count(span["end_layer"]),
-            span["is_first"] is True,
-            span["is_last"] is True,
-        )
-        for span in fields["spans"]
-    )
+    spans = tuple(_span(value, f"spans[{index}]") for index, value in enumerate(_list(fields, "spans")))
     plan = Plan(
-        _count(fields["num_ranks"]),
-        _count(fields["num_microbatches"]),
-        tuple(map(_count, fields["slots"])),
+        _count(fields, "num_ranks"),
+        _count(fields, "num_microbatches"),
+        _counts(fields, "slots"),
         spans,
-        frozenset(map(_count, fields["resident"])),
+        frozenset(_counts(fields, "resident")),
     )
-    kept = frozenset(map(_count, fields["kept_activations"]))
-    digest = ModelDigest(**fields["model"])
-    return SavedPlan(digest, plan, kept, _count(fields["batch_size"]), _count(fields["seq_length"]))
+    kept = frozenset(_counts(fields, "kept_activations"))
+    digest = _digest(_field(fields, "model"))
+    return SavedPlan(digest, plan, kept, _count(fields, "batch_size", least=1), _count(fields, "seq_length", least=2))
 
 
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a whole number from 0 on")
+def _span(value: object, name: str) -> StageSpan:
+    if not isinstance(value, dict):
+        raise _FieldError(f"`{name}` is {quoted(value)}, not an object")
+    numbers = [_whole(value.get(key), f"{name}`.`{key}") for key in ("stage", "first_layer", "end_layer")]
+    return StageSpan(*numbers, value.get("is_first") is True, value.get("is_last") is True)
+
+
+def _digest(value: object) -> ModelDigest:
+    """The model's numbers, of which every one is compared with those of a run."""
+    kinds = {
+        known.name: {"int": int, "bool": bool, "str": str}[str(known.type)] for known in dataclass_fields(ModelDigest)
+    }
+    if not isinstance(value, dict) or set(value) != set(kinds):
+        raise _FieldError(f"`model` must hold {', '.join(kinds)}, not {quoted(value)}")
+    for name, kind in kinds.items():
+        if type(value[name]) is not kind or (kind is int and not 0 <= value[name] < _MOST_PARAMETERS):
+            raise _FieldError(f"`model`.`{name}` is {quoted(value[name])}")
+    if value["dtype"] not in list(Dtype):
+        raise _FieldError(f"`model`.`dtype` is {quoted(value['dtype'])}, not one of {', '.join(Dtype)}")
+    return ModelDigest(**value)
+
+
+def _field(fields: Mapping[str, Any], name: str) -> object:
+    if name not in fields:
+        raise _FieldError(f"`{name}` is missing")
+    return fields[name]
+
+
+def _list(fields: Mapping[str, Any], name: str) -> list[object]:
+    value = _field(fields, name)
+    if not isinstance(value, list):
+        raise _FieldError(f"`{name}` is {quoted(value)}, not a list")
+    return value
+
+
+def _counts(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    return tuple(_whole(value, f"{name}[{index}]") for index, value in enumerate(_list(fields, name)))
+
+
+def _count(fields: Mapping[str, Any], name: str, *, least: int = 0) -> int:
+    return _whole(_field(fields, name), name, least=least)
+
+
+def _whole(value: object, name: str, *, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < _MOST:
+        raise _FieldError(f"`{name}` is {quoted(value)}, not a whole number from {least} on")
     return value
 
 
@@ -119,7 +184,14 @@ def _contradiction(saved: SavedPlan) -> str | None:
     plan, number = saved.plan, saved.plan.num_stages
     if plan.num_ranks < 1 or number < 1 or number % plan.num_ranks:
         return f"{number} stages on {plan.num_ranks} ranks"
-    if plan.num_microbatches < 1 or saved.batch_size % plan.num_microbatches:
+    for name, option, value in (
+        ("num_microbatches", "num_chunks", plan.num_microbatches),
+        ("spans", "num_stages", number),
+    ):
+        bounds = options()[option].bounds
+        if bounds is not None and not bounds.allow(value):
+            return f"`{name}` are {value}, which must be {bounds.demand(value)}"
+    if saved.batch_size % plan.num_microbatches:
         return f"{saved.batch_size} sequences in {plan.num_microbatches} microbatches"
     starts = [0, *(span.end_layer for span in plan.spans)]
     wanted = [(s, starts[s], s == 0, s == number - 1) for s in range(number)]

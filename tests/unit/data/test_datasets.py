@@ -155,6 +155,33 @@ def test_another_content_tokenizer_or_length_is_tokenized_anew(
     assert num_stored() == 6
 
 
+def test_who_tokenizes_shows_a_bar_and_who_finds_it_done_shows_none(
+    prepare: Prepare, write_lines: WriteLines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lines(PAIRS)
+    prepare(path, show_progress=True)
+    assert "tokenizing: 100%" in capsys.readouterr().err
+    prepare(path, show_progress=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_deep_columns_beside_the_text_are_not_sent_to_workers(prepare: Prepare, tmp_path: Path) -> None:
+    deep = "[" * 900 + "]" * 900
+    line = f'{{"prompt": "a", "completion": "b", "tree": {deep}}}\n'
+    (tmp_path / "deep.jsonl").write_text(line * 600)
+    assert prepare(tmp_path / "deep.jsonl", num_workers=2).counts.kept == 600
+
+
+@pytest.mark.parametrize("damaged", ["input_ids.npy", "offsets.npy", "facts.json"])
+def test_a_damaged_cache_is_made_anew(prepare: Prepare, write_lines: WriteLines, tmp_path: Path, damaged: str) -> None:
+    path = write_lines(PAIRS)
+    expected = tokens(prepare(path))
+    (stored,) = [entry for entry in (tmp_path / "cache" / "tokenized").iterdir() if entry.is_dir()]
+    for content in (b"", b"nonsense", (stored / damaged).read_bytes()[:-3]):
+        (stored / damaged).write_bytes(content)
+        assert tokens(prepare(path)) == expected
+
+
 def test_what_an_interrupted_run_left_is_replaced(prepare: Prepare, write_lines: WriteLines, tmp_path: Path) -> None:
     path = write_lines(PAIRS)
     expected = tokens(prepare(path))

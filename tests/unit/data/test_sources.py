@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ RECORDS: list[dict[str, object]] = [{"text": "one"}, {"text": "two, with a comma
 
 def write(path: Path, records: list[dict[str, object]] = RECORDS) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    match path.name.partition(".")[2]:
+    match path.name.partition(".")[2].lower():
         case "jsonl" | "lines.json":
             path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         case "json":
@@ -33,6 +34,19 @@ def fields(dataset: Path | str) -> list[dict[str, object]]:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.lines.json", "a.csv", "a.parquet"])
 def test_every_kind_of_file_gives_the_same_records(tmp_path: Path, name: str) -> None:
     assert fields(write(tmp_path / name)) == RECORDS
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.Jsonl", "a.JSON", "a.lines.Json", "a.CSV", "a.Parquet"])
+def test_capitals_in_a_suffix_make_no_difference(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name)
+    assert fields(path) == fields(tmp_path) == RECORDS
+    assert open_source(str(path)).num_records == (3 if name.lower() == "a.jsonl" else None)
+
+
+def test_the_train_split_and_what_holds_no_records_are_known_in_capitals_too(tmp_path: Path) -> None:
+    for name in ("TRAIN.JSONL", "Test.JSONL", "Dataset_Infos.JSON"):
+        write(tmp_path / name, [{"text": name}])
+    assert fields(tmp_path) == [{"text": "TRAIN.JSONL"}]
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path: Path) -> None:
@@ -91,7 +105,21 @@ def test_the_number_of_lines_is_known_before_reading(tmp_path: Path) -> None:
         ("a.csv", "text,more\none,1\ntwo\n", "a.csv, line 3: the row has more or fewer fields"),
         ("a.csv", 'text\n"one"x\n', "a.csv, line 2: broken CSV"),
         ("a.parquet", "no parquet", "a.parquet: cannot be read as Parquet"),
-        ("a.jsonl", b'{"text": "\xff"}', "a.jsonl: is not UTF-8 text"),
+        ("a.jsonl", b'{"text": "\xff"}', "a.jsonl, line 1: is not UTF-8 text"),
+        ("a.jsonl", b'{"text": "one"}\n\n{"text": "\xff"}\n', "a.jsonl, line 3: is not UTF-8 text"),
+        ("a.json", b'[\n{"text": "one"},\n{"text": "\xff"}]', "a.json, line 3: is not UTF-8 text"),
+        ("a.csv", b"text\none\ntwo\n\xe9\n", "a.csv, line 4: is not UTF-8 text"),
+        ("a.jsonl", '{"text": "one"}\n'.encode("utf-16"), "a.jsonl, line 1: is not UTF-8 text"),
+        ("a.jsonl", '{"text": "one"}\n' + "[" * 100_000, "a.jsonl, line 2: lists or objects are nested too deeply"),
+        ("a.json", '[{"text": ' + '{"a":' * 100_000, "a.json: lists or objects are nested too deeply"),
+        ("a.jsonl", '{"text": "one"}\n{"n": ' + "9" * 5000 + "}", "a.jsonl, line 2: a number of too many digits"),
+        ("a.json", '[{"n": ' + "9" * 5000 + "}]", "a.json: a number of too many digits"),
+        ("a.jsonl", "NaN\n", "a.jsonl, line 1: a record must be a JSON object with named columns, not float"),
+        ("a.jsonl", "null\n", "a.jsonl, line 1: a record must be a JSON object with named columns, not NoneType"),
+        ("a.csv", "text\n" + '"' + "x\n" * 50, "a.csv, line 51: broken CSV"),
+        ("a.csv", ",".join(f"c{n}" for n in range(5000)) + "\n1\n", "a.csv, line 2: the row has more or fewer fields"),
+        ("a.parquet", b"PAR1" + bytes(100) + b"PAR1", "a.parquet: cannot be read as Parquet after 0 records"),
+        ("a.parquet", b"", "a.parquet: cannot be read as Parquet after 0 records"),
         ("a.txt", "words", "files of the kind '.txt' cannot be read; use .json, .jsonl, .csv, .parquet"),
     ],
 )
@@ -101,6 +129,42 @@ def test_broken_data_is_named_by_file_and_line(tmp_path: Path, name: str, conten
     with pytest.raises(DataError) as caught:
         fields(path)
     assert complaint in str(caught.value)
+    assert len(str(caught.value)) < 600 + len(str(tmp_path))
+
+
+def test_parquet_text_that_is_none_is_told_with_its_place(tmp_path: Path) -> None:
+    binary = pyarrow.array([b"one", b"\xff"], type=pyarrow.binary())
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 2, binary.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as Parquet after 0 records"):
+        fields(tmp_path / "a.parquet")
+
+
+def test_what_is_neither_file_nor_folder_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (str(tmp_path / "pipe.jsonl"), "/dev/zero"):
+        with pytest.raises(DataError, match="is neither a file nor a folder"):
+            open_source(path)
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    write(tmp_path / "a.jsonl")
+    assert fields(tmp_path) == RECORDS
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "a\0b", "\ud800", "~nosuchuser/a.jsonl", "a b", "--", "."])
+def test_a_name_that_nothing_can_have_is_not_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="--dataset"):
+        open_source(name)
+
+
+def test_a_file_that_is_gone_when_it_is_read_is_told(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.json", "a.csv", "a.parquet"):
+        path = write(tmp_path / name)
+        source = open_source(str(path))
+        path.unlink()
+        with pytest.raises(DataError, match=f"{name}: cannot be read"):
+            list(source.read())
 
 
 def test_a_missing_file_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

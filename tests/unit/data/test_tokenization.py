@@ -1,4 +1,5 @@
 import pickle
+import signal
 from itertools import pairwise
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
+from mobius.data import chat_template
 from mobius.data.formats import Completion, Conversation, Document, Role, Sample, Turn
 from mobius.data.store import Row
 from mobius.data.tokenization import Encoded, Note, SampleEncoder, fit, pack, share_length
@@ -174,6 +176,60 @@ def test_a_conversation_the_template_refuses_is_named(tokenizer: PreTrainedToken
         DataError, match=r"line 5: .*\(system, user, assistant, user, assistant\): System role not supported"
     ):
         encode(tokenizer, TWO_EXCHANGES)
+
+
+BROKEN_TEMPLATES = {
+    "a syntax error": ("{% for m in messages %}\n{{ m['content'] }", "TemplateSyntaxError", "line 2 of the template"),
+    "an unknown filter": ("{{ messages | nonsense }}", "No filter named 'nonsense'", "line 1 of the template"),
+    "an unknown function": ("\n{{ nonsense() }}", "'nonsense' is undefined", "line 2 of the template"),
+    "an absent field": ("{{ messages[0].tools.name }}", "has no attribute 'tools'", "line 1 of the template"),
+    "a wrong type": ("{{ messages + 1 }}", "TypeError", "line 1 of the template"),
+    "a wrong value": ("{{ messages[0].content.index('zzz') }}", "ValueError", "line 1 of the template"),
+    "a division by zero": ("{{ 1 / 0 }}", "ZeroDivisionError", "line 1 of the template"),
+    "a forbidden attribute": ("{{ messages.__class__.__mro__ }}", "SecurityError", "template"),
+    "a range too long": ("{% for n in range(10 ** 9) %}{% endfor %}", "OverflowError", "line 1 of the template"),
+    "an endless recursion": ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError", "template"),
+    "too much memory": ("{{ 'x' * (10 ** 18) }}", "MemoryError", "line 1 of the template"),
+    "too long an output": ("{{ 'x' * (5 * 10 ** 7) }}", "50,000,000 characters", "template"),
+}
+
+
+@pytest.mark.parametrize(("template", "said", "place"), BROKEN_TEMPLATES.values(), ids=list(BROKEN_TEMPLATES))
+def test_a_template_that_is_broken_is_told_from_one_that_refuses(
+    tokenizer: PreTrainedTokenizerBase, template: str, said: str, place: str
+) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(DataError) as caught:
+        encode(tokenizer, ONE_EXCHANGE)
+    message = str(caught.value)
+    for part in ("train.jsonl, line 5", "the tokenizer's chat template is broken", said, place, "chat_template.jinja"):
+        assert part in message
+    assert "Change the order" not in message
+    assert len(message) < 600
+
+
+def test_a_template_that_does_not_end_is_stopped(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.2)
+    rounds = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    tokenizer.chat_template = rounds
+    with pytest.raises(DataError, match=r"chat template is broken: it had not ended after 0\.2 seconds"):
+        encode(tokenizer, ONE_EXCHANGE)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_a_choice_of_templates_without_a_default_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = {"tools": "{{ 1 }}"}
+    with pytest.raises(DataError, match=r"line 5: the tokenizer's chat template is broken: .*ValueError"):
+        encode(tokenizer, ONE_EXCHANGE)
+
+
+def test_a_refusal_of_many_words_and_turns_stays_one_message(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = "{{ raise_exception('no ' * 10000) }}"
+    with pytest.raises(DataError, match="refuses the conversation") as caught:
+        encode(tokenizer, Conversation(ONE_EXCHANGE.turns * 1000))
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""Owns rendering a conversation by the tokenizer's chat template, and what to say when that fails.
+
+A template is a small program that came with the model: it may refuse a conversation, which is the data's matter, or be
+broken, which is not. Does not own what the text means (tokenization.py).
+"""
+
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from mobius.data.formats import Turn
+from mobius.errors import DataError, first_line
+from mobius.excerpt import excerpt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_SECONDS: Final = 20.0
+"""Of CPU time for one conversation; a template takes milliseconds."""
+_MOST_CHARACTERS: Final = 1 << 24
+"""Of a rendered text, beside a hundred times its turns."""
+_SHOWN_ROLES: Final = 8
+
+
+class _TooLongError(Exception):
+    """A template had to be stopped; told as what is broken about it."""
+
+
+def render(
+    tokenizer: "PreTrainedTokenizerBase", turns: Sequence[Turn], where: str, *, add_generation_prompt: bool = False
+) -> str:
+    """The conversation as the template writes it; raises DataError that names `where`."""
+    from jinja2 import TemplateError
+
+    messages = [{"role": turn.role.value, "content": turn.content} for turn in turns]
+    try:
+        with _limited_time():
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        _check_length(str(text), turns)
+    except _TooLongError as error:
+        _tell_broken(str(error), where, error)
+    except Exception as error:  # a template is foreign code and raises what it likes
+        if type(error) is TemplateError:  # what `raise_exception` in a template raises; broken ones raise subclasses
+            _tell_refusal(error, turns, where)
+        _tell_broken(f"{type(error).__name__}: {excerpt(first_line(error), 200)}{_place(error)}", where, error)
+    return str(text)
+
+
+def _check_length(text: str, turns: Sequence[Turn]) -> None:
+    if len(text) > _MOST_CHARACTERS + 100 * sum(len(turn.content) for turn in turns):
+        raise _TooLongError(f"it made {len(text):,} characters of {len(turns)} turns")
+
+
+def _tell_refusal(error: Exception, turns: Sequence[Turn], where: str) -> NoReturn:
+    roles = ", ".join(
+        [*(turn.role.value for turn in turns[:_SHOWN_ROLES]), *(["..."] if len(turns) > _SHOWN_ROLES else [])]
+    )
+    raise DataError(
+        f"{where}: the tokenizer's chat template refuses the conversation ({roles}): {excerpt(str(error), 400)}. "
+        "Change the order or the roles of the turns"
+    ) from error
+
+
+def _tell_broken(reason: str, where: str, error: Exception) -> NoReturn:
+    raise DataError(
+        f"{where}: the tokenizer's chat template is broken: {reason}. The conversation is not the cause: mend the "
+        "template (chat_template.jinja in the model's folder, or `chat_template` in its tokenizer_config.json), or use "
+        "the tokenizer files of a model like it"
+    ) from error
+
+
+def _place(error: Exception) -> str:
+    """The line of the template, where it is known."""
+    line = getattr(error, "lineno", None)  # a syntax error's
+    if line is None:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+        line = lines[-1] if lines else None
+    return f" (line {line} of the template)" if line is not None else ""
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    """Stop a template that does not end, as nested loops do not; only a main thread can be stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise _TooLongError(f"it had not ended after {MOST_SECONDS:g} seconds")
+
+    # CPU time, and not the clock: the process may have to wait, and the clock's timer may be another's.
+    earlier = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, earlier)
