@@ -67,7 +67,7 @@ class Service:
         while problem is None and not output.exists():
             most = max(most, used_host_bytes())
             if any(process.poll() is not None for process in self._ranks):
-                time.sleep(GRACE_SECONDS)  # for the others to tell their part
+                self._let_the_others_tell()
                 problem = "failed"
             elif time.monotonic() > deadline:
                 problem = "timed out"
@@ -103,6 +103,12 @@ class Service:
                 log=log,
             )
         self._stack.callback(end_ranks, list(self._ranks))
+
+    def _let_the_others_tell(self) -> None:
+        """Wait for the ranks that have not ended; some wait for the one that has."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._ranks):
+            time.sleep(POLL_SECONDS)
 
     def _tell(self, order: Path, what: object) -> None:
         """Write the file whole: the ranks may look at any moment."""

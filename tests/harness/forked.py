@@ -28,7 +28,10 @@ HANG_SECONDS = 1200.0
 
 
 class Ranks:
-    """Processes that call a function of a module with `arguments`, with torchrun's variables if there are several."""
+    """Processes that call a function of a module, with torchrun's variables if there are several.
+
+    A `main` finds `arguments` in sys.argv, any other function is given them.
+    """
 
     def __init__(
         self,
@@ -112,4 +115,4 @@ def _run(
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = [program, *map(str, arguments)]
     call: Callable[..., object] = getattr(importlib.import_module(module), function)
-    call() if module == "main" else call(*arguments)
+    call() if function == "main" else call(*arguments)

@@ -15,6 +15,7 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import benchmark  # noqa: E402
+import benchmark_launch  # noqa: E402
 from benchmark_launch import free_port, run_ranks  # noqa: E402
 from benchmark_rows import (  # noqa: E402
     Measurement,
@@ -28,6 +29,7 @@ from benchmark_rows import (  # noqa: E402
     peer_measurement,
     record,
 )
+from harness.forked import HANG_SECONDS  # noqa: E402
 from make_model import num_parameters, write_config  # noqa: E402
 
 GIB = 2**30
@@ -200,11 +202,12 @@ def test_ranks_find_each_other_and_the_result_is_read(tmp_path: Path) -> None:
     assert (result.output, result.problem) == ([3, "hello"], None), result.log_end
 
 
-def test_a_failing_rank_ends_the_run_and_its_words_are_kept(tmp_path: Path) -> None:
+def test_a_failing_rank_ends_the_run_and_its_words_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark_launch, "GRACE_SECONDS", 0.2)
     result = run_program(tmp_path, "sys.exit('out of luck') if rank == 1 else time.sleep(100)")
 
     assert result.problem == "failed"
-    assert result.seconds < 60
+    assert result.seconds < 60  # and not the 100 that the other one sleeps
     assert "out of luck" in result.log_end
 
 
@@ -257,7 +260,8 @@ def test_every_part_of_the_gpu_benchmarks_is_a_command_that_benchmark_understand
 
 def test_the_smallest_model_is_measured_beside_a_peer_on_the_cpu(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    options = "tiny --layers 2 --ranks 2 --batch_size 4 --seq_length 16 --steps 3 --peer fsdp2-offload --peer roundpipe"
+    options = "tiny --layers 2 --ranks 2 --same_processes --batch_size 4 --seq_length 16 --steps 3"
+    options += " --peer fsdp2-offload --peer roundpipe"
     mobius = "--device cpu --num_stages 2 --num_chunks 2 --compile off"
     more = ["--variant", "wrong=--no_such_option", "--output", rows]
     finished = subprocess.run(
@@ -265,7 +269,7 @@ def test_the_smallest_model_is_measured_beside_a_peer_on_the_cpu(tmp_path: Path)
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=HANG_SECONDS,
     )
 
     assert finished.returncode == 0, finished.stdout + finished.stderr

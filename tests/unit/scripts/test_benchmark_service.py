@@ -1,5 +1,7 @@
 """Runs that follow one another in the same processes are the runs that new processes would make."""
 
+import json
+import os
 import subprocess
 import sys
 import time
@@ -12,8 +14,9 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import benchmark_service  # noqa: E402
-from benchmark_launch import RunResult, run_ranks  # noqa: E402
+from benchmark_launch import RunResult  # noqa: E402
 from benchmark_service import Service  # noqa: E402
+from harness.forked import HANG_SECONDS, Ranks  # noqa: E402
 from make_model import write_config  # noqa: E402
 
 ALONE = {"OMP_NUM_THREADS": "1"}
@@ -39,14 +42,21 @@ def losses(result: RunResult) -> list[float]:
 
 
 def test_runs_in_the_same_processes_train_as_new_ones_do(tmp_path: Path, words: list[str], service: Service) -> None:
-    output = tmp_path / "output.json"
-    command = [sys.executable, str(SCRIPTS / "benchmark_worker.py"), str(output), *words, "--num_stages", "4"]
-    new = run_ranks(command, num_ranks=2, environment=ALONE, output=output, timeout_seconds=100)
-    first, other, again = (
-        service.run([*words, "--num_stages", stages], timeout_seconds=100) for stages in ("4", "2", "4")
+    new = Ranks(
+        "benchmark_worker",
+        "main",
+        ["output.json", *words, "--num_stages", "4"],
+        num_ranks=2,
+        folder=tmp_path,
+        environment={**os.environ, **ALONE},
     )
-    assert len(losses(other)) == len(losses(new))
-    assert losses(first) == losses(again) == losses(new)
+    assert new.wait() == 0, new.output()
+    new_losses = [step["loss"] for step in json.loads((tmp_path / "output.json").read_text())["steps"]]
+    first, other, again = (
+        service.run([*words, "--num_stages", stages], timeout_seconds=HANG_SECONDS) for stages in ("4", "2", "4")
+    )
+    assert len(losses(other)) == len(new_losses)
+    assert losses(first) == losses(again) == new_losses
     assert [run.output["plan"]["num_stages"] for run in (first, other, again)] == [4, 2, 4]
     assert again.output["start"]["imports"] < 0.5 < first.output["start"]["imports"]
 
@@ -54,9 +64,9 @@ def test_runs_in_the_same_processes_train_as_new_ones_do(tmp_path: Path, words: 
 def test_a_run_that_the_planner_refuses_leaves_its_processes_to_the_next_one(
     words: list[str], service: Service
 ) -> None:
-    losses(service.run([*words, "--num_stages", "2"], timeout_seconds=100))
-    refused = service.run([*words, "--num_stages", "2", "--host_memory_limit", "0.01"], timeout_seconds=100)
-    again = service.run([*words, "--num_stages", "2"], timeout_seconds=100)
+    losses(service.run([*words, "--num_stages", "2"], timeout_seconds=HANG_SECONDS))
+    refused = service.run([*words, "--num_stages", "2", "--host_memory_limit", "0.01"], timeout_seconds=HANG_SECONDS)
+    again = service.run([*words, "--num_stages", "2"], timeout_seconds=HANG_SECONDS)
     assert (refused.problem, refused.output) == ("refused", None)
     assert "GiB of host memory" in refused.log_end
     assert losses(again)
@@ -64,7 +74,7 @@ def test_a_run_that_the_planner_refuses_leaves_its_processes_to_the_next_one(
 
 
 def test_a_run_that_fails_is_told_with_its_last_lines(words: list[str], service: Service) -> None:
-    failed = service.run([*words, "--num_stages", "3"], timeout_seconds=100)
+    failed = service.run([*words, "--num_stages", "3"], timeout_seconds=HANG_SECONDS)
     assert (failed.problem, failed.output) == ("failed", None)
     assert "not a multiple of the number of ranks" in failed.log_end
 
@@ -96,7 +106,7 @@ for number in itertools.count():
 def test_runs_share_their_processes_unless_they_are_to_be_new(play: Path) -> None:
     for is_always_new in (False, True):
         with Service(num_ranks=2, environment={}, is_always_new=is_always_new, worker=play) as service:
-            one, other = (service.run([word], timeout_seconds=30).output for word in ("one", "other"))
+            one, other = (service.run([word], timeout_seconds=HANG_SECONDS).output for word in ("one", "other"))
         assert (one["word"], other["word"]) == ("one", "other")
         assert (one["process"] != other["process"]) == is_always_new
 
@@ -104,9 +114,9 @@ def test_runs_share_their_processes_unless_they_are_to_be_new(play: Path) -> Non
 def test_after_a_run_that_failed_the_next_one_goes_on(play: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark_service, "GRACE_SECONDS", 0.2)
     with Service(num_ranks=2, environment={}, worker=play) as service:
-        first = service.run(["first"], timeout_seconds=30)
-        failed = service.run(["fail"], timeout_seconds=30)
-        next_one = service.run(["next"], timeout_seconds=30)
+        first = service.run(["first"], timeout_seconds=HANG_SECONDS)
+        failed = service.run(["fail"], timeout_seconds=HANG_SECONDS)
+        next_one = service.run(["next"], timeout_seconds=HANG_SECONDS)
     assert (failed.problem, failed.output) == ("failed", None)
     assert failed.log_end == "rank 1 fails\nexit codes of the ranks: [None, 1]"
     assert next_one.output["word"] == "next"
@@ -125,7 +135,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, words: lis
 import sys
 sys.path.insert(0, {str(SCRIPTS)!r})
 from benchmark_service import Service
-with Service(num_ranks=2, environment={ALONE!r}) as service:
+with Service(num_ranks=1, environment={ALONE!r}) as service:
     service.run({[*words, "--num_stages", "2"]!r}, timeout_seconds=100)
     print(*(process.pid for process in service._ranks), flush=True)
     service.run({[*words, "--num_stages", "2", "--num_iterations", "1000000"]!r}, timeout_seconds=100)
@@ -133,12 +143,12 @@ with Service(num_ranks=2, environment={ALONE!r}) as service:
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     ranks = [int(number) for number in parent.stdout.readline().split()]
-    assert len(ranks) == 2
+    assert len(ranks) == 1
     parent.kill()
     parent.wait()
     parent.stdout.close()
 
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_SECONDS
     while any(is_running(rank) for rank in ranks):
         assert time.monotonic() < deadline, "the ranks outlive their parent"
         time.sleep(0.2)

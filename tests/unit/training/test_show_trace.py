@@ -7,22 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import show_trace
 
 from mobius.memory.spans import MeasuredSpan, TraceLane
 from mobius.training.timeline import Trace, TraceFacts, write_trace
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def show(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    script = ROOT / "scripts" / "show_trace.py"
-    return subprocess.run(
-        [sys.executable, str(script), *options], cwd=folder, capture_output=True, text=True, check=False
-    )
-
 
 @pytest.fixture
-def trace_folder(tmp_path: Path) -> Path:
+def trace_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     spans = (
         MeasuredSpan(TraceLane.STEP, "step 3", 3, 0.0, 0.1),
         MeasuredSpan(TraceLane.STEP, "step 4", 4, 0.1, 0.2),
@@ -30,14 +22,18 @@ def trace_folder(tmp_path: Path) -> Path:
         MeasuredSpan(TraceLane.COMPUTE, "F0.0", 4, 0.1125, 0.18),
     )
     write_trace(tmp_path / "trace.json", Trace(TraceFacts(1, 1, 1, 1, "cpu"), (spans,)))
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_it_tells_milliseconds_and_draws_the_step_that_is_asked_for(trace_folder: Path) -> None:
-    result = show(trace_folder, "trace.json", "--step", "4", "--output", "step.svg")
+def test_it_tells_milliseconds_and_draws_the_step_that_is_asked_for(
+    trace_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = show_trace.main(["trace.json", "--step", "4", "--output", "step.svg"])
 
-    assert (result.returncode, result.stderr) == (0, "")
-    lines = [line.split() for line in result.stdout.splitlines()]
+    told = capsys.readouterr()
+    assert (code, told.err) == (0, "")
+    lines = [line.split() for line in told.out.splitlines()]
     assert lines[:3] == [
         ["step", "4", "on", "cpu,", "milliseconds"],
         ["rank", "step", "compute", "wait:", "weights"],
@@ -46,8 +42,11 @@ def test_it_tells_milliseconds_and_draws_the_step_that_is_asked_for(trace_folder
     assert ">F0.0<" in (trace_folder / "step.svg").read_text()
 
 
-def test_without_a_step_it_shows_the_second(trace_folder: Path) -> None:
-    assert show(trace_folder, "trace.json").stdout.startswith("step 4 on cpu")
+@pytest.mark.usefixtures("trace_folder")
+def test_without_a_step_it_shows_the_second(capsys: pytest.CaptureFixture[str]) -> None:
+    show_trace.main(["trace.json"])
+
+    assert capsys.readouterr().out.startswith("step 4 on cpu")
 
 
 @pytest.mark.parametrize(
@@ -58,9 +57,20 @@ def test_without_a_step_it_shows_the_second(trace_folder: Path) -> None:
         (("trace.json", "--output", "step.gif"), "ends in .png or .svg"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(trace_folder: Path, options: tuple[str, ...], complaint: str) -> None:
-    result = show(trace_folder, *options)
+@pytest.mark.usefixtures("trace_folder")
+def test_a_mistake_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], complaint: str
+) -> None:
+    code = show_trace.main(list(options))
 
-    assert result.returncode == 2
-    assert complaint in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    told = capsys.readouterr().err
+    assert code == 2
+    assert complaint in told
+    assert len(told.splitlines()) == 1
+
+
+def test_it_runs_from_any_folder(trace_folder: Path) -> None:
+    command = [sys.executable, show_trace.__file__, "trace.json"]
+    result = subprocess.run(command, cwd=trace_folder, capture_output=True, text=True, check=True)
+
+    assert result.stdout.startswith("step 4 on cpu")
