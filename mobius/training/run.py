@@ -181,7 +181,8 @@ def _prepare_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBa
         max_samples=config.data.max_samples,
         num_workers=config.data.preprocessing_num_workers,
         cache_dir=cache_folder(),
-        show_progress=ranks.is_first,
+        show_progress=True,
+        show_downloads=ranks.is_first,
     )
     logger.info("dataset loaded: %s (%s): %s", config.data.dataset, prepared.format_name, prepared.counts)
     for warning in prepared.warnings:
