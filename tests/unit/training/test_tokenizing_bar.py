@@ -14,7 +14,7 @@ from mobius.training.run import _prepare_data
 def test_the_rank_that_is_first_at_the_lock_shows_the_only_bar(
     workplace: Path, capsys: pytest.CaptureFixture[str], winner: int
 ) -> None:
-    config = parse_args("--model_path model --dataset data.jsonl --device cpu --seq_length 16".split())
+    config = parse_args(["--model_path", "model", "--dataset", "data.jsonl", "--device", "cpu", "--seq_length", "16"])
     tokenizer = AutoTokenizer.from_pretrained("model")
     shown = []
     for rank in (winner, 1 - winner):
