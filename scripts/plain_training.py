@@ -26,7 +26,7 @@ from mobius.runtime.devices import TORCH_DTYPES  # noqa: E402
 
 def make_batches(config: Config) -> Batches:
     """The batches of the run that `config` describes."""
-    tokenizer = AutoTokenizer.from_pretrained(config.model.model_path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.model_path, trust_remote_code=False)
     prepared = prepare_dataset(
         dataset=config.data.dataset,
         tokenizer=tokenizer,
@@ -47,7 +47,11 @@ def make_batches(config: Config) -> Batches:
 def train(config: Config, device: torch.device) -> list[float]:
     """Train and return the loss of every step."""
     dtype = TORCH_DTYPES[config.model.dtype]
-    model = AutoModelForCausalLM.from_pretrained(config.model.model_path, dtype=dtype).to(device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(config.model.model_path, dtype=dtype, trust_remote_code=False)
+        .to(device)
+        .eval()
+    )
     weights = list(model.parameters())
     masters = [torch.nn.Parameter(weight.detach().float().clone()) for weight in weights]
     optim = config.optim

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -125,6 +125,7 @@ def check_stored_weights(folder: Path, parts: ModelParts, *, has_fewer_layers: b
     _refuse_quantized(folder, (tensor for tensor in source.values() if tensor is not None), unknown)
     for name, shape in shapes.items():
         check_shape(source[name], name, shape, folder, stored)
+    _warn_of_other_files(folder, {tensor.path for tensor in stored.values()})
     first_layer = parts.layers[0].prefix.removesuffix("0.")
     is_cut = re.compile(rf"{re.escape(first_layer)}\d+\." if has_fewer_layers else r"(?!)")
     if unexpected := [name for name in unknown if not _HARMLESS.search(name) and not is_cut.match(name)]:
@@ -136,6 +137,19 @@ def check_stored_weights(folder: Path, parts: ModelParts, *, has_fewer_layers: b
             len(unexpected),
             len(stored),
             shown_names,
+        )
+
+
+def _warn_of_other_files(folder: Path, read: Collection[Path]) -> None:
+    """Tell of weights that are not taken, an adapter's for example; Mistral's own copy of the model is known."""
+    others = [path.name for path in sorted(folder.glob("*.safetensors")) if path not in read]
+    if unread := [name for name in others if not name.startswith("consolidated")]:
+        logger.warning(
+            "%s: %d safetensors file(s) are not part of the model and not read: %s%s",
+            folder,
+            len(unread),
+            ", ".join(unread[:3]),
+            ", ..." if len(unread) > 3 else "",
         )
 
 

@@ -12,6 +12,7 @@ from mobius.errors import CheckpointError, first_line
 from mobius.models.json_files import read_json_object, shown
 
 _SETTINGS, _BACKEND = "tokenizer_config.json", "tokenizer.json"
+_TEXT = "A text."
 _JSON_FILES = (_SETTINGS, _BACKEND, "special_tokens_map.json", "added_tokens.json")
 
 
@@ -24,9 +25,11 @@ def load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     try:
         tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
         num_ids = max([len(tokenizer), *(token + 1 for token in tokenizer.added_tokens_decoder)])
-        tokenizer("A text.")
+        tokenizer(_TEXT)
         pad_token_id(tokenizer)
-    except Exception as error:  # what is below raises plain Exception for a broken tokenizer.json
+    except BaseException as error:  # what is below raises plain Exception for a broken tokenizer.json, or panics
+        if not _is_of_the_tokenizer(error):
+            raise
         raise CheckpointError(f"--model_path: {_reason(folder, error)}") from error
     if num_ids > vocab_size:
         raise CheckpointError(
@@ -63,12 +66,17 @@ def _check_settings(path: Path) -> None:
         )
 
 
+def _is_of_the_tokenizer(error: BaseException) -> bool:
+    """Whether it is no interruption: a panic in Rust comes as a class that derives from BaseException alone."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def _is_named_template(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("name", "template"))
 
 
-def _reason(folder: Path, error: Exception) -> str:
-    """What is wrong, by the first file that is broken by itself."""
+def _reason(folder: Path, error: BaseException) -> str:
+    """What is wrong, by the first file that is broken by itself, or by those whose values do not do."""
     text = f"{type(error).__name__}: {first_line(error)}"
     present = [name for name in _JSON_FILES if (folder / name).is_file()]
     for name in present:
@@ -78,9 +86,12 @@ def _reason(folder: Path, error: Exception) -> str:
             return str(broken)
     if _BACKEND in present:
         try:
-            Tokenizer.from_file(str(folder / _BACKEND))
-        except Exception as broken:  # the library has no class of its own
+            Tokenizer.from_file(str(folder / _BACKEND)).encode(_TEXT)
+        except BaseException as broken:
+            if not _is_of_the_tokenizer(broken):
+                raise
             return f"{folder / _BACKEND} is no tokenizer: {first_line(broken):.400}. Get the file anew."
-    if present:
-        return f"{folder} has a tokenizer ({', '.join(present)}) that transformers cannot load: {text:.400}"
+    settings = [str(folder / name) for name in present if name != _BACKEND]
+    if settings:
+        return f"{' or '.join(settings)} has values that no tokenizer can be made of: {text:.400}"
     return f"{folder} has no tokenizer that transformers can load: {text:.400}"

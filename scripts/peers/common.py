@@ -38,7 +38,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 def read_config(folder: Path) -> PretrainedConfig:
     """The model's configuration, for training."""
-    config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     config.use_cache = False
     return config
 

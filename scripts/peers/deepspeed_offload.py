@@ -70,10 +70,10 @@ def main() -> None:
     config = read_config(arguments.folder)
     if arguments.zero_stage == 3:
         with deepspeed.zero.Init(config_dict_or_path=settings):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     else:
         with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)

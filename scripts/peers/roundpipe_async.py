@@ -48,7 +48,7 @@ def build_model(folder: Path, source: torch.device) -> PreTrainedModel:
     """The model in CPU memory, in bf16, with random weights made on `source`."""
     config = read_config(folder)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     model.to_empty(device="cpu")
     fill(model, source)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers were made on the meta device

@@ -56,6 +56,19 @@ def test_a_module_is_named_for_what_it_holds(path: Path) -> None:
     assert not words & VAGUE_NAMES
 
 
+@pytest.mark.parametrize("path", [*MODULES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_custom_code_of_a_model_is_never_run_or_asked_for(path: Path) -> None:
+    for call in ast.walk(syntax_tree(path)):
+        is_loading = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+        if is_loading and call.func.attr in ("from_pretrained", "from_config"):
+            trusted = [word.value for word in call.keywords if word.arg == "trust_remote_code"]
+            assert len(trusted) == 1, (
+                f"line {call.lineno}: without trust_remote_code transformers may ask on the terminal"
+            )
+            assert isinstance(trusted[0], ast.Constant)
+            assert trusted[0].value is False
+
+
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 

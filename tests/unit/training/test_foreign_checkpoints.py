@@ -232,14 +232,17 @@ def test_two_files_with_the_same_tensor_and_no_index_are_refused(run: Run, model
     assert "a.safetensors and b.safetensors" in message
 
 
-def test_other_weights_beside_a_single_file_are_not_read(
+def test_other_weights_beside_a_single_file_are_not_read_and_told_unless_they_are_a_known_copy(
     run: Run, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_file({"layers.0.attention.wq.weight": torch.ones(1)}, model / "consolidated.safetensors")
+    for name in ("consolidated.safetensors", "adapter_model.safetensors"):
+        save_file({"layers.0.attention.wq.weight": torch.ones(1)}, model / name)
 
     run("--model_path", "own", "--num_iterations", "1")
 
-    assert warnings_of(caplog) == []
+    (warning,) = warnings_of(caplog)
+    assert "adapter_model.safetensors" in warning
+    assert "consolidated" not in warning
 
 
 BROKEN_FILES: list[tuple[str, str]] = [
@@ -269,7 +272,15 @@ def test_a_broken_file_beside_the_weights_is_named(
     (model / name).write_text(text)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asked on the terminal"))
 
-    assert f"own/{name}" in refusal(run) or "own has a tokenizer" in refusal(run)
+    assert f"own/{name}" in refusal(run)
+
+
+def test_a_tokenizer_in_which_the_library_panics_is_named(run: Run, model: Path) -> None:
+    fields = json.loads((model / "tokenizer.json").read_text())
+    fields["model"]["continuing_subword_prefix"] = "longer than any merge"
+    (model / "tokenizer.json").write_text(json.dumps(fields))
+
+    assert "own/tokenizer.json" in refusal(run)
 
 
 def test_a_tokenizer_of_custom_code_is_refused_with_the_way_out(run: Run, model: Path) -> None:
