@@ -7,6 +7,7 @@ FOLDER is where the user stands, which paths of YAML files are relative to.
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Final
 from mobius.cli import CommandLine, read_command_line, resolve
 from mobius.config import Config, Device
 from mobius.errors import ConfigError
+from mobius.log import printable
 from mobius.ranks import omp_num_threads, visible_devices
 from mobius.validation import validate
 
@@ -138,10 +140,11 @@ def check_port(port: int) -> None:
 def find_config(path: str, caller_folder: Path) -> str:
     """A YAML path as main.py needs it, which runs in the project's folder while the user stands elsewhere.
 
-    The user's folder is searched first, then the project's; a path found in neither stays the user's.
+    The user's folder is searched first, then the project's; a path found in neither, or that nothing can have, stays
+    the user's.
     """
     beside_caller = caller_folder / path
-    is_in_project = caller_folder == Path.cwd() or (Path(path).is_file() and not beside_caller.is_file())
+    is_in_project = caller_folder == Path.cwd() or (os.path.isfile(path) and not os.path.isfile(beside_caller))
     return path if is_in_project else str(beside_caller)
 
 
@@ -165,14 +168,16 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, machine: Machi
 
 def main(argv: Sequence[str]) -> int:
     """Print the command, or the problem on standard error; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     try:
         command, notice = launch_command(argv[1:], Path(argv[0]), Machine.here())
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{printable(str(error), sys.stderr)}\n")
         return error.exit_code
     if notice:
-        sys.stderr.write(f"{notice}\n")
-    sys.stdout.write("".join(f"{word}\0" for word in command))
+        sys.stderr.write(f"{printable(notice, sys.stderr)}\n")
+    sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in command))  # bytes: names need not be UTF-8
+    sys.stdout.flush()
     return 0
 
 

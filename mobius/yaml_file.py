@@ -27,6 +27,7 @@ from mobius.options import (
 _MOST_BYTES: Final = 1 << 18
 """Of a file: fifty times all options with their texts; PyYAML reads it in two seconds."""
 _MOST_DIGITS: Final = 1000
+_SHOWN_OF_PATH: Final = 200
 _PLAIN_KINDS: Final = ("null", "bool", "int", "float", "str")
 """The tags of what an option can be."""
 
@@ -34,16 +35,17 @@ _PLAIN_KINDS: Final = ("null", "bool", "int", "float", "str")
 def read_yaml(path: str) -> Source:
     """Read a flat mapping of option names; problems carry the file's name and the line."""
     result = Source()
+    shown = excerpt(path, _SHOWN_OF_PATH)
     try:
-        root = _parse(_read_text(path), excerpt(path))
+        root = _parse(_read_text(path), shown)
     except ConfigError as error:
         result.problems += error.problems
         result.unreadable.update(options())
         return result
     if isinstance(root, yaml.MappingNode):
-        _put_mapping(result, excerpt(path), root)
+        _put_mapping(result, shown, root)
     elif root is not None:
-        result.problems.append(f"{excerpt(path)}: expected lines of `option: value`")
+        result.problems.append(f"{shown}: expected lines of `option: value`")
     return result
 
 
@@ -53,16 +55,18 @@ def _read_text(path: str) -> str:
         content = _read_bytes(Path(path))
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
         reason = getattr(error, "strerror", None) or str(error)
-        place = excerpt(str(Path(path).absolute()), 200)
+        place = excerpt(str(Path(path).absolute()), _SHOWN_OF_PATH)
         raise ConfigError(
-            f"`--config {excerpt(path)}` cannot be read ({reason}, looked at {place}); give the path of a YAML file of "
-            "options"
+            f"`--config {excerpt(path, _SHOWN_OF_PATH)}` cannot be read ({reason}, looked at {place}); "
+            "give the path of a YAML file of options"
         ) from error
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{excerpt(path)}, line {line}: not a UTF-8 text file; save it as UTF-8") from error
+        raise ConfigError(
+            f"{excerpt(path, _SHOWN_OF_PATH)}, line {line}: not a UTF-8 text file; save it as UTF-8"
+        ) from error
 
 
 def _read_bytes(path: Path) -> bytes:
