@@ -5,8 +5,8 @@ import os
 import sys
 import time
 
-from mobius.cli import given_options, parse_args
 from mobius.errors import MobiusError
+from mobius.interruption import Interruption, Standing, end_with_launcher, end_with_parent
 from mobius.log import setup_logging
 from mobius.ranks import Ranks, prepare_environment
 
@@ -21,10 +21,16 @@ def main() -> None:
     """Parse, train, and turn an error that the user can mend into one message and an exit code."""
     prepare_environment()
     rank = 0
+    standing = Standing()
+    interruption = Interruption(standing)
     try:
         ranks = Ranks.from_environment()
         rank = ranks.rank
+        end_with_launcher()
+        interruption.watch(speaks=ranks.is_first)
         setup_logging(rank)
+        from mobius.cli import given_options, parse_args  # behind the watch: imports take what Ctrl-C may come into
+
         config = parse_args(sys.argv[1:], num_ranks=ranks.num_ranks)
         if config.planning.dry_run:
             from mobius.training.dry_run import run_dry
@@ -32,14 +38,17 @@ def main() -> None:
             sys.exit(0 if run_dry(config, ranks, given=given_options(sys.argv[1:])) else 1)
         from mobius.training.run import run_training  # torch is imported only now, so that --help is quick
 
-        run_training(config, ranks, given=given_options(sys.argv[1:]))
+        run_training(config, ranks, given=given_options(sys.argv[1:]), standing=standing)
+        interruption.stand_down()
     except MobiusError as error:
+        interruption.goes_first()
         setup_logging(rank)
         if rank != 0:
             time.sleep(ECHO_SECONDS)
         logging.getLogger("mobius").error("%s", "\n".join([str(error), *getattr(error, "__notes__", [])]))
         _end_now(error.exit_code)
     except Exception:
+        interruption.goes_first()
         logging.getLogger("mobius").exception("rank %d ends with an error of Mobius itself:", rank)
         _end_now(1)
 
@@ -54,3 +63,5 @@ def _end_now(exit_code: int) -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # in a worker process, before it is sent its tokenizer
+    end_with_parent()

@@ -18,6 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import parent_process
+from pickle import UnpicklingError
+from types import TracebackType
 from typing import Final
 
 from mobius.ranks import is_started_by_torchrun
@@ -123,9 +125,16 @@ def end_with_parent() -> None:
     """In a worker of `multiprocessing`: leave Ctrl-C to the parent, and end when it ends. Linux only for the latter."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    sys.excepthook = _tell_unless_abandoned
     parent = parent_process()
-    if parent is not None and parent.pid is not None:
-        _end_with(parent.pid)
+    _end_with(os.getppid() if parent is None or parent.pid is None else parent.pid)
+
+
+def _tell_unless_abandoned(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Tell an error, unless it is that the parent ended while it sent this worker what it is to do."""
+    is_being_sent = parent_process() is None
+    if not (is_being_sent and isinstance(error, EOFError | UnpicklingError)):
+        sys.__excepthook__(kind, error, traceback)
 
 
 def _end_with(parent: int) -> None:

@@ -12,6 +12,7 @@ from mobius.errors import ConfigError
 
 # Libraries read these once, while they are imported. A value the user has set is left alone.
 _ENVIRONMENT: Final = {
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # of an interrupted run it tells what it cleans up
     "TOKENIZERS_PARALLELISM": "false",  # tokenizers warns about the fork of every data worker otherwise
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # one bar per rank and file otherwise
     "HF_HUB_DISABLE_TELEMETRY": "1",

@@ -25,6 +25,7 @@ from mobius.data.sources import Record, Source, open_source
 from mobius.data.store import Row, TokenizedDataset
 from mobius.data.tokenization import Encoded, Note, SampleEncoder, pack
 from mobius.errors import DataError
+from mobius.interruption import end_with_parent, workers_not_interrupted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,7 +163,7 @@ def _tokenize(
     rows: list[Row] = []
     tally: Counter[str] = Counter()
     notes: Counter[Note] = Counter()
-    with tqdm(total=total, desc="tokenizing", unit=" records", disable=not show_progress) as progress:
+    with tqdm(total=total, desc="tokenizing", unit=" records", disable=None if show_progress else True) as progress:
         for encoded_chunk in _encode_chunks(chunks, encoder, num_workers):
             for encoded in encoded_chunk:
                 rows += encoded.rows
@@ -203,7 +204,8 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: SampleEncoder, num_workers:
     with ProcessPoolExecutor(num_workers, context, _start_worker, (encoder,)) as pool:
         try:
             for chunk in chunks:
-                pending.append(pool.submit(_work, chunk))
+                with workers_not_interrupted():  # it starts workers as they are needed
+                    pending.append(pool.submit(_work, chunk))
                 if len(pending) == num_workers * _CHUNKS_PER_WORKER:
                     yield pending.popleft().result()
             while pending:
@@ -226,6 +228,7 @@ _worker_state: list[SampleEncoder] = []
 
 
 def _start_worker(encoder: SampleEncoder) -> None:
+    end_with_parent()
     _worker_state[:] = [encoder]
 
 

@@ -1,7 +1,9 @@
 """A run whose rank dies says which one and how, in one line."""
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,15 @@ def test_the_first_rank_to_end_is_named_and_the_others_stop(tmp_path: Path, body
     lines = [text for text in result.stderr.splitlines() if "OMP_NUM_THREADS" not in text and "*****" not in text]
     assert len(lines) == 1
     assert lines[0].startswith(line)
+
+
+def test_ctrl_c_before_the_ranks_start_is_one_line() -> None:
+    command = [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", "2", "--master_port", "0", "main.py"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 20
+    while b"libtorch" not in Path(f"/proc/{process.pid}/maps").read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.01)  # in the middle of the import
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=20)
+    assert output == "interrupted before the ranks started: nothing is left\n"
+    assert process.returncode == 130
