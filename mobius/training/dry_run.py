@@ -18,7 +18,8 @@ from mobius.config import Config, Device, Dtype
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.memory.available import available_host_bytes
 from mobius.models.blocks import ModelParts
-from mobius.models.families import load_model_config, locate_model
+from mobius.models.known_shapes import load_planned_config
+from mobius.models.weights import check_model_weights
 from mobius.planner.budget import (
     GIB,
     HostNeed,
@@ -69,8 +70,11 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
         config = settle_on_cpus(config, given=given)
     num_ranks = _num_ranks(config, ranks)
     validate(config, num_ranks)
-    model_config = load_model_config(locate_model(config.model.model_path), config.model)
-    shape = ModelParts(model_config, torch.device("cpu")).shape()
+    model_config, model_folder = load_planned_config(config.model)
+    parts = ModelParts(model_config, torch.device("cpu"))
+    if model_folder is not None:
+        check_model_weights(model_folder, parts, config.model)
+    shape = parts.shape()
     if card is None:
         config = resolve_auto(config, shape, num_ranks=num_ranks, gpu=None).config
     run = run_of(config, shape)
@@ -209,15 +213,23 @@ def _on_cpus(config: Config, run: Run, num_ranks: int) -> _Planned:
 def _log_host(config: Config, run: Run, planned: _Planned, *, on_cpu: bool) -> bool:
     """Print the host's bytes; whether they are there."""
     need = _host_need(config, run, planned.plan, on_cpu=on_cpu)
-    limit = config.pipeline.host_memory_limit
-    available = available_host_bytes() if limit is None else int(limit * GIB)
+    available = _host_bytes(config)
     logger.info("%s", describe_host(need, available))
+    if available is None:
+        return True
     try:
         check_host_memory(need, available_bytes=available)
     except HostMemoryError as error:
         logger.error("does not fit: %s", error)
         return False
     return True
+
+
+def _host_bytes(config: Config) -> int | None:
+    """What may be used: what is said, else what this machine has; None if the plan is for another one."""
+    if config.pipeline.host_memory_limit is not None:
+        return int(config.pipeline.host_memory_limit * GIB)
+    return available_host_bytes() if config.planning.card is None else None
 
 
 def _host_need(config: Config, run: Run, plan: Plan, *, on_cpu: bool) -> HostNeed:

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness.runs import make_checkpoint, make_dataset, run_main
+from harness.runs import ROOT, make_checkpoint, make_dataset, run_main
 
 from mobius.cli import given_options, parse_args
-from mobius.errors import ConfigError, PlanError
+from mobius.errors import CheckpointError, ConfigError, PlanError
+from mobius.models import families
 from mobius.planner.topology import Topology
 from mobius.ranks import Ranks
-from mobius.training import placement
+from mobius.training import dry_run, placement
 from mobius.training.dry_run import run_dry
 from mobius.training.planned import adopt_plan
 
@@ -76,6 +77,86 @@ def test_a_plan_is_printed_with_bytes_by_category_a_predicted_step_and_whether_i
     saved = json.loads((large / "plan.json").read_text())
     assert (saved["version"], saved["num_ranks"], len(saved["spans"])) == (2, 4, 32)
     assert not (large / "save_ckpt").exists()
+
+
+def test_what_the_readme_shows_is_what_is_printed(
+    workplace: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with little memory of its own."""
+    shown = (ROOT / "README.md").read_text().partition("    $ python main.py --dry_run ")[2].partition("\n\n")[0]
+    command, _, block = shown.partition("\n")
+    monkeypatch.setattr(dry_run, "available_host_bytes", lambda: 2**30)
+    caplog.set_level("INFO", "mobius")
+
+    assert dry(*command.split())
+
+    printed = told(caplog).splitlines()
+    for lines in block.split("\n      ...\n"):  # what is left out
+        expected = [line.removeprefix("    ") for line in lines.splitlines()]
+        start = printed.index(expected[0])
+        assert printed[start : start + len(expected)] == expected
+    assert printed[0] == "plan of 7b: 6.74e+09 parameters, bf16"
+    assert printed[-1] == "the run fits"
+
+
+def test_this_machine_s_memory_counts_unless_the_plan_is_for_another_one(
+    workplace: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "available_host_bytes", lambda: 2**28)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    caplog.set_level("INFO", "mobius")
+    elsewhere = [*SMALL, "--num_ranks", "2", "--card", "L20"]
+
+    assert dry(*elsewhere)
+    assert "not compared with this machine's" in told(caplog)
+    assert "that may be used (" not in told(caplog)
+    caplog.clear()
+    assert not dry(*elsewhere, "--host_memory_limit", "0.01")
+    assert "GiB of 10.2 MiB that may be used" in told(caplog)
+    caplog.clear()
+    assert not dry(*SMALL, "--num_ranks", "2")
+    assert "need 1.0 GiB of host memory" in told(caplog)
+    assert "0.2 GiB is available" in told(caplog)
+
+
+def test_a_model_of_the_hub_that_cannot_be_had_is_planned_for_by_its_known_shape(
+    large: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(model_path: str) -> Path:
+        raise OSError("you have no access to it")
+
+    monkeypatch.setattr(families, "_fetch", refuse)
+    caplog.set_level("INFO", "mobius")
+    plan = [*NODE[2:], "--num_stages", "16", "--num_chunks", "4", "--resident_stages", "0"]
+
+    assert dry("--config", str(ROOT / "configs/fine_tune.yaml"), *plan, "--plan_output", "of_hub.json")
+    assert "meta-llama/Llama-2-7b-hf cannot be had here: the plan is for its shape, which is known" in told(caplog)
+    caplog.clear()
+    assert dry("--model_path", "large", *plan, "--seq_length", "128", "--plan_output", "of_folder.json")
+    assert "cannot be had" not in told(caplog)
+    assert Path("of_hub.json").read_text() == Path("of_folder.json").read_text()
+
+    with pytest.raises(ConfigError, match="--num_layers 40 is more than the 32 layers"):
+        dry("--model_path", "llama-2-7b-hf", "--num_layers", "40", *plan)
+    with pytest.raises(CheckpointError, match="not found.*no access"):
+        dry("--model_path", "somebody/Llama-2-7b-hf", *plan)
+
+
+def test_a_shape_is_a_model_for_plans_only_and_a_folder_of_its_name_goes_first(
+    workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mobius")
+    small = [*SMALL[2:], "--num_ranks", "2", "--card", "L20"]
+    assert dry("--model_path", "1b", "--num_layers", "4", *small)
+    assert "plan of 1b: 3.33e+08 parameters" in told(caplog)  # 2 x 32000 x 2048 + 4 x 50.6e6
+    with pytest.raises(CheckpointError, match="1b: that is a shape to plan for .*, and there is no folder .*/1b"):
+        families.locate_model("1b")
+
+    Path("1b").symlink_to("model")
+    caplog.clear()
+    assert dry("--model_path", "1b", *small)
+    assert "plan of 1b: 2.99e+05 parameters" in told(caplog)
+    assert families.locate_model("1b") == Path("1b")
 
 
 BOX = Topology.from_json((Path(__file__).parents[1] / "planner/topologies/two_per_root_complex.json").read_text())
