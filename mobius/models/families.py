@@ -127,6 +127,7 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
                 "--%s %s differs from the checkpoint's %s %s: the checkpoint's is used", option, wanted, field, own
             )
         else:
+            _check_option(option, field, wanted)
             _set_shape(config, field, wanted)
             reshaped.add(field)
     if reshaped & {"hidden_size", "num_attention_heads"}:
@@ -167,7 +168,8 @@ def _read_config(path: Path, fields: dict[str, Any], given: str) -> PretrainedCo
     problems = wrong_fields(fields, {field.name for field in dataclasses.fields(family_class)})
     if not problems:
         try:
-            config = family_class.from_dict(copy.deepcopy(fields), name_or_path=str(path.parent))
+            config = family_class.from_dict(copy.deepcopy(fields))
+            config._name_or_path = str(path.parent)  # not what the file says that it once was
             problems = disagreements(config)
         except Exception as error:  # transformers and its validators raise whatever a value makes them stumble over
             text = f"{type(error).__name__}: {first_line(error)}"
@@ -198,6 +200,12 @@ def _refuse_quantized(path: Path, fields: Mapping[str, Any], given: str) -> None
                 "fp32, fp16 and bf16 weights are trained: give the unquantized checkpoint it was made from, or "
                 "dequantize it with transformers (`model.dequantize()`, then `save_pretrained`)."
             )
+
+
+def _check_option(option: str, field: str, value: int) -> None:
+    """Refuse what the field of a config.json may not be either. Raises ConfigError."""
+    if problems := wrong_fields({field: value}, {field}):
+        raise ConfigError(f"--{option} {value} describes no model: {problems[0]}.")
 
 
 def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
@@ -234,6 +242,7 @@ def _apply_num_layers(config: PretrainedConfig, options: ModelConfig, has_weight
         raise ConfigError(f"--num_layers {wanted} is more than the {own} layers of --model_path {options.model_path}.")
     if has_weights:
         logger.warning("--num_layers %s: only the first %s of the checkpoint's %s layers are used", wanted, wanted, own)
+    _check_option("num_layers", "num_hidden_layers", wanted)
     layer_types = getattr(config, "layer_types", None)
     config.num_hidden_layers = wanted
     if layer_types is not None:

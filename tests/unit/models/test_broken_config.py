@@ -126,6 +126,7 @@ def test_a_wrong_value_is_named_with_its_field(tmp_path: Path, field: str, value
         ("mistral", {"dtype": "no-such-dtype"}, r"no-such-dtype"),
         ("mistral", {"head_dim": 0}, r"'head_dim'"),
         ("llama", {"base_model_pp_plan": 7}, r""),
+        ("llama", {"base_model_pp_plan": 7, "_name_or_path": "some/other-model"}, r""),
         ("llama", {"_attn_implementation": 7, "per_layer_config": [1]}, r""),
     ],
 )

@@ -272,6 +272,14 @@ def test_width_and_heads_are_judged_together(tmp_path: Path, family: str) -> Non
     assert shapes["self_attn.k_proj.weight"] == (20, 60)
 
 
+@pytest.mark.parametrize("option", ["embedding_dim", "ff_dim", "num_heads", "num_layers"])
+def test_a_shape_beyond_any_model_is_refused_before_it_is_built(tmp_path: Path, option: str) -> None:
+    write_config(tmp_path, FAMILIES["llama"](), has_weights=False)
+
+    with pytest.raises(ConfigError, match=rf"--{option} 1000000000 .* from 1 to"):
+        load(tmp_path, **{option: 10**9})
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
