@@ -22,6 +22,8 @@ from pickle import UnpicklingError
 from types import TracebackType
 from typing import Final
 
+from tqdm import tqdm
+
 from mobius.ranks import is_started_by_torchrun
 
 EXIT_CODE: Final = 130
@@ -99,13 +101,19 @@ class Interruption:
         self._has_come.set()
         if speaks:
             text = f"interrupted ({signal.Signals(received[0]).name}) {self._standing.clear()}\n"
-            # Not through `logging` or sys.stderr, whose locks the main thread may hold. A terminal's line may have "^C"
-            # or a progress bar in it.
+            # Not through `logging` or sys.stderr, whose locks the main thread may hold.
             with contextlib.suppress(OSError):
-                os.write(2, ("\r\x1b[K" if os.isatty(2) else "").encode() + text.encode())
+                os.write(2, (_line_start() + text).encode())
         else:
             time.sleep(_FIRST_RANK_SECONDS)
         os._exit(EXIT_CODE)
+
+
+def _line_start() -> str:
+    """What makes an empty line of the one that standard error is in: it may have "^C" or a progress bar in it."""
+    if os.isatty(2):
+        return "\r\x1b[K"
+    return "\n" if getattr(tqdm, "_instances", ()) else ""
 
 
 def _leave_to_the_thread(_number: int, _frame: object) -> None:

@@ -163,7 +163,7 @@ def _tokenize(
     rows: list[Row] = []
     tally: Counter[str] = Counter()
     notes: Counter[Note] = Counter()
-    with tqdm(total=total, desc="tokenizing", unit=" records", disable=None if show_progress else True) as progress:
+    with tqdm(total=total, desc="tokenizing", unit=" records", disable=not show_progress) as progress:
         for encoded_chunk in _encode_chunks(chunks, encoder, num_workers):
             for encoded in encoded_chunk:
                 rows += encoded.rows
