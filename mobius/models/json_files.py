@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,12 +13,14 @@ from mobius.errors import CheckpointError
 MAX_BYTES = 256 * 2**20
 """More than any file of a model folder but its weights has; the largest vocabularies take 40 MB."""
 
+_SURROGATE = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
+
 
 def read_json_object(path: Path, *, may_repeat: bool = False) -> dict[str, Any]:
     """The object in `path`. Raises CheckpointError, which names the file, for anything else.
 
-    Refused as well is what readers disagree about or cannot write again: NaN, infinite numbers, and keys given twice,
-    unless they `may_repeat` (the last counts, as in transformers).
+    Refused as well is what readers disagree about or cannot write again: NaN, infinite numbers, half characters, and
+    keys given twice, unless they `may_repeat` (the last counts, as in transformers).
     """
     text = read_text(path)
     if not text.strip():
@@ -25,6 +28,8 @@ def read_json_object(path: Path, *, may_repeat: bool = False) -> dict[str, Any]:
     try:
         hook = dict if may_repeat else _object
         value = json.loads(text, object_pairs_hook=hook, parse_constant=_no_constant, parse_float=_finite)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # half a character could not even be shown in a message
     except RecursionError as error:
         raise CheckpointError(f"{path} is nested too deeply to be read.") from error
     except ValueError as error:  # JSONDecodeError is one; so are numbers of thousands of digits

@@ -49,6 +49,7 @@ def refusal(folder: Path, text: str | bytes) -> str:
         (b'{"model_type": "ll\xff"}', "UTF-8"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested"),
         (b'{"model_type": "llama", "hidden_size": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b'{"model_type": "\\ud800"}', "surrogates"),
         (b"{}", "model_type"),
         (b'{"model_type": 3}', "'model_type'"),
         (b'{"model_type": "no-such-family"}', "'no-such-family'"),
