@@ -1,7 +1,8 @@
 """Predicts a step on GPUs one may not have: seconds, waits, memory, and what limits it; needs neither GPU nor torch.
 
 Every number is an estimate from data sheets and from shares measured on H200s (mobius/planner/cards.py). Options that
-take several values give a row for each combination. More than one node exists on paper only.
+take several values give a row for each combination, told as soon as it is known. More than one node exists on paper
+only.
 
     python scripts/simulate.py --card H200 RTX4090 --gpus 4 --model 7b --batch_size 64 --seq_length 512
 """
@@ -10,6 +11,8 @@ import argparse
 import importlib.util
 import itertools
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 if importlib.util.find_spec("mobius") is None:
@@ -17,7 +20,7 @@ if importlib.util.find_spec("mobius") is None:
 
 from mobius.config import Recompute
 from mobius.errors import GpuMemoryError, MobiusError
-from mobius.log import drop
+from mobius.log import drop, printable
 from mobius.planner.budget import GIB
 from mobius.planner.cards import CARDS, HOST_BANDWIDTH, PCIE_BYTES, Host, find_card
 from mobius.planner.model_files import LLAMA_SHAPES, shape_of_model
@@ -29,6 +32,10 @@ HEADER = (
     *("model", "GPUs", "PCIe", "GiB", "stages", "chunks", "slots", "resident", "kept", "s/step", "tokens/s", "MFU"),
     *("bubble", "wait: weights", "optimizer", "neighbours", "GPU GiB", "host GiB", "limited by"),
 )
+WIDEST = {"s/step": "1000.000", "tokens/s": "1,000,000", "MFU": "100 %"}
+"""Of columns whose values may be wider than their heads, and are not known when the head is printed."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 
 
 def number_or_auto(text: str) -> int | None:
@@ -142,10 +149,71 @@ def row_of(model: str, found: Answer) -> list[str]:
     ]
 
 
-def format_table(rows: list[list[str]]) -> str:
-    """Columns as wide as their widest cell; a short row is a line of its own behind its first cells."""
-    widths = [max([len(row[c]) for row in rows if len(row) == len(HEADER)], default=0) for c in range(len(HEADER))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in rows)
+class Table:
+    """Prints rows as they come, in columns whose widths are settled by then."""
+
+    def __init__(self, asked: Sequence[Sequence[str]]) -> None:
+        """`asked` are the first cells of all rows (`begin_row`)."""
+        self._widths = [max(len(name), len(WIDEST.get(name, ""))) for name in HEADER]
+        for cells in asked:
+            self._widths[: len(cells)] = map(max, self._widths, map(len, cells))
+
+    def print_row(self, cells: Sequence[str]) -> None:
+        """Print a line; a short one ends early. The last column goes as far as its text does."""
+        padded = [cell.rjust(width) for cell, width in zip(cells, self._widths, strict=False)]
+        print(printable("  ".join([*padded[:-1], cells[-1]]), sys.stdout), flush=True)
+
+
+@dataclass
+class Progress:
+    """Says on a terminal which row is being computed, and nothing to a file or pipe."""
+
+    num_rows: int
+    num_done: int = 0
+
+    def begin(self, model: str, machine: Machine) -> None:
+        """Say it in the line below the table."""
+        self._write(f"row {self.num_done + 1} of {self.num_rows}: {model} on {machine.num_ranks} x {machine.card.name}")
+
+    def end(self) -> None:
+        """Make room for what is printed next."""
+        self._write("")
+
+    def _write(self, text: str) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{text}")  # back to the line's start, and clear it
+            sys.stderr.flush()
+
+
+@dataclass
+class Told:
+    """What is said below the table, and what a picture is drawn of."""
+
+    last: Answer | None = None
+    details: list[str] = field(default_factory=list)
+
+
+def print_rows(
+    cases: Sequence[tuple[str, Machine, Run]], table: Table, progress: Progress, measured: Profile | None
+) -> Told:
+    """Predict one case after the other, and print what comes out."""
+    told = Told()
+    for model, machine, run in cases:
+        asked = begin_row(model, machine, run)
+        name = " ".join(asked[:2])
+        progress.begin(asked[0], machine)
+        try:
+            last = told.last = answer(machine, run, measured=measured)
+            row = row_of(model, last)
+            told.details += [f"{name}: {describe_stages(last)}", *last.choice.notices]
+        except GpuMemoryError as error:
+            row = [*asked, "does not fit, see below"]
+            told.details.append(f"{name}: does not fit: {error}")
+        finally:
+            progress.end()
+        progress.num_done += 1
+        table.print_row(row)
+    return told
 
 
 def describe_stages(found: Answer) -> str:
@@ -171,35 +239,38 @@ def draw(found: Answer, arguments: argparse.Namespace) -> None:
         print(f"picture written to {arguments.output}")
 
 
+def run(arguments: argparse.Namespace, progress: Progress) -> bool:
+    """Print the table and what belongs to it; whether anything fits."""
+    measured = Profile.from_json(arguments.profile.read_text()) if arguments.profile else None
+    cases = machines_and_runs(arguments)
+    progress.num_rows = len(cases)
+    table = Table([begin_row(*case) for case in cases])
+    table.print_row(HEADER)
+    told = print_rows(cases, table, progress, measured)
+    if told.last is not None:
+        print(f"\n{told.last.candidate.profile.describe()}")
+    print("\n".join(dict.fromkeys(told.details)))
+    if told.last is not None and (arguments.output or arguments.trace):
+        draw(told.last, arguments)
+    sys.stdout.flush()
+    return told.last is not None
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Print the table."""
+    """Parse, print, and turn what a user can mend into a line and an exit code."""
     arguments = parse_arguments(argv)
-    rows: list[list[str]] = [list(HEADER)]
-    details: list[str] = []
-    last: Answer | None = None
+    progress = Progress(num_rows=0)
     try:
-        measured = Profile.from_json(arguments.profile.read_text()) if arguments.profile else None
-        for model, machine, run in machines_and_runs(arguments):
-            try:
-                last = answer(machine, run, measured=measured)
-            except GpuMemoryError as error:
-                details.append(f"{' '.join(begin_row(model, machine, run)[:2])}: does not fit: {error}")
-                continue
-            rows.append(row_of(model, last))
-            details += [f"{' '.join(rows[-1][:2])}: {describe_stages(last)}", *last.choice.notices]
-        if last is not None:
-            print(format_table(rows))
-            print(f"\n{last.candidate.profile.describe()}")
-        print("\n".join(dict.fromkeys(details)))
-        if last is not None and (arguments.output or arguments.trace):
-            draw(last, arguments)
-        sys.stdout.flush()
+        return 0 if run(arguments, progress) else 1
+    except KeyboardInterrupt:
+        print(f"stopped: {progress.num_done} of {progress.num_rows} rows were computed", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader (head, less) has seen enough
         drop(sys.stdout)
+        return 0
     except (MobiusError, ProfileError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error), sys.stderr)}", file=sys.stderr)
         return 2
-    return 0 if last is not None else 1
 
 
 if __name__ == "__main__":

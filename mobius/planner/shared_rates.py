@@ -31,6 +31,7 @@ class SharedRates:
         lost, beside = profile.cpu_adamw_together - profile.cpu_adamw_beside_copies, profile.copies_beside_cpu_adamw
         self._host_share = max(lost, 0.0) * profile.cpu_adamw_bytes / (2 * beside)
         self._update_weight = profile.cpu_adamw_beside_copies / beside
+        self._messages: dict[tuple[int, int, float], float | Flow] = {}
 
     def load(self, rank: int, num_bytes: float) -> Flow:
         """A copy to the GPU."""
@@ -47,6 +48,12 @@ class SharedRates:
 
     def message(self, source: int, target: int, num_bytes: float) -> float | Flow:
         """Seconds of a message over a link of its own, or a flow up to the host and down again."""
+        key = (source, target, num_bytes)
+        if key not in self._messages:  # a step has thousands, all alike
+            self._messages[key] = self._new_message(source, target, num_bytes)
+        return self._messages[key]
+
+    def _new_message(self, source: int, target: int, num_bytes: float) -> float | Flow:
         messages = self._profile.messages
         if not messages.is_through_host:
             return messages.latency + num_bytes / messages.bandwidth

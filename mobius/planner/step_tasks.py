@@ -42,7 +42,7 @@ class WaitFor(StrEnum):
     WEIGHTS = "weights"
 
 
-@dataclass
+@dataclass(slots=True)
 class ComputeTask:
     """A task of a rank's compute lane, and what it waits for beside the one before it."""
 
@@ -64,13 +64,13 @@ class _Sent:
         return f"{self.action} to {self.target}"
 
 
-@dataclass
+@dataclass(slots=True)
 class _Slot:
     stage: int | None = None
     free: Task | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _RankTasks:
     """Where one rank has got to while its tasks are made."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 _NEGLIGIBLE = 1e-12
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Flow:
     """What a task moves: `amount` at most at rate `limit`, `weight` against the others, a unit of it using `uses`."""
 
@@ -28,7 +28,7 @@ class Flow:
     weight: float = 1.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Task:
     """One thing that is done once; `run` fills in when it was."""
 
@@ -61,6 +61,7 @@ class _Run:
         self._ends: list[tuple[float, int, Task]] = []
         self._remaining: dict[Task, float] = {}
         self._rates: dict[Task, float] = {}
+        self._is_shared = True
         self._counted_at = 0.0
         self._known_rates: dict[frozenset[Hashable], dict[Hashable, float]] = {}
 
@@ -113,14 +114,17 @@ class _Run:
         if isinstance(task.work, Flow):
             self._count()
             self._remaining[task] = task.work.amount
-            self._share()
+            self._is_shared = False
         else:
             self._num_ready += 1
             heapq.heappush(self._ends, (self._now + task.work, self._num_ready, task))
 
     def _advance(self) -> list[Task]:
         """Go to the next moment at which something ends, and return what does."""
-        flow_end = min((self._counted_at + self._left(task) for task in self._remaining), default=math.inf)
+        if not self._is_shared:  # once for all flows that began or ended at this moment
+            self._share()
+        counted_at, rates = self._counted_at, self._rates
+        flow_end = min([counted_at + left / rates[task] for task, left in self._remaining.items()], default=math.inf)
         self._now = max(self._now, min(self._ends[0][0] if self._ends else math.inf, flow_end))
         done = []
         while self._ends and self._ends[0][0] <= self._now:
@@ -130,7 +134,7 @@ class _Run:
             ended = [task for task in self._remaining if self._left(task) <= _NEGLIGIBLE]
             for task in ended:
                 del self._remaining[task]
-            self._share()
+            self._is_shared = False
             done += ended
         return done
 
@@ -140,18 +144,23 @@ class _Run:
 
     def _count(self) -> None:
         """Take off what flowed since the last count."""
-        for task in self._remaining:
-            self._remaining[task] -= (self._now - self._counted_at) * self._rates[task]
+        elapsed = self._now - self._counted_at
+        if elapsed == 0:
+            return
+        remaining, rates = self._remaining, self._rates
+        for task in remaining:
+            remaining[task] -= elapsed * rates[task]
         self._counted_at = self._now
 
     def _share(self) -> None:
-        flows = {task.lane: task.work for task in self._remaining if isinstance(task.work, Flow)}
-        key = frozenset(flows)
         # Tasks of a lane flow alike, one at a time, so the lanes at work tell all rates.
-        if key not in self._known_rates:
-            self._known_rates[key] = share_rates(flows, self._capacities)
-        rates = self._known_rates[key]
+        key = frozenset([task.lane for task in self._remaining])
+        rates = self._known_rates.get(key)
+        if rates is None:
+            flows = {task.lane: task.work for task in self._remaining if isinstance(task.work, Flow)}
+            rates = self._known_rates[key] = share_rates(flows, self._capacities)
         self._rates = {task: rates[task.lane] for task in self._remaining}
+        self._is_shared = True
 
 
 def share_rates(flows: Mapping[Hashable, Flow], capacities: Mapping[Hashable, float]) -> dict[Hashable, float]:

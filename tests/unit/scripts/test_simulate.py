@@ -1,11 +1,18 @@
-"""The what-if script: a table without torch, refusals as lines, a picture and a trace where they are wanted."""
+"""The what-if script: rows as they come, without torch, refusals as lines, a picture and a trace where wanted."""
 
 from __future__ import annotations
 
+import io
+import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
+import simulate
 
 from mobius.planner.cards import CARDS, estimate_profile
 from mobius.planner.model_files import shape_of_model
@@ -14,43 +21,85 @@ from mobius.training.timeline import read_trace
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--model", "1b", "--batch_size", "8", "--gpus", "2", "--num_stages", "4", "--num_chunks", "4"]
+SMALL += ["--resident_stages", "0"]
+"""Nothing is left to choose, which takes the most time."""
+
+Captured = pytest.CaptureFixture[str]
 
 
-def simulate(*arguments: str, without_torch: bool = False) -> subprocess.CompletedProcess[str]:
-    program = [str(ROOT / "scripts" / "simulate.py")]
-    if without_torch:
-        hide = "import sys, runpy; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
-        program = ["-c", hide + "runpy.run_path(sys.argv[0], run_name='__main__')", *program]
-    command = [sys.executable, *program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """The script as a process of its own, without torch."""
+    hide = "import sys, runpy; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+    program = ["-c", hide + "runpy.run_path(sys.argv[0], run_name='__main__')", str(ROOT / "scripts" / "simulate.py")]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *program, *arguments], cwd=ROOT, **pipes)
 
 
 def test_the_table_has_a_row_per_combination_and_needs_no_torch() -> None:
-    finished = simulate(*SMALL, "--card", "H200", "4090", "--pcie", "3", "4", without_torch=True)
-    assert finished.returncode == 0, finished.stderr
-    rows = [line for line in finished.stdout.splitlines() if line.strip().startswith("1b ")]
+    output, errors = (process := start(*SMALL, "--card", "H200", "4090", "--pcie", "3", "4")).communicate()
+    assert process.returncode == 0, errors
+    rows = [line for line in output.splitlines() if line.strip().startswith("1b ")]
     assert len(rows) == 4 + 2  # the table, and per card how the layers are cut
-    assert "estimated" in finished.stdout
+    assert "estimated" in output
+    assert errors == ""
 
 
-def test_a_machine_that_is_too_small_is_a_line_beside_those_that_are_not() -> None:
-    finished = simulate(*SMALL, "--gpu_memory_limit", "0.5", "8")
-    assert finished.returncode == 0, finished.stderr
-    assert "does not fit" in finished.stdout
-    assert simulate(*SMALL, "--gpu_memory_limit", "0.5").returncode == 1
+def test_a_reader_of_a_pipe_gets_rows_while_others_are_computed_and_ctrl_c_is_one_line() -> None:
+    process = start("--model", "1b", "70b", "--gpus", "2", "--num_chunks", "4")  # the second takes long
+    assert process.stdout is not None
+    assert process.stdout.readline().split()[:3] == ["model", "GPUs", "PCIe"]
+    assert process.stdout.readline().split()[:2] == ["1b", "2"]
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=20)
+    assert (output, errors) == ("", "stopped: 1 of 2 rows were computed\n")
+    assert process.returncode == 130
 
 
-def test_a_wrong_card_is_one_line_with_the_known_ones() -> None:
-    finished = simulate(*SMALL, "--card", "B12")
-    assert finished.returncode == 2
-    assert finished.stderr.startswith("error: the card 'B12' is not known")
-    assert "Traceback" not in finished.stderr
+def test_columns_are_aligned_though_rows_are_printed_one_by_one(capsys: Captured) -> None:
+    assert simulate.main([*SMALL, "--card", "H200", "RTX4090", "--gpus", "2", "4"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()[:5]
+    assert len(rows) == 4
+    ends = [found.end() for found in re.finditer(r"\S+(?: \S+)*", header)][:-1]
+    for row in rows:
+        assert row.startswith(("   1b", "model"))
+        assert {len(row[:end].rstrip()) - end for end in ends} == {0}
+        assert {row[end] for end in ends} == {" "}
+
+
+def test_a_terminal_is_told_which_row_is_being_computed(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert simulate.main([*SMALL, "--card", "H200", "L20"]) == 0
+    clear = "\r\033[K"
+    assert terminal.getvalue() == (f"{clear}row 1 of 2: 1b on 2 x H200{clear}{clear}row 2 of 2: 1b on 2 x L20{clear}")
+    assert "row 1" not in capsys.readouterr().out
+
+
+def test_a_machine_that_is_too_small_is_a_line_beside_those_that_are_not(capsys: Captured) -> None:
+    assert simulate.main([*SMALL, "--gpu_memory_limit", "0.5", "8"]) == 0
+    _, small, large, *below = capsys.readouterr().out.splitlines()
+    assert small.endswith("0.5  does not fit, see below")
+    assert "tokens" not in large
+    assert large.split()[:6] == ["1b", "2", "x", "H200", "5", "8"]
+    assert any(line.startswith("1b 2 x H200: does not fit: rank ") for line in below)
+    assert simulate.main([*SMALL, "--gpu_memory_limit", "0.5"]) == 1
+
+
+def test_a_wrong_card_is_one_line_with_the_known_ones(capsys: Captured) -> None:
+    assert simulate.main([*SMALL, "--card", "B12"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: the card 'B12' is not known")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
 
 
 def test_the_predicted_step_is_drawn_and_written_like_a_measured_one(tmp_path: Path) -> None:
     picture, file = tmp_path / "step.png", tmp_path / "trace.json"
-    finished = simulate(*SMALL, "--resident_stages", "0", "--output", str(picture), "--trace", str(file))
-    assert finished.returncode == 0, finished.stderr
+    assert simulate.main([*SMALL, "--output", str(picture), "--trace", str(file)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     trace = read_trace(file)
     assert trace.facts.is_predicted
@@ -59,17 +108,17 @@ def test_the_predicted_step_is_drawn_and_written_like_a_measured_one(tmp_path: P
     assert {"compute", "load", "offload", "optimizer"} <= lanes.keys()
 
 
-def test_a_measured_profile_takes_the_place_of_estimates_if_it_is_of_this_run(tmp_path: Path) -> None:
+def test_a_measured_profile_takes_the_place_of_estimates_if_it_is_of_this_run(tmp_path: Path, capsys: Captured) -> None:
     shape = shape_of_model("1b")
     profile = estimate_profile(CARDS["H200"], shape, microbatch_tokens=1024, seq_length=512, num_ranks=2)
     file = tmp_path / "profile.json"
     file.write_text(replace(profile, source=Source.MEASURED, basis="2 x here").to_json())
 
-    finished = simulate(*SMALL, "--profile", str(file))
-    assert "measured: 2 x here" in finished.stdout, finished.stderr
+    assert simulate.main([*SMALL, "--profile", str(file)]) == 0
+    assert "measured: 2 x here" in capsys.readouterr().out
 
-    other = simulate(*SMALL, "--profile", str(file), "--seq_length", "1024")
-    assert other.returncode == 2
-    assert "the profile is of another run" in other.stderr
+    assert simulate.main([*SMALL, "--profile", str(file), "--seq_length", "1024"]) == 2
+    assert "the profile is of another run" in capsys.readouterr().err
     file.write_text("{}")
-    assert simulate(*SMALL, "--profile", str(file)).stderr.startswith("error: not a profile")
+    assert simulate.main([*SMALL, "--profile", str(file)]) == 2
+    assert capsys.readouterr().err.startswith("error: not a profile")
