@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import parent_process
-from pickle import UnpicklingError
 from types import TracebackType
 from typing import Final
 
@@ -69,13 +68,15 @@ class Interruption:
         self._standing = standing
         self._has_come = threading.Event()
         self._sender: socket.socket | None = None
+        self._watched: list[signal.Signals] = []
 
     def watch(self, *, speaks: bool) -> None:
         """End this process at a signal; the one that `speaks` says the run's standing. Call it in the main thread."""
         receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        for number in _SIGNALS:
+        self._watched = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        for number in self._watched:  # a job in the background of a script ignores Ctrl-C
             signal.signal(number, _leave_to_the_thread)
         os.register_at_fork(after_in_child=self.stand_down)  # a signal for a fork is not one for this process
         threading.Thread(target=self._end_at_signal, args=(receiver, speaks), name="interruption", daemon=True).start()
@@ -84,7 +85,7 @@ class Interruption:
         """Leave signals to the system again: they end the process without a word."""
         if self._sender is not None:
             signal.set_wakeup_fd(-1)
-            for number in _SIGNALS:
+            for number in self._watched:
                 signal.signal(number, signal.SIG_DFL)
             self._sender = None
 
@@ -141,7 +142,7 @@ def end_with_parent() -> None:
 def _tell_unless_abandoned(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Tell an error, unless it is that the parent ended while it sent this worker what it is to do."""
     is_being_sent = parent_process() is None
-    if not (is_being_sent and isinstance(error, EOFError | UnpicklingError)):
+    if not (is_being_sent and kind.__name__ in ("EOFError", "UnpicklingError")):
         sys.__excepthook__(kind, error, traceback)
 
 

@@ -168,7 +168,6 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, machine: Machi
 
 def main(argv: Sequence[str]) -> int:
     """Print the command, or the problem on standard error; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     try:
         command, notice = launch_command(argv[1:], Path(argv[0]), Machine.here())
     except ConfigError as error:
@@ -186,4 +185,5 @@ def _names(devices: str | None) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     sys.exit(main(sys.argv[1:]))

@@ -78,8 +78,7 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     config = blueprint.config  # what was auto is a number now
     check_model_weights(model_folder, blueprint.parts, config.model)
     _log_model(blueprint, model_folder)
-    output = _prepare_output(config, ranks, blueprint)
-    standing.becomes(f"before the first step: nothing was trained, {_kept(output)}", clear=output.discard)
+    output = _prepare_output(config, ranks, blueprint, standing)
     try:
         prepared = _prepare_data(config, ranks, tokenizer)
         set_host_threads(ranks, blueprint.device, blueprint.device_order)  # not before: tokenization uses every CPU
@@ -120,7 +119,7 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     transport.close()
 
 
-def _prepare_output(config: Config, ranks: Ranks, blueprint: Blueprint) -> OutputFolder:
+def _prepare_output(config: Config, ranks: Ranks, blueprint: Blueprint, standing: Standing) -> OutputFolder:
     """Find out now, not after training, whether the results can be written; start the folder with the settings."""
     output = OutputFolder(
         Path(config.output.save_dir),
@@ -135,12 +134,9 @@ def _prepare_output(config: Config, ranks: Ranks, blueprint: Blueprint) -> Outpu
         except CheckpointError:
             output.discard()
             raise
+    kept = f"{output.save_dir} is as it was" if output.save_dir.exists() else "nothing is left"
+    standing.becomes(f"before the first step: nothing was trained, and {kept}", clear=output.discard)
     return output
-
-
-def _kept(output: OutputFolder) -> str:
-    """What of a run's results is there while it has none of its own."""
-    return f"and {output.save_dir} is as it was" if output.save_dir.exists() else "and nothing is left"
 
 
 def _settle_plan(blueprint: Blueprint, transport: Transport, output: OutputFolder) -> Blueprint:
@@ -247,9 +243,10 @@ def _train(
     steps = []
     log = MetricsLog(output.partial / _METRICS) if ranks.is_first else None
     lost = (
-        f"what was trained is lost, because only the end is saved, {_kept(output)} but for the numbers of the steps in "
-        f"{output.partial / _METRICS}"
+        f"what was trained is lost, for only the end is saved; every step's numbers are in {output.partial / _METRICS}"
     )
+    if output.save_dir.exists():
+        lost += f", and {output.save_dir} is as it was"
     standing.becomes(f"in step 1 of {total}: {lost}")
     progress = tqdm(total=total, desc="training", unit="step", leave=False, disable=None if ranks.is_first else True)
     try:

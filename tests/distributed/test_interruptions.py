@@ -21,6 +21,11 @@ OPTIONS = """--model_path model --dataset data.jsonl --fp32 --num_stages 4 --num
 ENDLESS = OPTIONS.split()
 
 
+def heed_ctrl_c() -> None:
+    """The tests may run in the background of a script, where programs ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def started(words: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A program with a process group of its own, as in a terminal; what is left of it is killed in the end."""
@@ -32,6 +37,7 @@ def started(words: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_ctrl_c,
     )
     try:
         yield process

@@ -41,6 +41,11 @@ if __name__ == "__main__":
 """
 
 
+def heed_ctrl_c() -> None:
+    """The tests may run in the background of a script, where programs ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(folder: Path, program: str) -> subprocess.Popen[str]:
     (folder / "program.py").write_text(program)
     return subprocess.Popen(
@@ -50,6 +55,7 @@ def start(folder: Path, program: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=heed_ctrl_c,
     )
 
 

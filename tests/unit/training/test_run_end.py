@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mobius.errors import CheckpointError, MobiusError, NonFiniteLossError, NoResultError
+from mobius.interruption import Standing
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_memory import StageMemory
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
@@ -197,3 +199,27 @@ def test_a_trace_that_cannot_be_written_does_not_lose_the_model(
 
     assert (workplace / "out" / "config.json").is_file()
     assert any("No space left on device" in message for message in caplog.messages)
+
+
+def test_what_an_interruption_would_say_follows_the_run(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, texts = workplace / "out", list[str]()
+    run("--num_iterations", "1")
+
+    def note(self: Standing, text: str, *, clear: Callable[[], None] | None = None) -> None:
+        texts.append(text)
+
+    monkeypatch.setattr(Standing, "becomes", note)
+    run("--overwrite_output_dir", "--num_iterations", "2")
+
+    assert texts[0] == f"before the first step: nothing was trained, and {out} is as it was"
+    for text, where in zip(texts[1:4], ("in step 1", "after step 1", "after step 2"), strict=True):
+        assert text.startswith(f"{where} of 2: what was trained is lost")
+        assert text.endswith(f"{workplace / 'out.partial' / 'metrics.jsonl'}, and {out} is as it was")
+    assert re.search(rf"checked model got its name {out}: .* in {out}\.partial", texts[4])
+    saved = f"after the last step: the model is complete and checked in {out}"
+    assert texts[5:] == [
+        f"{saved}; finetune_params.pt was not written",
+        f"{saved} and in finetune_params.pt; test_result.txt was not written",
+    ]
