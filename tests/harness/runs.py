@@ -13,22 +13,26 @@ from pathlib import Path
 import torch
 from benchmark_launch import free_port
 from harness.forked import HANG_SECONDS, ROOT, Ranks
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 TOKENIZER = ROOT / "assets" / "tiny-llama"
 VOCAB = 4096
 
 
-def make_checkpoint(folder: Path, *, num_layers: int = 4, is_tied: bool = False) -> PreTrainedModel:
-    """Save a tiny Llama with random weights as a sharded Hugging Face folder with the quickstart tokenizer."""
+def make_checkpoint(
+    folder: Path, *, num_layers: int = 4, is_tied: bool = False, family: str = "llama"
+) -> PreTrainedModel:
+    """Save a tiny model with random weights as a sharded Hugging Face folder with the quickstart tokenizer."""
     torch.manual_seed(3)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        family,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=VOCAB,
+        # transformers gives each Gemma tokenizer a token of its own.
+        vocab_size=VOCAB + 64 * (family == "gemma3_text"),
         tie_word_embeddings=is_tied,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,0 +1,226 @@
+"""Plays fuzzed inputs: each must give a plan, a run, or one message with an exit code; `scripts/fuzz` starts it.
+
+    scripts/fuzz --inputs 10000 --processes 200
+
+Inputs run one after the other in this process, the last of them as processes of their own as a user starts them. What
+ends in a traceback or says nothing for 20 s is told with its kind and number; `--only "model configs" 17` plays one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+
+from mobius.ranks import Ranks, prepare_environment  # noqa: E402
+
+prepare_environment()  # before torch is imported
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from harness import forked  # noqa: E402
+from harness.fuzzed_inputs import KINDS, FuzzedInput, fuzzed_input, make_base  # noqa: E402
+from harness.runs import environment  # noqa: E402
+
+from mobius.cli import given_options, parse_args  # noqa: E402
+from mobius.errors import MobiusError  # noqa: E402
+from mobius.log import setup_logging  # noqa: E402
+
+SILENT_SECONDS = 20
+MEMORY_BYTES = 24 * 2**30
+"""Of address space: an input that asks for the machine's memory ends in a MemoryError."""
+LONGEST_MESSAGE = 6000
+GOOD = ("plan", "run", "message")
+BAD = ("traceback", "silent", "left something", "long message")
+
+
+class SilentError(BaseException):
+    """Nothing came for SILENT_SECONDS; no `except Exception` of the code that is fuzzed catches it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an input ended: one of GOOD or BAD, and what was said."""
+
+    result: str
+    text: str
+    seconds: float
+
+
+Ended = tuple[FuzzedInput, Outcome]
+
+
+def lay_out(made: FuzzedInput, base: Path, folder: Path) -> None:
+    """Make the folder of an input: links to the base's files, and its own in place of some."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "data.jsonl").symlink_to(base / "data.jsonl")
+    for path in (base / made.family).iterdir():
+        if path.name not in made.files:
+            (folder / "model" / path.name).symlink_to(path)
+    for name, content in made.files.items():
+        if content is not None:
+            place = folder / name if name.endswith(".yaml") else folder / "model" / name
+            place.write_bytes(content)
+
+
+def play(made: FuzzedInput, folder: Path) -> Outcome:
+    """Run an input in this process, in `folder`."""
+    start, told = time.monotonic(), io.StringIO()
+    with _inside(folder), contextlib.redirect_stdout(told), contextlib.redirect_stderr(told), _noticing_silence():
+        setup_logging(0)
+        try:
+            result, text = _result_of(made.arguments)
+        except SystemExit as end:
+            result, text = "message", f"exit code {end.code}"
+        except SilentError:
+            result, text = "silent", traceback.format_exc()
+        except BaseException:
+            result, text = "traceback", traceback.format_exc()
+    if result == "message" and list(folder.rglob("*.partial")) and ".partial" not in text:
+        result = "left something"
+    if result == "message" and len(text) > LONGEST_MESSAGE:
+        result = "long message"
+    return Outcome(result, text, time.monotonic() - start)
+
+
+def _result_of(arguments: list[str]) -> tuple[str, str]:
+    """What main.py does with arguments, without the end of the process."""
+    from mobius.training.dry_run import run_dry
+    from mobius.training.run import run_training
+
+    try:
+        ranks, given = Ranks(0, 1, 0), given_options(arguments)
+        config = parse_args(arguments, num_ranks=1)
+        if config.planning.dry_run:
+            return ("plan" if run_dry(config, ranks, given=given) else "message"), ""
+        run_training(config, ranks, given=given)
+        return "run", ""
+    except MobiusError as error:
+        return ("message" if str(error).strip() else "silent"), str(error)
+
+
+def play_as_process(made: FuzzedInput, folder: Path) -> Outcome:
+    """Run an input as main.py in a process of its own."""
+    start = time.monotonic()
+    try:
+        ranks = forked.Ranks(
+            "main", "main", made.arguments, num_ranks=1, folder=folder, environment=environment(folder / "cache")
+        )
+    except ValueError as error:  # a NUL cannot be typed
+        return Outcome("message", str(error), 0.0)
+    try:
+        code = ranks.wait(seconds=3 * SILENT_SECONDS)
+    except AssertionError:
+        return Outcome("silent", ranks.output(), time.monotonic() - start)
+    text = ranks.output()
+    if "Traceback (most recent call last)" in text or code < 0 or not text.strip():
+        return Outcome("traceback", text, time.monotonic() - start)
+    control = [letter for letter in text if ord(letter) < 32 and letter not in "\n\t\r"]
+    assert not control, (made, control)
+    done = "plan" if "--dry_run" in made.arguments else "run"
+    return Outcome(done if code == 0 else "message", text, time.monotonic() - start)
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@contextlib.contextmanager
+def _noticing_silence() -> Iterator[None]:
+    def notice(number: int, frame: FrameType | None) -> None:
+        raise SilentError
+
+    before = signal.signal(signal.SIGALRM, notice)
+    signal.setitimer(signal.ITIMER_REAL, SILENT_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def inputs_of(number: int) -> Iterator[tuple[str, int]]:
+    """Kinds in turn, each with its numbers from 0 on."""
+    kinds = list(KINDS)
+    return ((kinds[index % len(kinds)], index // len(kinds)) for index in range(number))
+
+
+def fuzz(chosen: Iterable[tuple[str, int]], place: Path, *, num_processes: int = 0) -> list[Ended]:
+    """Play inputs below `place`, the last `num_processes` as processes; what is bad is told as it comes."""
+    ended, base, chosen = [], place / "base", list(chosen)
+    if not base.exists():
+        base.mkdir()
+        make_base(base)
+    for index, (kind, number) in enumerate(chosen):
+        made, folder = fuzzed_input(kind, number, base), place / "input"
+        lay_out(made, base, folder)
+        outcome = (play if index < len(chosen) - num_processes else play_as_process)(made, folder)
+        shutil.rmtree(folder)
+        ended.append((made, outcome))
+        if outcome.result in BAD:
+            sys.stderr.write(f"{made.kind} {made.number}: {outcome.result}\n{outcome.text[-3000:]}\n")
+    return ended
+
+
+def table(ended: Sequence[Ended]) -> str:
+    """Rows of kinds, columns of results."""
+    counts = Counter((made.kind, outcome.result) for made, outcome in ended)
+    columns = [*GOOD, *BAD]
+    rows = [["inputs of", "all", *columns, "longest, s"]]
+    for kind in KINDS:
+        own = [outcome for made, outcome in ended if made.kind == kind]
+        if own:
+            slowest = max(outcome.seconds for outcome in own)
+            rows.append([kind, str(len(own)), *(str(counts[kind, name]) for name in columns), f"{slowest:.1f}"])
+    totals = [str(sum(outcome.result == name for _, outcome in ended)) for name in columns]
+    rows.append(["all", str(len(ended)), *totals, f"{max(outcome.seconds for _, outcome in ended):.1f}"])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def main() -> int:
+    """Print the table; the exit code is 1 if anything ended badly."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=10_000, help="(default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=200, help="of them (default: %(default)s)")
+    parser.add_argument("--only", nargs=2, metavar=("KIND", "NUMBER"), help="play this one and show what it says")
+    arguments = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        if arguments.only:
+            ((made, outcome),) = fuzz([(arguments.only[0], int(arguments.only[1]))], Path(place))
+            print(made.arguments, {name: (content or b"")[:300] for name, content in made.files.items()})
+            print(outcome.result, outcome.text, sep="\n")
+            return int(outcome.result in BAD)
+        ended = fuzz(inputs_of(arguments.inputs), Path(place), num_processes=arguments.processes)
+    print(table(ended))
+    print(f"{arguments.processes} of them as processes; {time.monotonic() - start:.0f} s")
+    return int(any(outcome.result in BAD for _, outcome in ended))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""Seeded inputs as a careless or a hostile hand would make them: options, YAML, model files, weights, data, plans.
+
+Input number n of a kind is the same in every run. Each is a folder's files and a command line; some are in order.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from harness.runs import make_checkpoint, make_dataset
+from safetensors.torch import load_file
+from safetensors.torch import save as as_safetensors
+from torch import Tensor
+from transformers import AutoConfig
+
+from mobius.options import options
+
+SMALL = (
+    *("--model_path", "model", "--dataset", "data.jsonl", "--device", "cpu", "--dtype", "fp32", "--save_dir", "out"),
+    *("--num_stages", "2", "--num_chunks", "2", "--batch_size", "4", "--seq_length", "16", "--num_iterations", "1"),
+)
+"""A run of one step on the base folder's files; what is appended goes before it."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+RAW = {
+    "@digits@": "9" * 5000,
+    "@nan@": "NaN",
+    "@infinity@": "-Infinity",
+    "@huge@": "1e999",
+    "@deep@": "[" * 20_000 + "]" * 20_000,
+    "@open@": "[" * 100_000,
+    "@surrogate@": '"\\ud800"',
+    "@nul@": '"\\u0000"',
+}
+"""Marks in JSON that are replaced, quotes included, by what Python would not write itself."""
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2, 3, 7, 64, 1.5, -0.5, 1e-300, 1e300, 10**9, 10**12, 10**30, -(10**30)),
+    *("", " ", "a", "8", "silu", "nonsense", "full_attention", "\x1b[2J\x07", "é模型", "x" * 5000, "../../etc/passwd"),
+    *([], {}, [[]], [1, 2], ["a"], {"a": 1}, {"": []}, [None] * 50),
+    *RAW,
+)
+CONTENTS = (
+    "",
+    " ",
+    "a",
+    "Zwölf 模型 \x1b[2J\x07",
+    "many words " * 500,
+    "\u202e",
+    "<|im_end|>",
+    "@surrogate@",
+    "@nul@",
+    None,
+)
+TEXTS = (
+    *("", " ", "0", "1", "2", "3", "-1", "1.5", "1e5", "1e-400", "1e400", "9" * 5000, "10" * 20, "1000000000000"),
+    *("nan", "inf", "-inf", "１２", "٣", "1_000", "0x10", "auto", "all", "none", "true", "False", "null", "[]", "{}"),
+    *(
+        "--",
+        "-",
+        "---",
+        "--x",
+        "%s%n%d",
+        "{0}",
+        "$(id)",
+        "`id`",
+        "a\nb",
+        "\t",
+        "\x1b[31m",
+        "\x00",
+        "\udcff\udc80",
+        "é模型",
+    ),
+    *("a" * 300, "a" * 5000, "/", ".", "..", "~", "~nobody-there/x", "/dev/null", "/proc/self/mem", "nowhere/at/all"),
+    *("H200", "4090", "bf16", "3-4", "4-3", "1-1000000000000", "0-0", "GPU-1", "0,0", "0,1", "7b", "gpt2", "model"),
+    *("data.jsonl", "model/config.json", "meta-llama/Llama-2-7b-hf"),
+)
+NODES = (
+    *(
+        "2024-99-99",
+        "!!int abc",
+        "!foo bar",
+        "{[1]: 2}",
+        "!!python/object:os.system x",
+        "&a [*a]",
+        "*nowhere",
+        "a: b: c",
+    ),
+    *("!!float x", "!!timestamp x", "!!binary '*'", "!!set {a}", "!!omap [a: 1]", "!!bool x", "!!merge x", "!!null x"),
+    *(
+        "[1, 2",
+        "{a: b",
+        "'open",
+        '"open',
+        "? a",
+        "|",
+        ">",
+        "- a",
+        "@x",
+        "`x`",
+        "%x",
+        "1e5",
+        ".inf",
+        ".nan",
+        "0o17",
+        "~",
+    ),
+    *("1:30:00", "yes", "on", "2024-01-01", "9" * 5000, "[" * 3000, "{" * 3000, '"\\ud800"', '"\\0"', "é模型", "\x07"),
+    *("\x1b[2J", "<<: 3", "''", "1", "2", "4", "8", "auto", "true", "false", "model", "fp32", "cosine", "0.5", "1.0"),
+)
+_NOT_TYPED = {"config", "help", "dry_run", "overwrite_output_dir", "preprocessing_num_workers", "compile", "trace"}
+_OUTPUTS = {"save_dir", "save_params", "save_results", "plan_output"}
+"""Options that name what is written: they get no path outside of the input's folder."""
+
+
+@dataclass
+class FuzzedInput:
+    """What is written over a folder's files, and the arguments of main.py; None deletes a file."""
+
+    kind: str
+    number: int
+    arguments: list[str] = field(default_factory=list)
+    files: dict[str, bytes | None] = field(default_factory=dict)
+    family: str = "llama"
+
+
+def make_base(folder: Path) -> None:
+    """Write what inputs start from: a model folder of each family with weights and tokenizer, and a dataset."""
+    make_dataset(folder / "data.jsonl", 8)
+    for family in FAMILIES:
+        make_checkpoint(folder / family, num_layers=2, family=family, is_tied=family == "gemma3_text")
+
+
+def fuzzed_input(kind: str, number: int, base: Path) -> FuzzedInput:
+    """Input `number` of `kind`, one of KINDS."""
+    rng = random.Random(f"{kind} {number}")
+    made = FuzzedInput(kind, number, family=rng.choice(FAMILIES))
+    KINDS[kind](made, rng, base / made.family)
+    return made
+
+
+def _options(made: FuzzedInput, rng: random.Random, model: Path) -> None:
+    made.arguments = [*SMALL, "--dry_run"]
+    for _ in range(rng.randint(1, 4)):
+        name = rng.choice(sorted(set(options()) - _NOT_TYPED))
+        texts = [text for text in TEXTS if name not in _OUTPUTS or not text.startswith(("/", ".", "~"))]
+        spelled = rng.choice([name, name, name, name.replace("_", "-"), name[:-1], name + "s", "no_" + name])
+        made.arguments += [f"--{spelled}", *([rng.choice(texts)] if rng.random() < 0.9 else [])]
+    if rng.random() < 0.1:
+        made.arguments.insert(rng.randrange(len(made.arguments)), rng.choice(TEXTS))
+
+
+def _yaml(made: FuzzedInput, rng: random.Random, model: Path) -> None:
+    made.arguments = ["--config", "fuzzed.yaml", "--dry_run"]
+    names = dict(zip((name.removeprefix("--") for name in SMALL[::2]), SMALL[1::2], strict=True))
+    lines = [f"{name}: {value}" for name, value in names.items()]
+    for _ in range(rng.randint(1, 4)):
+        name = rng.choice([*options(), *names, "<<", "? x", "num_train_epochs", "fsdp", "é", "[a]", "{}", "''"])
+        value = yaml.safe_dump(rng.choice(TEXTS[:30])).strip() if rng.random() < 0.2 else rng.choice(NODES)
+        if name not in _NOT_TYPED | _OUTPUTS:
+            lines.insert(rng.randrange(len(lines) + 1), f"{' ' * (rng.random() < 0.05)}{name}: {value}")
+    made.files["fuzzed.yaml"] = _spoiled("\n".join(lines).encode(errors="surrogatepass"), rng, share=0.15)
+
+
+def _config(made: FuzzedInput, rng: random.Random, model: Path) -> None:
+    made.arguments = [*SMALL, *(["--dry_run"] if rng.random() < 0.7 else [])]
+    if rng.random() < 0.5:  # trained from fresh weights
+        made.files |= {path.name: None for path in model.glob("*.safetensors*")}
+    full = json.loads(AutoConfig.from_pretrained(model).to_json_string(use_diff=False))
+    stored = json.loads((model / "config.json").read_text())
+    fields = stored if rng.random() < 0.5 else full
+    made.files["config.json"] = _changed_json(fields, rng)
+
+
+def _weights(made: FuzzedInput, rng: random.Random, model: Path) -> None:
+    import torch
+
+    made.arguments = list(SMALL)
+    tensors = dict(_tensors(model))
+    name = rng.choice(sorted(tensors))
+    value = tensors[name].clone()
+    flat = value.view(-1)
+    place = rng.randrange(len(flat))
+    changes: list[Callable[[], object]] = [
+        lambda: flat.__setitem__(place, rng.choice([float("nan"), float("inf"), -float("inf"), 1e38])),
+        lambda: tensors.pop(name),
+        lambda: tensors.update({name: value[..., :-1].contiguous()}),
+        lambda: tensors.update({name: value.to(rng.choice([torch.float16, torch.bfloat16, torch.float64]))}),
+        lambda: tensors.update(
+            {name: value.to(rng.choice([torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bool]))}
+        ),
+        lambda: tensors.update({name + rng.choice(["_scale_inv", ".lora_A", "x"]): torch.ones(3)}),
+        lambda: tensors.update({name: value.reshape(-1)}),
+        lambda: tensors.update({"lm_head.weight": torch.ones(4096, 32)}),
+        lambda: tensors.update({name: torch.zeros(0)}),
+    ]
+    rng.choice(changes)()
+    if name in tensors and tensors[name].shape == value.shape and tensors[name].dtype == value.dtype:
+        tensors[name] = value
+    made.files |= {path.name: None for path in model.glob("*.safetensors*")}
+    whole = as_safetensors(tensors)
+    turn = rng.random()
+    if turn < 0.2:  # the header: its length, then JSON
+        length = int.from_bytes(whole[:8], "little")
+        header = _changed_json(json.loads(whole[8 : 8 + length]), rng)
+        whole = len(header).to_bytes(8, "little") + header + whole[8 + length :]
+    made.files["model.safetensors"] = _spoiled(whole, rng, share=0.15)
+    if turn > 0.7:
+        index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+        made.files["model.safetensors.index.json"] = _changed_json(index, rng)
+
+
+def _data(made: FuzzedInput, rng: random.Random, model: Path) -> None:
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+    turns = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}]
+    records = rng.choice(
+        [
+            [{"prompt": f"Count to {n}.", "completion": "one two"} for n in range(4)],
+            [{"messages": chat} for _ in range(4)],
+            [{"conversations": turns} for _ in range(4)],
+            [{"instruction": "Say", "input": "", "output": "yes"} for _ in range(4)],
+            [{"text": "some words of a text"} for _ in range(4)],
+        ]
+    )
+    lines = [json.dumps(record).encode() for record in records]
+    for _ in range(rng.randint(1, 2)):
+        place = rng.randrange(len(lines))
+        lines[place] = _changed_json(records[place], rng, VALUES if rng.random() < 0.3 else CONTENTS)
+    suffix = rng.choice([".jsonl", ".jsonl", ".jsonl", ".json", ".json", ".JSONL", ".csv", ".parquet", ""])
+    joined = b"[" + b",".join(lines) + b"]" if suffix == ".json" and rng.random() < 0.7 else b"\n".join(lines)
+    name = f"fuzzed{suffix}"
+    made.files[f"../{name}"] = _spoiled(joined, rng, share=0.25)
+    made.arguments = [*SMALL, "--dataset", name]
+
+
+def _tokenizer(made: FuzzedInput, rng: random.Random, model: Path) -> None:
+    made.arguments = list(SMALL)
+    name = rng.choice(["tokenizer_config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"])
+    fields = json.loads((model / name).read_text())
+    if name == "tokenizer_config.json":
+        templates = [
+            "{{ x.y.z }}",
+            "{% for %}",
+            "{{ raise_exception('no') }}",
+            "{{ 1 / 0 }}",
+            "{{ messages[9] }}",
+            "",
+            3,
+        ]
+        if rng.random() < 0.4:
+            fields["chat_template"] = rng.choice(templates)
+        if rng.random() < 0.2:
+            fields["auto_map"] = {"AutoTokenizer": ["code.Tokenizer", None]}
+    made.files[name] = _changed_json(fields, rng) if rng.random() < 0.8 else _spoiled(json.dumps(fields).encode(), rng)
+
+
+def _plan(made: FuzzedInput, rng: random.Random, model: Path) -> None:
+    config, tensors = json.loads((model / "config.json").read_text()), _tensors(model)
+    is_tied = "lm_head.weight" not in tensors
+    digest = {
+        "num_parameters": sum(value.numel() for value in tensors.values()),
+        "num_layers": 2,
+        "hidden_size": config["hidden_size"],
+        "vocab_size": config["vocab_size"],
+        "is_tied": is_tied,
+        "dtype": "fp32",
+    }
+    span = {"stage": 0, "first_layer": 0, "end_layer": 1, "is_first": True, "is_last": False}
+    last = {"stage": 1, "first_layer": 1, "end_layer": 2, "is_first": False, "is_last": True}
+    fields = {
+        "version": 2,
+        "model": digest,
+        "batch_size": 4,
+        "seq_length": 16,
+        "num_ranks": 1,
+        "num_microbatches": 2,
+        "slots": [2],
+        "spans": [span, last],
+        "resident": [],
+        "kept_activations": [],
+    }
+    made.files["../fuzzed.json"] = _spoiled(_changed_json(fields, rng), rng, share=0.1)
+    made.arguments = [*SMALL[:4], "--device", "cpu", "--dtype", "fp32", "--save_dir", "out"]
+    made.arguments += ["--plan", "fuzzed.json", "--num_iterations", "1"]
+
+
+KINDS: Mapping[str, Callable[[FuzzedInput, random.Random, Path], None]] = {
+    "options": _options,
+    "YAML": _yaml,
+    "model configs": _config,
+    "weight files": _weights,
+    "dataset lines": _data,
+    "tokenizer files": _tokenizer,
+    "plans": _plan,
+}
+
+
+@cache
+def _tensors(model: Path) -> dict[str, Tensor]:
+    return {name: value for shard in model.glob("*.safetensors") for name, value in load_file(shard).items()}
+
+
+def _changed_json(value: Any, rng: random.Random, values: Sequence[Any] = VALUES) -> bytes:
+    """The JSON of `value` with one to three places changed, which are removed, replaced, doubled or renamed."""
+    value = copy.deepcopy(value)
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        parent, key = value, None
+        while isinstance(parent, dict | list) and len(parent):
+            keys = list(parent) if isinstance(parent, dict) else range(len(parent))
+            key = rng.choice(keys)
+            if not isinstance(parent[key], dict | list) or not len(parent[key]) or rng.random() < 0.3:
+                break
+            parent = parent[key]
+        if key is None:
+            return json.dumps(rng.choice(values)).encode()
+        turn = rng.random()
+        if turn < 0.1:
+            del parent[key]
+        elif turn < 0.15 and isinstance(parent, dict):
+            parent[str(rng.choice(TEXTS))] = parent.pop(key)
+        elif turn < 0.2 and isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
+            parent[key] = parent[key] * rng.choice([-1, 0, 2, 0.5, 10**6])
+        else:
+            parent[key] = copy.deepcopy(rng.choice(values))
+    text = json.dumps(value)
+    for mark, raw in RAW.items():
+        text = text.replace(json.dumps(mark), raw)
+    return text.encode(errors="surrogatepass")
+
+
+def _spoiled(content: bytes, rng: random.Random, *, share: float = 1.0) -> bytes:
+    """`content`, of which a `share` of all inputs is cut, overwritten, doubled, emptied or in another encoding."""
+    if rng.random() >= share:
+        return content
+    place = rng.randrange(len(content) + 1)
+    noise = rng.choice([b"\0", b"\xff\xfe", b"\x80", b"\x1b[2J", b"\n", b'"', b"}", rng.randbytes(20)])
+    return rng.choice(
+        [
+            content[:place],
+            content[:place] + noise + content[place:],
+            content[:place] + noise + content[place + len(noise) :],
+            content + content,
+            b"",
+            b"\xef\xbb\xbf" + content,
+            content.decode(errors="replace").encode("utf-16"),
+            rng.randbytes(200),
+        ]
+    )
