@@ -43,13 +43,17 @@ class Bounds:
 # Nine digits at most, so that no number is too long to be read.
 _STEPS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 _STAGES = re.compile(r"\d{1,9}", re.ASCII)
-# A plan and a schedule hold every layer, stage and microbatch, and a launch every process.
-_PARTS = 10_000
+# A plan and a schedule hold every layer, stage, rank and microbatch, and are gone through many times.
+_LAYERS = 1025
+_CHUNKS = 10_000
+_RANKS = 257
 _PROCESSES = 4096
 
 Count = Annotated[int, Bounds(minimum=1)]
-PartCount = Annotated[int, Bounds(minimum=1, ceiling=_PARTS)]
-AutoPartCount = Annotated[int, Bounds(minimum=1, ceiling=_PARTS, allows_auto=True)]
+LayerCount = Annotated[int, Bounds(minimum=1, ceiling=_LAYERS)]
+StageCount = Annotated[int, Bounds(minimum=1, ceiling=_LAYERS, allows_auto=True)]
+ChunkCount = Annotated[int, Bounds(minimum=1, ceiling=_CHUNKS, allows_auto=True)]
+RankCount = Annotated[int, Bounds(minimum=1, ceiling=_RANKS)]
 ProcessCount = Annotated[int, Bounds(minimum=1, ceiling=_PROCESSES)]
 Port = Annotated[int, Bounds(minimum=1, below=65_536)]
 Seed = Annotated[int, Bounds(minimum=0, below=2**32)]
@@ -106,7 +110,7 @@ class ModelConfig:
     """Hugging Face id or local folder; short names such as llama-2-7b-hf and llama-2-13b-hf are accepted. A folder with
     weights is fine-tuned; a folder with only a config.json is trained from fresh weights."""
 
-    num_layers: PartCount | None = None
+    num_layers: LayerCount | None = None
     """Layers to use. A smaller number than the model's keeps its first layers (to simulate a smaller model). Default:
     the model's own."""
 
@@ -149,11 +153,11 @@ class PipelineConfig:
     batch_size: Count = 128
     """Sequences per optimizer step, over all microbatches; a multiple of num_chunks."""
 
-    num_chunks: AutoPartCount | None = 4
+    num_chunks: ChunkCount | None = 4
     """Microbatches that a batch is cut into; at least the number of GPUs keeps all of them busy, more need less
     activation memory per microbatch. auto: by the predicted step time, where the GPU is known."""
 
-    num_stages: AutoPartCount | None = 8
+    num_stages: StageCount | None = 8
     """Pipeline stages; a multiple of the number of ranks (GPUs). Stage s runs on rank s modulo ranks; more stages need
     less GPU memory for weights. auto: by the predicted step time, where the GPU is known; layers are then cut
     unevenly if that is faster."""
@@ -337,7 +341,7 @@ class PlanningConfig:
     """Print the plan of a run (stages, bytes by category, predicted step, whether it fits), save it and end. Reads no
     weights and needs no GPU; start it as one process, without torchrun. The exit code is 0 if the run fits, else 1."""
 
-    num_ranks: ProcessCount | None = None
+    num_ranks: RankCount | None = None
     """Ranks (GPUs) that a dry run plans for. Default: nproc_per_node, or the visible GPUs; 2 without any."""
 
     card: str | None = None
@@ -363,7 +367,7 @@ class LaunchConfig:
     master_port: Port = 29502
     """TCP port where the ranks of the run meet; two runs on a machine need two ports."""
 
-    nproc_per_node: ProcessCount | None = None
+    nproc_per_node: RankCount | None = None
     """Ranks (processes, one per GPU). Default: the number of listed GPUs, or of all GPUs; 2 on a machine without
     GPUs."""
 

@@ -21,6 +21,8 @@ _NAME_BYTES: Final = 255
 _PATH_BYTES: Final = 4095
 _STEP_TOKENS: Final = 2**30
 """A batch holds 16 bytes per token on every rank."""
+_SCHEDULE_PARTS: Final = 2**15
+"""Each is an action of a schedule that is built and simulated some times before a run: seconds, and 200 MiB."""
 _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
 
 
@@ -104,6 +106,16 @@ def _step_fits_a_machine(config: Config) -> str | None:
     return (
         f"`--batch_size` {batch} of `--seq_length` {length} are {batch * length} tokens per step; at most "
         f"{_STEP_TOKENS} can be; lower one of them"
+    )
+
+
+def _schedule_is_small(config: Config) -> str | None:
+    stages, chunks = config.pipeline.num_stages, config.pipeline.num_chunks
+    if stages is None or chunks is None or stages * chunks <= _SCHEDULE_PARTS or config.planning.plan is not None:
+        return None
+    return (
+        f"`--num_stages` {stages} of `--num_chunks` {chunks} are {stages * chunks} forwards and as many backwards per "
+        f"step; at most {_SCHEDULE_PARTS} can be planned; lower one of them"
     )
 
 
@@ -245,6 +257,7 @@ _Rule = tuple[tuple[str, ...], Callable[[Config], str | None]]
 _RULES: Final[tuple[_Rule, ...]] = (
     (("batch_size", "num_chunks"), _batch_splits_evenly),
     (("batch_size", "seq_length"), _step_fits_a_machine),
+    (("num_stages", "num_chunks"), _schedule_is_small),
     (("embedding_dim", "num_heads"), _heads_share_the_width),
     (("warmup_steps", "num_iterations"), _warmup_fits_run),
     (("gpu_memory_limit", "device"), _limit_has_a_gpu),

@@ -154,12 +154,16 @@ def test_a_huge_number_is_judged_at_once() -> None:
     ("argv", "parts"),
     [
         (["--batch_size", "2000000", "--seq_length", "1000000"], ["2000000000000 tokens", "at most 1073741824"]),
-        (["--num_layers", "2000000"], ["`--num_layers` is 2000000", "below 10000"]),
-        (["--num_stages", "2000000"], ["`--num_stages` is 2000000", "below 10000"]),
+        (["--num_layers", "2000000"], ["`--num_layers` is 2000000", "below 1025"]),
+        (["--num_stages", "2000000"], ["`--num_stages` is 2000000", "below 1025"]),
         (["--num_chunks", "2000000", "--batch_size", "2000000", "--seq_length", "2"], ["below 10000"]),
-        (["--dry_run", "--num_ranks", "2000000"], ["`--num_ranks` is 2000000", "below 4096"]),
-        (["--nproc_per_node", "2000000"], ["`--nproc_per_node` is 2000000", "below 4096"]),
+        (["--dry_run", "--num_ranks", "2000000"], ["`--num_ranks` is 2000000", "below 257"]),
+        (["--nproc_per_node", "2000000"], ["`--nproc_per_node` is 2000000", "below 257"]),
         (["--preprocessing_num_workers", "2000000"], ["below 4096"]),
+        (
+            ["--num_stages", "1024", "--num_chunks", "64", "--batch_size", "64"],
+            ["`--num_stages` 1024 of `--num_chunks` 64 are 65536 forwards", "at most 32768"],
+        ),
     ],
 )
 def test_what_no_machine_can_hold_is_refused_before_anything_is_made(argv: list[str], parts: list[str]) -> None:

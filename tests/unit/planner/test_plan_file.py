@@ -81,7 +81,7 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
         (lambda f: f["model"].update(color="red"), "`model`"),
         (lambda f: f["model"].update(num_parameters=10**4000), "`model`"),
         (lambda f: f.update(spans=7), "`spans`"),
-        (lambda f: f.update(spans=f["spans"] * 5000), "`spans` are 20000, which must be at least 1 and below 10000"),
+        (lambda f: f.update(spans=f["spans"] * 5000), "`spans` are 20000, which must be at least 1 and below 1025"),
         (lambda f: f.update(spans=["x"]), r"`spans\[0\]`"),
         (lambda f: f["spans"][1].pop("stage"), r"`spans\[1\]`"),
         (lambda f: f.update(spans={"stage": 1}), "`spans`"),
