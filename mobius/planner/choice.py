@@ -14,7 +14,7 @@ from mobius.planner.memory_use import schedule_of_slots
 from mobius.planner.partition import OUTER_STAGES, StageSpan, balanced_partition
 from mobius.planner.profile import Profile
 from mobius.planner.shape import ModelShape
-from mobius.planner.simulation import Prediction, simulate_steps
+from mobius.planner.simulation import Prediction, simulate_steps, without_collector
 from mobius.planner.stage_costs import StepRules, stage_costs
 from mobius.planner.uneven_partition import TIME_LIMIT, PartitionTask, uneven_partition
 from mobius.schedule.schedule import Schedule
@@ -98,6 +98,7 @@ def predict(job: Job, spans: tuple[StageSpan, ...], num_chunks: int, *, is_quick
     return Candidate(spans, num_chunks, fitting, schedule, profile, prediction)
 
 
+@without_collector()
 def choose_stages_and_chunks(
     job: Job,
     *,

@@ -15,7 +15,7 @@ from mobius.planner.fit import Choose
 from mobius.planner.fit_request import FitRequest
 from mobius.planner.preference import Candidate, Rates, Score, estimated_seconds
 from mobius.planner.profile import Profile
-from mobius.planner.simulation import simulated_seconds
+from mobius.planner.simulation import simulated_seconds, without_collector
 from mobius.planner.stage_costs import StepRules, stage_costs
 from mobius.schedule.action import Action
 from mobius.schedule.looped import compute_order, data_actions
@@ -112,6 +112,7 @@ class _Search:
         self._worth = [_undominated(candidates) for candidates in fitting]
         self._seconds: dict[_Chosen, float] = {}
 
+    @without_collector()
     def run(self) -> _Chosen:
         for chosen in self._alike():
             self._simulate(chosen)

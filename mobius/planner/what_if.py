@@ -38,7 +38,7 @@ from mobius.planner.plan import Plan, make_plan
 from mobius.planner.profile import MessageRates, Profile
 from mobius.planner.sensitivity import Resource, limiting_resource
 from mobius.planner.shape import ModelShape
-from mobius.planner.simulation import simulated_seconds
+from mobius.planner.simulation import simulated_seconds, without_collector
 from mobius.planner.stage_costs import StepRules, stage_costs
 from mobius.planner.working_set import estimate_layer
 
@@ -148,6 +148,7 @@ class Answer:
         return operations / (self.machine.card.tera_flops * TERA * self.machine.num_ranks)
 
 
+@without_collector()
 def answer(machine: Machine, run: Run, *, measured: Profile | None = None) -> Answer:
     """Predict `run` on `machine`, by a profile that was measured there if there is one.
 
