@@ -29,7 +29,9 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "*.model",
+    "tokenizer.model*",
+    "spiece.model",
+    "sentencepiece.bpe.model",
     "*.tiktoken",
     "tekken.json",
 )

@@ -243,8 +243,8 @@ def _described_by(config: PretrainedConfig) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except torch.OutOfMemoryError:
-        raise  # a GPU without memory says nothing about the configuration
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # what a GPU complains about says nothing about the configuration
     except Exception as error:
         text = f"{type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"{_file_of(config)} describes no model that can be built: {text:.400}") from error
