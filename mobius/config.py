@@ -108,7 +108,8 @@ class ModelConfig:
 
     model_path: str = "meta-llama/Llama-2-7b-hf"
     """Hugging Face id or local folder; short names such as llama-2-7b-hf and llama-2-13b-hf are accepted. A folder with
-    weights is fine-tuned; a folder with only a config.json is trained from fresh weights."""
+    weights is fine-tuned; a folder with only a config.json is trained from fresh weights. A dry run takes the
+    shapes 1b, 7b, 13b, 30b and 70b too."""
 
     num_layers: LayerCount | None = None
     """Layers to use. A smaller number than the model's keeps its first layers (to simulate a smaller model). Default:
@@ -126,7 +127,8 @@ class ModelConfig:
 
     dtype: Dtype = Dtype.BF16
     """Format of the weights and activations on the GPU; the optimizer always keeps fp32 master weights. bf16 needs no
-    loss scaling, fp16 is for GPUs without bf16, fp32 is exact and for tests and CPUs."""
+    loss scaling, fp16 is for GPUs without bf16, fp32 is exact and for tests and CPUs; on a CPU without instructions for
+    bf16 it is taken where nothing is said."""
 
 
 @dataclass(frozen=True)
