@@ -17,13 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import parent_process
-from types import TracebackType
 from typing import Final
 
 from tqdm import tqdm
 
-from mobius.ranks import is_started_by_torchrun
+from mobius.ranks import is_started_by_torchrun, name_parent_to_workers, parent_of_worker
 
 EXIT_CODE: Final = 130
 """Of an interrupted process, whatever the signal: 128 + SIGINT, as shells tell it."""
@@ -33,7 +31,12 @@ _FIRST_RANK_SECONDS: Final = 0.5
 """What the other ranks leave the first one, which speaks for all, before their end can reach it as a lost neighbour."""
 _ERROR_SECONDS: Final = 0.3
 """How much later than an error a signal may come that caused it: it does not reach all ranks at the same time."""
+_START_SECONDS: Final = 5.0
+"""How long the start of a worker may hold an interruption up."""
 _PR_SET_PDEATHSIG: Final = 1
+
+_being_started: Final = threading.Lock()
+"""Held while a worker process is started; processes are the whole program's, and so is this."""
 
 
 class Standing:
@@ -100,6 +103,7 @@ class Interruption:
         if not received:  # closed: the watch is over
             return
         self._has_come.set()
+        _being_started.acquire(timeout=_START_SECONDS)
         if speaks:
             text = f"interrupted ({signal.Signals(received[0]).name}) {self._standing.clear()}\n"
             # Not through `logging` or sys.stderr, whose locks the main thread may hold.
@@ -134,16 +138,9 @@ def end_with_parent() -> None:
     """In a worker of `multiprocessing`: leave Ctrl-C to the parent, and end when it ends. Linux only for the latter."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    sys.excepthook = _tell_unless_abandoned
-    parent = parent_process()
-    _end_with(os.getppid() if parent is None or parent.pid is None else parent.pid)
-
-
-def _tell_unless_abandoned(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Tell an error, unless it is that the parent ended while it sent this worker what it is to do."""
-    is_being_sent = parent_process() is None
-    if not (is_being_sent and kind.__name__ in ("EOFError", "UnpicklingError")):
-        sys.__excepthook__(kind, error, traceback)
+    parent = parent_of_worker()
+    if parent is not None:
+        _end_with(parent)
 
 
 def _end_with(parent: int) -> None:
@@ -157,10 +154,13 @@ def _end_with(parent: int) -> None:
 def workers_not_interrupted() -> Iterator[None]:
     """Start worker processes within: Ctrl-C does not reach them before they say by `end_with_parent` what it does.
 
-    It reaches this process all the same, in the thread of its `Interruption`.
+    It reaches this process all the same, in the thread of its `Interruption`, which lets a worker be sent what it is to
+    do: one that gets half of it would tell that at length.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    name_parent_to_workers()
+    with _being_started:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -87,6 +87,17 @@ def is_started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def name_parent_to_workers() -> None:
+    """Let processes that this one starts from now on know it by `parent_of_worker`, even when it has ended."""
+    os.environ["MOBIUS_PARENT"] = str(os.getpid())
+
+
+def parent_of_worker() -> int | None:
+    """The process that has started this one and named itself by `name_parent_to_workers`; None if none has."""
+    text = os.environ.get("MOBIUS_PARENT", "")
+    return int(text) if text.isdecimal() else None
+
+
 def visible_devices() -> str | None:
     """`CUDA_VISIBLE_DEVICES` as the user set it, or None; an empty text hides every GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -133,7 +133,8 @@ def test_ctrl_c_while_workers_tokenize_leaves_one_line_and_nothing_else(tmp_path
         os.killpg(process.pid, signal.SIGINT)
         lines_seen = [line for line in lines_after(process) if not line.startswith(("model loaded", "tokenizing"))]
 
-    assert lines_seen == ["interrupted (SIGINT) before the first step: nothing was trained, and nothing is left"]
+    expected = "interrupted (SIGINT) before the first step: nothing was trained, and nothing is left"
+    assert lines_seen == [expected], "\n".join(lines_seen)
     assert process.returncode == 130
     assert {path.name for path in tmp_path.iterdir()} == before
     assert wait_for(lambda: not any(is_alive(worker) for worker in workers), seconds=5)
