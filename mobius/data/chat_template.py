@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 MOST_SECONDS: Final = 20.0
 """Of CPU time for one conversation; a template takes milliseconds."""
-_MOST_CHARACTERS: Final = 1 << 24
+_MOST_CHARACTERS: Final = 1 << 20
 """Of a rendered text, beside a hundred times its turns."""
 _SHOWN_ROLES: Final = 8
 
 
-class _TooLongError(Exception):
-    """A template had to be stopped; told as what is broken about it."""
+class _UnusableError(Exception):
+    """A template had to be stopped, or wrote what cannot be used; told as what is broken about it."""
 
 
 def render(
@@ -39,8 +39,8 @@ def render(
     try:
         with _limited_time():
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        _check_length(str(text), turns)
-    except _TooLongError as error:
+        _check_text(str(text), turns)
+    except _UnusableError as error:
         _tell_broken(str(error), where, error)
     except Exception as error:  # a template is foreign code and raises what it likes
         if type(error) is TemplateError:  # what `raise_exception` in a template raises; broken ones raise subclasses
@@ -49,9 +49,13 @@ def render(
     return str(text)
 
 
-def _check_length(text: str, turns: Sequence[Turn]) -> None:
+def _check_text(text: str, turns: Sequence[Turn]) -> None:
     if len(text) > _MOST_CHARACTERS + 100 * sum(len(turn.content) for turn in turns):
-        raise _TooLongError(f"it made {len(text):,} characters of {len(turns)} turns")
+        raise _UnusableError(f"it made {len(text):,} characters of {len(turns)} turns")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _UnusableError(f"it wrote half of a character, {text[error.start]!r}") from error
 
 
 def _tell_refusal(error: Exception, turns: Sequence[Turn], where: str) -> NoReturn:
@@ -74,10 +78,13 @@ def _tell_broken(reason: str, where: str, error: Exception) -> NoReturn:
 
 def _place(error: Exception) -> str:
     """The line of the template, where it is known."""
-    line = getattr(error, "lineno", None)  # a syntax error's
-    if line is None:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-        line = lines[-1] if lines else None
+    from jinja2 import TemplateSyntaxError
+
+    if isinstance(error, TemplateSyntaxError):
+        line: int | None = error.lineno
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
     return f" (line {line} of the template)" if line is not None else ""
 
 
@@ -89,7 +96,7 @@ def _limited_time() -> Iterator[None]:
         return
 
     def stop(number: int, frame: object) -> NoReturn:
-        raise _TooLongError(f"it had not ended after {MOST_SECONDS:g} seconds")
+        raise _UnusableError(f"it had not ended after {MOST_SECONDS:g} seconds")
 
     # CPU time, and not the clock: the process may have to wait, and the clock's timer may be another's.
     earlier = signal.signal(signal.SIGVTALRM, stop)

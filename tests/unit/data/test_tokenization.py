@@ -190,7 +190,8 @@ BROKEN_TEMPLATES = {
     "a range too long": ("{% for n in range(10 ** 9) %}{% endfor %}", "OverflowError", "line 1 of the template"),
     "an endless recursion": ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError", "template"),
     "too much memory": ("{{ 'x' * (10 ** 18) }}", "MemoryError", "line 1 of the template"),
-    "too long an output": ("{{ 'x' * (5 * 10 ** 7) }}", "50,000,000 characters", "template"),
+    "too long an output": ("{{ 'x' * 2000000 }}", "2,000,000 characters", "template"),
+    "half of a character": ("{{ messages[0].content }}\ud800", "half of a character, '\\ud800'", "template"),
 }
 
 
@@ -206,6 +207,13 @@ def test_a_template_that_is_broken_is_told_from_one_that_refuses(
         assert part in message
     assert "Change the order" not in message
     assert len(message) < 600
+
+
+def test_no_line_is_told_where_jinja_knows_only_that_of_the_code_it_made(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = "{% break %}"
+    with pytest.raises(DataError, match=r"SyntaxError: 'break' outside loop .*\. The conversation is not") as caught:
+        encode(tokenizer, ONE_EXCHANGE)
+    assert "of the template)" not in str(caught.value)
 
 
 def test_a_template_that_does_not_end_is_stopped(
