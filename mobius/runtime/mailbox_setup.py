@@ -170,8 +170,7 @@ class _Setup:
         offers = {}
         for source in self._sources:
             is_peer = self._meeting.rank in reached[source]
-            num_bytes = _COUNTERS_BYTES + (0 if is_peer else NUM_MAILBOXES * self._mailbox_bytes)
-            shared = SharedMemory.create(num_bytes)
+            shared = SharedMemory.create(self._shared_bytes(is_peer=is_peer))
             self._own.callback(shared.close)
             address, handle, mailboxes = self._register(shared, self._own), None, None
             if is_peer:
@@ -187,6 +186,8 @@ class _Setup:
         own = str(self._meeting.rank)
         for target in self._targets:
             offer = read_told(answers[target], lambda told: _Offer.read(told[own]), by=target)
+            if offer.shared.num_bytes != self._shared_bytes(is_peer=offer.handle is not None):
+                raise RuntimeError(f"rank {target} offers {offer.shared.num_bytes} bytes for messages of another size")
             shared = SharedMemory.open(offer.shared)
             self._opened.callback(shared.close)
             address, mailboxes = self._register(shared, self._opened), None
@@ -242,6 +243,10 @@ class _Setup:
     @property
     def _mailbox_bytes(self) -> int:
         return -(-self._message_bytes // _PAGE) * _PAGE
+
+    def _shared_bytes(self, *, is_peer: bool) -> int:
+        """Of an edge's memory on the host: the counters, and behind them mailboxes that are not on the target's GPU."""
+        return _COUNTERS_BYTES + (0 if is_peer else NUM_MAILBOXES * self._mailbox_bytes)
 
     def _register(self, shared: SharedMemory, stack: ExitStack) -> int:
         address = self._engine.register(shared.address, shared.num_bytes)

@@ -51,7 +51,11 @@ class SharedMemory:
     def open(cls, name: SharedName) -> SharedMemory:
         """The memory that another process has created; raises OSError where it may not be reached."""
         path = f"/proc/{name.process}/fd/{name.descriptor}"
-        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), name.num_bytes)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(descriptor).st_size != name.num_bytes:  # beyond its end nothing may be touched
+            os.close(descriptor)
+            raise OSError(f"{path} is no shared memory of {name.num_bytes} bytes")
+        return cls(descriptor, name.num_bytes)
 
     @property
     def name(self) -> SharedName:

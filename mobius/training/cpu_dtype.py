@@ -47,7 +47,7 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
 
 
 def slowdown(dtype: Dtype) -> float:
-    """The time of a layer's three products in `dtype` over that in fp32, measured now in less than a tenth of a second."""
+    """The time of a layer's three products in `dtype` over that in fp32; takes less than a tenth of a second."""
     return _product_seconds(TORCH_DTYPES[dtype]) / _product_seconds(torch.float32)
 
 

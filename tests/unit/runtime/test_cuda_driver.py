@@ -160,3 +160,9 @@ def test_a_driver_without_a_function_is_told_by_that_function(tmp_path: Path) ->
 def test_a_machine_without_a_driver_is_told() -> None:
     with pytest.raises(DriverError, match="cannot be opened"):
         CudaDriver("libno-such-driver.so.1")
+
+
+@pytest.mark.parametrize("handle", [b"", bytes(63), bytes(65)])
+def test_a_handle_of_another_length_is_not_given_to_the_driver(compiled: Compiled, handle: bytes) -> None:
+    with pytest.raises(DriverError, match=f"a handle of {len(handle)} bytes opens no memory"):
+        CudaDriver(compiled.path).open_exported(handle)

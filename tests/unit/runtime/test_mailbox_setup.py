@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness.host_copies import HostCopyEngine
 
+from mobius.errors import TransportError
 from mobius.runtime import mailbox_setup
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.mailbox_setup import CopyEngine, open_mailboxes
@@ -206,3 +207,46 @@ def test_opening_leaves_no_descriptor_open() -> None:
     with_mailboxes([HostCopyEngine(0), HostCopyEngine(1)], talk)
 
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Stranger:
+    """Rank 0 of two, whose neighbour answers as `script` says and not at all as a rank does."""
+
+    rank, num_ranks = 0, 2
+
+    def __init__(self, script: list[Told]) -> None:
+        self._script = [*script, None, None]
+
+    def gather(self, value: Told) -> list[Any]:
+        answer = self._script.pop(0)
+        return [told_value(told_text(each).encode(), by=rank) for rank, each in enumerate((value, answer))]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        ["hello"],
+        [[None, "eleven"]],
+        [[None, 11], [None, 0]],
+        [[None, 11], [None, [0.5]]],
+        [[None, 11], [None, []], [None, {}]],
+        [[None, 11], [None, []], [None, {"0": [1, 2, 3]}]],
+        [[None, 11], [None, []], [None, {"0": [1, -2, 3, None]}]],
+        [[None, 11], [None, []], [None, {"0": [1, 2, 3, "no hex"]}]],
+    ],
+)
+def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(script: list[Told]) -> None:
+    engine = HostCopyEngine(10)
+    with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
+        open_mailboxes(Stranger(script), lambda: engine, device=CPU, message_bytes=SIZE)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 10**30])
+def test_an_offer_of_memory_of_another_size_is_not_taken(num_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
+    engine = HostCopyEngine(10)
+    script: list[Told] = [[None, 11], [None, []], [None, {"0": [os.getpid(), 0, num_bytes, None]}]]
+    with caplog.at_level(logging.INFO, "mobius"):
+        found = open_mailboxes(Stranger([*script, [None, None]]), lambda: engine, device=CPU, message_bytes=SIZE)
+    assert found is None
+    assert f"rank 0: rank 1 offers {num_bytes} bytes for messages of another size" in caplog.text
+    assert engine.num_held == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed import HashStore
 from mobius.errors import TransportError
 from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.mailboxes import CopyQueue
+from mobius.runtime.meeting import Told
 from mobius.runtime.peer_check import PeerVerdict, check_peer_copies
 from mobius.runtime.store_meeting import StoreMeeting
 
@@ -198,3 +200,16 @@ def test_a_copy_that_never_ends_stops_the_run_with_what_to_set() -> None:
 
     with pytest.raises(TransportError, match="did not end within 0.05 s. Set NCCL_P2P_DISABLE=1"):
         check(engines, patience=0.05)
+
+
+@pytest.mark.parametrize("handles", [None, 3, [], {"0": None}, {"0": 7}, {"0": "no hex"}])
+def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(handles: Told) -> None:
+    class Stranger:
+        rank, num_ranks = 0, 2
+        script: ClassVar[list[Told]] = [[None, 11], [None, [0]], [None, handles]]
+
+        def gather(self, value: Told) -> list[Any]:
+            return [value, self.script.pop(0)]
+
+    with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
+        check_peer_copies(Stranger(), lambda: PeerEngine(10, frozenset({11})), device=CPU, sizes=SIZES)

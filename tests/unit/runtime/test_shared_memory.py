@@ -79,3 +79,13 @@ def test_closing_leaves_nothing_open() -> None:
     opened.close()
 
     assert counts() == before
+
+
+@pytest.mark.parametrize("num_bytes", [0, SIZE - 1, SIZE + 1, 10**30])
+def test_memory_of_another_size_is_not_opened(num_bytes: int) -> None:
+    memory = SharedMemory.create(SIZE)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=f"no shared memory of {num_bytes} bytes"):
+        SharedMemory.open(SharedName(memory.name.process, memory.name.descriptor, num_bytes))
+    assert len(os.listdir("/proc/self/fd")) == before
+    memory.close()
