@@ -4,10 +4,11 @@ Does not own what the options are (`options.py`) or what goes before a file (`cl
 """
 
 import errno
+import os
 import re
 from enum import Enum
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, Final
 
 import yaml
 
@@ -70,7 +71,8 @@ def _read_text(path: str) -> str:
 
 
 def _read_bytes(path: Path) -> bytes:
-    if path.exists() and not path.is_file() and not path.is_dir():
+    is_known = path.is_file() or path.is_dir() or path == Path(os.devnull)  # a folder has a message of its own
+    if path.exists() and not is_known:
         raise OSError(errno.EINVAL, "it is not a file but a pipe or device")
     with path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
@@ -122,12 +124,12 @@ def _auto_if_none(name: str, value: OptionValue) -> OptionValue:
 class _YamlLoader(yaml.SafeLoader):
     """YAML as people write it: `1e-5` is a number, which YAML 1.1 takes for text, and `2024-01-01` is a name."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in _PLAIN_KINDS]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
 
-
+# The loader's own table, so that other users of PyYAML see no change.
+_YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in _PLAIN_KINDS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -202,5 +204,6 @@ def _as_written(node: yaml.Node) -> str:
         return "[...]" if isinstance(node, yaml.SequenceNode) else "{...}"
     prefix = "tag:yaml.org,2002:"
     tag = f"!!{node.tag.removeprefix(prefix)}" if node.tag.startswith(prefix) else node.tag
-    is_tag_written = node.tag != _YamlLoader("").resolve(yaml.ScalarNode, node.value, (True, False))
+    loader: Any = _YamlLoader("")
+    is_tag_written = node.tag != loader.resolve(yaml.ScalarNode, node.value, (True, False))
     return f"{excerpt(tag)} {excerpt(node.value)}" if is_tag_written else excerpt(node.value)

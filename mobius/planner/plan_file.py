@@ -133,8 +133,8 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
 def _span(value: object, name: str) -> StageSpan:
     if not isinstance(value, dict):
         raise _FieldError(f"`{name}` is {quoted(value)}, not an object")
-    numbers = [_whole(value.get(key), f"{name}`.`{key}") for key in ("stage", "first_layer", "end_layer")]
-    return StageSpan(*numbers, value.get("is_first") is True, value.get("is_last") is True)
+    stage, first, end = (_whole(value.get(key), f"{name}`.`{key}") for key in ("stage", "first_layer", "end_layer"))
+    return StageSpan(stage, first, end, value.get("is_first") is True, value.get("is_last") is True)
 
 
 def _digest(value: object) -> ModelDigest:

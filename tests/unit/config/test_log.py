@@ -98,6 +98,7 @@ def test_every_error_is_a_mobius_error_with_an_exit_code() -> None:
 
     codes = {kind.__name__: kind.exit_code for kind in below(MobiusError)}
     assert codes.pop("ConfigError") == 2
+    assert codes.pop("NoResultError") == 3
     assert len(codes) >= 9
     assert set(codes.values()) == {1}
 

@@ -161,6 +161,10 @@ def test_a_byte_order_mark_before_utf_8_is_no_mistake(tmp_path: Path) -> None:
     assert parse_args(["--config", str(tmp_path / "bom.yaml")]).optim.seed == 5
 
 
+def test_the_null_device_is_an_empty_file() -> None:
+    assert parse_args(["--config", os.devnull]) == parse_args([])
+
+
 def test_what_is_no_file_of_options_is_neither_waited_for_nor_read_to_its_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large.yaml").write_text("# filling\n" * 100_000)
