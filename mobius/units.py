@@ -1,4 +1,4 @@
-"""Bytes as a reader gets them: in the largest unit in which what is not nothing does not look like nothing."""
+"""Bytes as a reader gets them: in the largest unit of which there is one, so that what is there never reads as zero."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def bytes_text(num_bytes: float, *, digits: int = 1) -> str:
-    """`30.4 GiB`, or `12.5 MiB` where GiB would give zeros; with so many digits behind the point."""
+    """`30.4 GiB`, or `512.0 MiB` where there is less than one GiB; with so many digits behind the point."""
     for name, size in _UNITS:
-        if _shows(num_bytes / size, digits):
+        if num_bytes >= size:
             return f"{num_bytes / size:.{digits}f} {name}"
     return f"{num_bytes:.0f} byte{'s' if num_bytes != 1 else ''}" if num_bytes else f"{0:.{digits}f} GiB"
 

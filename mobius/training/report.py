@@ -15,7 +15,7 @@ from mobius.runtime.waits import WaitCause
 from mobius.training.forecast import Forecast, steady_seconds
 from mobius.training.metrics import StepMetrics
 from mobius.training.output_folder import replaced_whole
-from mobius.units import bytes_text
+from mobius.units import gib_cell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def _memory(per_rank: Sequence[RankMemory]) -> str:
 
 
 def _gib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else bytes_text(num_bytes, digits=2)
+    return "-" if num_bytes is None else f"{gib_cell(num_bytes)} GiB"
 
 
 def _pairs(rows: Sequence[tuple[str, str]]) -> str:

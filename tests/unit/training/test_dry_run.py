@@ -116,7 +116,7 @@ def test_this_machine_s_memory_counts_unless_the_plan_is_for_another_one(
     caplog.clear()
     assert not dry(*SMALL, "--num_ranks", "2")
     assert "need 1.0 GiB of host memory" in told(caplog)
-    assert "0.2 GiB is available" in told(caplog)
+    assert "256.0 MiB is available" in told(caplog)
 
 
 def test_a_model_of_the_hub_that_cannot_be_had_is_planned_for_by_its_known_shape(
