@@ -15,7 +15,7 @@ if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mobius.errors import MobiusError, ScheduleError
-from mobius.log import drop
+from mobius.log import drop, printable
 from mobius.schedule import Schedule, build_schedule
 from mobius.schedule.render import render_picture, render_text
 
@@ -68,18 +68,19 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         schedule = make_schedule(arguments)
-        print(render_text(schedule, line_width=shutil.get_terminal_size((200, 24)).columns))
+        text = render_text(schedule, line_width=shutil.get_terminal_size((200, 24)).columns)
+        print(printable(text, sys.stdout))
         if arguments.actions:
             print(format_actions(schedule))
         if arguments.output is not None:
             render_picture(schedule, arguments.output)
-            print(f"\npicture written to {arguments.output}")
+            print(printable(f"\npicture written to {arguments.output}", sys.stdout))
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has seen enough; without this Python complains once more when it flushes at exit.
         drop(sys.stdout)
     except (MobiusError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error), sys.stderr)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         print(f"error: a picture needs {error.name}: pip install {error.name}", file=sys.stderr)

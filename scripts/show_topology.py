@@ -15,6 +15,7 @@ from pathlib import Path
 if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from mobius.log import printable
 from mobius.planner.mapping import choose_order
 from mobius.planner.topology import Topology
 from mobius.ranks import cache_folder, visible_devices
@@ -51,12 +52,12 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         topology = look(arguments)
-        print(topology.describe())
+        print(printable(topology.describe(), sys.stdout))
         print("NV#: NVLinks; *: no P2P; x#: how much slower a load is beside one of the other GPU, measured\n")
         if arguments.output is not None:
             arguments.output.write_text(topology.to_json())
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error), sys.stderr)}", file=sys.stderr)
         return 2
     names = [str(gpu.index) for gpu in topology.gpus]
     if arguments.input is None and visible_devices():

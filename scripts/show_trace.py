@@ -14,6 +14,7 @@ if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mobius.errors import MobiusError
+from mobius.log import printable
 from mobius.training.timeline import Trace, read_trace
 from mobius.training.timeline_picture import draw_timeline
 
@@ -44,12 +45,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         trace = read_trace(arguments.trace)
         step = trace.choose_step(arguments.step)
-        print(table(trace, step))
+        print(printable(table(trace, step), sys.stdout))
         if arguments.output is not None:
             draw_timeline(trace, arguments.output, step=step)
-            print(f"\npicture written to {arguments.output}")
+            print(printable(f"\npicture written to {arguments.output}", sys.stdout))
     except (MobiusError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error), sys.stderr)}", file=sys.stderr)
         return 2
     return 0
 

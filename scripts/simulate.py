@@ -249,7 +249,7 @@ def run(arguments: argparse.Namespace, progress: Progress) -> bool:
     told = print_rows(cases, table, progress, measured)
     if told.last is not None:
         print(f"\n{told.last.candidate.profile.describe()}")
-    print("\n".join(dict.fromkeys(told.details)))
+    print(printable("\n".join(dict.fromkeys(told.details)), sys.stdout))
     if told.last is not None and (arguments.output or arguments.trace):
         draw(told.last, arguments)
     sys.stdout.flush()

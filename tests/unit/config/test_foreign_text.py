@@ -12,6 +12,8 @@ import pytest
 
 from mobius.launch import main as launch
 
+HOSTILE = "\x1b[2J模\udcff"
+
 
 class Terminal(io.TextIOWrapper):
     """A stream of bytes in ASCII, as strict as a process's own under the C locale can be."""
@@ -64,8 +66,17 @@ def test_a_path_that_nothing_can_have_is_one_message_of_the_launcher(tmp_path: P
     assert len(err.splitlines()) == 2
 
 
-def test_the_simulation_shows_control_characters_and_sends_none() -> None:
-    code, _, err = run(importlib.import_module("simulate").main, ["--model", "\x1b[2J模\udcff"])
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("simulate", ["--model", HOSTILE]),
+        ("show_trace", [HOSTILE]),
+        ("show_topology", ["--input", HOSTILE]),
+        ("show_schedule", ["--num_ranks", "2", "--output", f"{HOSTILE}/a.png"]),
+    ],
+)
+def test_a_script_shows_control_characters_and_sends_none(script: str, arguments: list[str]) -> None:
+    code, out, err = run(importlib.import_module(script).main, arguments)
     assert code == 2
-    assert rb"\x1b[2J\u6a21\udcff" in err
-    assert b"\x1b" not in err
+    assert rb"\x1b[2J" in err
+    assert b"\x1b" not in out + err
