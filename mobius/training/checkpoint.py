@@ -118,7 +118,10 @@ def write_shards(folder: Path, shards: Sequence[Shard], rank: int, read: Callabl
 
 
 def write_index(folder: Path, shards: Sequence[Shard], parameters: Sequence[SavedParameter], dtype_bytes: int) -> None:
-    """Write the index that tells readers which file has which parameter; a single file needs none."""
+    """Write the index that tells readers which file has which parameter; a single file needs none.
+
+    Raises CheckpointError.
+    """
     if len(shards) == 1:
         return
     num_parameters = sum(parameter.num_elements for parameter in parameters)
@@ -126,7 +129,11 @@ def write_index(folder: Path, shards: Sequence[Shard], parameters: Sequence[Save
         "metadata": {"total_parameters": num_parameters, "total_size": num_parameters * dtype_bytes},
         "weight_map": {name: shard.file_name for shard in shards for name in shard.names},
     }
-    (folder / INDEX_FILE_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    path = folder / INDEX_FILE_NAME
+    try:
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error}") from error
 
 
 def write_model_files(folder: Path, base: BaseFiles, model_config: PretrainedConfig, *, dtype: torch.dtype) -> None:

@@ -5,11 +5,15 @@ Does not own the lighter trace of all ranks (timeline.py), which names actions i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+
+logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
@@ -32,6 +36,9 @@ class StepProfiler:
         yield
         if self._profiler is not None and number >= self._steps[-1]:
             self._profiler.stop()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._profiler.export_chrome_trace(str(self._path))
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._profiler.export_chrome_trace(str(self._path))
+            except OSError as error:  # a full disk; the training is worth more
+                logger.warning("--profile_steps: cannot write %s (%s); it is left out", self._path, error.strerror)
             self._profiler = None

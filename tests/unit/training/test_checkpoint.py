@@ -287,6 +287,13 @@ def test_a_folder_that_cannot_be_written_is_an_error_for_the_user(model: torch.n
         write_shards(tmp_path / "absent", plan_shards(parameters, 2), 0, reader(model))
 
 
+def test_an_index_that_cannot_be_written_is_an_error_for_the_user(model: torch.nn.Module, tmp_path: Path) -> None:
+    parameters = parameters_over_ranks(model, 2)
+
+    with pytest.raises(CheckpointError, match=r"cannot write .*absent.*index\.json"):
+        write_index(tmp_path / "absent", plan_shards(parameters, 2), parameters, 2)
+
+
 def test_a_full_disk_leaves_no_part_of_the_single_file(model: torch.nn.Module, tmp_path: Path) -> None:
     save(model, tmp_path, num_ranks=1)
     old_limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -6,6 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from mobius.training.profile import StepProfiler
@@ -50,3 +51,14 @@ def test_steps_before_the_first_cost_no_profiler_and_leave_nothing(tmp_path: Pat
     with profiler.step(1):
         assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_that_cannot_be_written_is_told_and_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+
+    play(StepProfiler(torch.device("cpu"), range(1, 2), tmp_path / "file" / "rank0.json.gz"), range(1, 3))
+
+    (message,) = caplog.messages
+    assert message.startswith(f"--profile_steps: cannot write {tmp_path / 'file' / 'rank0.json.gz'}")
