@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from itertools import combinations
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Final
 
 from mobius.config import Config, Device, Recompute
@@ -77,12 +77,23 @@ def _unusable_name(name: str) -> str | None:
         wrong = name[error.start]
         kind = "half of a character" if 0xD800 <= ord(wrong) < 0xE000 else "not of this system's encoding"
         return f"holds {wrong!r}, {kind}, which no file name here can have; remove it"
+    if _is_nobodys_home(name):
+        return "begins with the home of a user that there is not; write ./ before it if it is a file's name"
     if longest > _NAME_BYTES or whole > _PATH_BYTES:
         return (
             f"is too long: its longest part has {longest} bytes of at most {_NAME_BYTES}, the whole {whole} of at "
             f"most {_PATH_BYTES}"
         )
     return None
+
+
+def _is_nobodys_home(name: str) -> bool:
+    """Whether the name is `~user` or below it, without such a user: nothing could look it up."""
+    try:
+        Path(name).expanduser()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _batch_splits_evenly(config: Config) -> str | None:

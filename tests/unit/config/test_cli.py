@@ -111,6 +111,8 @@ def test_spellings_prefixes_and_values(argv: list[str], name: str, value: object
         (["--cuda_visible_devices", "GPU-\ud800"], ["`--cuda_visible_devices`", "such as 0,2,1,3"]),
         (["--dataset", "a\0b"], ["`--dataset`", "NUL"]),
         (["--model_path", "a\0b"], ["`--model_path`", "NUL"]),
+        (["--model_path", "~nosuchuser/x"], ["`--model_path` '~nosuchuser/x'", "user", "./"]),
+        (["--dataset", "~nosuchuser"], ["`--dataset` '~nosuchuser'", "user", "./"]),
         (["--plan", "\ud800"], ["`--plan`", "half of a character"]),
         (["--save_dir", "x" * 300], ["`--save_dir`", "300", "255"]),
         (["--model", "数" * 100], ["`--model_path`", "300", "255"]),
