@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-
 logger = logging.getLogger(__name__)
 
 
