@@ -154,7 +154,7 @@ MISTAKES = {
     "too little host memory": Mistake(
         "--host_memory_limit 0.1",
         HostMemoryError,
-        (r"need \d+\.\d GiB of host memory", r"parameters x 16 bytes", r"0\.1 GiB is available"),
+        (r"need \d+\.\d MiB of host memory", r"parameters x 16 bytes", r"102\.4 MiB is available"),
     ),
     "CUDA where there is none": Mistake("--device cuda", GpuMemoryError, (r"torch sees 0", r"--device cpu")),
     "results of an earlier run": Mistake(
