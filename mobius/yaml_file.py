@@ -29,6 +29,7 @@ _MOST_BYTES: Final = 1 << 18
 """Of a file: fifty times all options with their texts; PyYAML reads it in two seconds."""
 _MOST_DIGITS: Final = 1000
 _SHOWN_OF_PATH: Final = 200
+_MOST_PROBLEMS: Final = 100
 _PLAIN_KINDS: Final = ("null", "bool", "int", "float", "str")
 """The tags of what an option can be."""
 
@@ -140,6 +141,10 @@ def _put_mapping(result: Source, path: str, root: yaml.MappingNode) -> None:
     for key_node, value_node in root.value:
         line = key_node.start_mark.line + 1
         place = f"{path}, line {line}"
+        if len(result.problems) == _MOST_PROBLEMS:
+            result.problems.append(f"{place}: the rest was not read, for there are {_MOST_PROBLEMS} problems")
+            result.unreadable.update(options())
+            return
         if not isinstance(key_node, yaml.ScalarNode):
             result.problems.append(f"{place}: `{_as_written(key_node)}` is given where the name of an option is needed")
             continue

@@ -142,6 +142,14 @@ def test_one_broken_value_does_not_hide_the_others(tmp_path: Path) -> None:
     assert [problem.partition(": ")[0][-6:] for problem in caught.value.problems] == [f"line {n}" for n in (1, 2, 3, 4)]
 
 
+def test_a_file_that_is_nothing_but_mistakes_is_told_by_its_first_ones(tmp_path: Path) -> None:
+    file = write(tmp_path, "".join(f"nonsense{number}: 1\n" for number in range(5000)))
+    with pytest.raises(ConfigError) as caught:
+        parse_args(["--config", file, "--num_chunks", "5"])
+    assert len(caught.value.problems) == 101
+    assert caught.value.problems[-1].endswith("run.yaml, line 101: the rest was not read, for there are 100 problems")
+
+
 def test_aliases_that_multiply_take_no_time(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [" + ", ".join([f"*a{n - 1}"] * 9) + "]" for n in range(1, 12)]
