@@ -26,7 +26,7 @@ from mobius.options import (
 )
 
 _MOST_BYTES: Final = 1 << 18
-"""Of a file: a hundred times all options; PyYAML reads it in seconds."""
+"""Of a file: two hundred times all options; PyYAML reads it in seconds."""
 _MOST_DIGITS: Final = 1000
 _SHOWN_OF_PATH: Final = 200
 _MOST_PROBLEMS: Final = 100
