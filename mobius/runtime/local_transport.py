@@ -13,7 +13,7 @@ from torch import Tensor
 from mobius.errors import TransportError
 from mobius.runtime.transport import SelfEdge, ring_edges
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 600.0
 
 T = TypeVar("T")
 

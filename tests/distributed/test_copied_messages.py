@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness.forked import HANG_SECONDS
 from harness.runs import ROOT, environment, free_port
 
 
@@ -19,7 +20,7 @@ def test_two_processes_talk_over_mailboxes_in_shared_host_memory(tmp_path: Path)
         env=environment(tmp_path / "cache"),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from benchmark_launch import free_port
+from harness.forked import HANG_SECONDS
 from harness.runs import command, environment, make_checkpoint, make_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ def read_until(process: subprocess.Popen[str], start: str) -> None:
 
 
 def lines_after(process: subprocess.Popen[str]) -> list[str]:
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=HANG_SECONDS)
     return [line for line in output.splitlines() if line and not line.startswith("step ")]
 
 
@@ -77,8 +78,8 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool], *, seconds: float) -> bool:
-    end = time.monotonic() + seconds
+def wait_for(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + HANG_SECONDS
     while not condition():
         if time.monotonic() > end:
             return False
@@ -116,7 +117,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         assert len(ranks) == 2
         process.kill()
         try:
-            assert wait_for(lambda: not any(is_alive(rank) for rank in ranks), seconds=5)
+            assert wait_for(lambda: not any(is_alive(rank) for rank in ranks))
         finally:
             for rank in filter(is_alive, ranks):
                 os.kill(rank, signal.SIGKILL)
@@ -128,7 +129,7 @@ def test_ctrl_c_while_workers_tokenize_leaves_one_line_and_nothing_else(tmp_path
     (tmp_path / "data.jsonl").write_text(lines * 200)
     before = {path.name for path in tmp_path.iterdir()} | {"cache"}
     with started(command(1, [*ENDLESS, "--preprocessing_num_workers", "2"]), tmp_path) as process:
-        assert wait_for(lambda: len(children(process.pid)) == 2, seconds=60)
+        assert wait_for(lambda: len(children(process.pid)) == 2)
         workers = children(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         lines_seen = [line for line in lines_after(process) if not line.startswith(("model loaded", "tokenizing"))]
@@ -137,4 +138,4 @@ def test_ctrl_c_while_workers_tokenize_leaves_one_line_and_nothing_else(tmp_path
     assert lines_seen == [expected], "\n".join(lines_seen)
     assert process.returncode == 130
     assert {path.name for path in tmp_path.iterdir()} == before
-    assert wait_for(lambda: not any(is_alive(worker) for worker in workers), seconds=5)
+    assert wait_for(lambda: not any(is_alive(worker) for worker in workers))

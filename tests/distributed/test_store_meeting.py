@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness.forked import HANG_SECONDS
 from harness.runs import ROOT, environment, free_port
 
 WORKER = str(ROOT / "tests/harness/store_worker.py")
@@ -22,7 +23,7 @@ def test_ranks_of_torchrun_meet_before_and_beside_their_process_groups(tmp_path:
         env=environment(tmp_path),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
         check=False,
     )
 
@@ -44,7 +45,7 @@ def test_ranks_that_were_started_by_hand_meet_too(tmp_path: Path) -> None:
         for rank in range(2)
     ]
 
-    told = [process.communicate(timeout=120) for process in processes]
+    told = [process.communicate(timeout=HANG_SECONDS) for process in processes]
 
     assert [process.returncode for process in processes] == [os.EX_OK] * 2, told
     assert [json.loads(output) for output, _ in told] == [HEARD] * 2

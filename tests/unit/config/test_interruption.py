@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.forked import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -37,7 +38,7 @@ if __name__ == "__main__":
     with workers_not_interrupted():
         process = pool.submit(os.getpid)
     print(process.result(), flush=True)
-    time.sleep(60)
+    time.sleep(10_000)
 """
 
 
@@ -68,7 +69,7 @@ def test_a_signal_ends_a_process_with_one_line_and_its_own_code(
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=HANG_SECONDS)
 
     assert output == f"interrupted ({number.name}) after step 3 of 4\n"
     assert process.returncode == 130
@@ -82,10 +83,10 @@ def test_an_error_that_a_signal_caused_is_not_told_beside_it(tmp_path: Path) -> 
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=20)[0] == "interrupted (SIGINT) after step 3 of 4\n"
+        assert process.communicate(timeout=HANG_SECONDS)[0] == "interrupted (SIGINT) after step 3 of 4\n"
 
     with start(tmp_path, STUCK.format(then=then)) as process:
-        assert process.communicate(timeout=20)[0] == "ready\nlost a neighbour\n"
+        assert process.communicate(timeout=HANG_SECONDS)[0] == "ready\nlost a neighbour\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -100,4 +101,4 @@ def test_a_worker_leaves_ctrl_c_to_its_parent_and_ends_with_it(tmp_path: Path, n
             assert Path(f"/proc/{worker}").exists()
         process.kill()
         # The worker has the other end of this pipe too: it is closed when both have ended.
-        process.communicate(timeout=20)
+        process.communicate(timeout=HANG_SECONDS)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from harness.forked import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -16,15 +17,15 @@ def run(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     program.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n")
     # Port 0 lets the system choose, so that tests may run side by side.
     command = [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", "2", "--master_port", "0", str(program)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
 @pytest.mark.parametrize(
     ("body", "code", "line"),
     [
-        ("sys.exit(7 if rank == 1 else time.sleep(60))", 7, "rank 1 ended first, with exit code 7"),
+        ("sys.exit(7 if rank == 1 else time.sleep(10_000))", 7, "rank 1 ended first, with exit code 7"),
         (
-            "os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(60)",
+            "os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(10_000)",
             137,
             "rank 0 ended first, by SIGKILL",
         ),
@@ -41,10 +42,10 @@ def test_the_first_rank_to_end_is_named_and_the_others_stop(tmp_path: Path, body
 def test_ctrl_c_before_the_ranks_start_is_one_line() -> None:
     command = [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", "2", "--master_port", "0", "main.py"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG_SECONDS
     while b"libtorch" not in Path(f"/proc/{process.pid}/maps").read_bytes() and time.monotonic() < deadline:
         time.sleep(0.01)  # in the middle of the import
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=HANG_SECONDS)
     assert output == "interrupted before the ranks started: nothing is left\n"
     assert process.returncode == 130

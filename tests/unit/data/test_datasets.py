@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.forked import HANG_SECONDS
 from transformers import PreTrainedTokenizerBase
 
 from mobius.data.datasets import PreparedData, SampleCounts, describe_sample
@@ -258,7 +259,7 @@ def test_of_two_processes_at_once_one_tokenizes_and_both_get_the_same(
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    results = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
+    results = [json.loads(process.communicate(timeout=HANG_SECONDS)[0]) for process in processes]
     assert sorted(result[0] for result in results) == [0, 1]
     assert results[0][1:] == results[1][1:]
     assert results[0][1] == 500

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from harness.forked import HANG_SECONDS
 
 from mobius.errors import TransportError
 from mobius.runtime.meeting import Outcome, Told, read_all, read_numbers, take_together, told_text, told_value
@@ -17,7 +18,7 @@ class Board:
 
     def __init__(self, num_ranks: int) -> None:
         self.values: list[Any] = [None] * num_ranks
-        self.barrier = threading.Barrier(num_ranks, timeout=10)
+        self.barrier = threading.Barrier(num_ranks, timeout=HANG_SECONDS)
 
 
 class ThreadMeeting:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.forked import HANG_SECONDS
 
 from mobius.runtime.shared_memory import SharedMemory, SharedName
 
@@ -40,7 +41,7 @@ def test_two_processes_see_what_the_other_writes() -> None:
         "memory.close()\n"
     )
     finished = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_SECONDS
     )
 
     assert finished.stdout == f"{2**32 - 1}\n", finished.stderr

@@ -216,13 +216,13 @@ def test_a_run_without_a_result_has_failed(tmp_path: Path) -> None:
 
 
 def test_at_the_time_limit_nothing_of_a_run_is_left(tmp_path: Path) -> None:
-    body = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
+    body = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(10_000)'])\n"
     body += f"pathlib.Path({str(tmp_path)!r}, f'{{rank}}').write_text(str(child.pid))\ntime.sleep(100)"
     result = run_program(tmp_path, body, timeout_seconds=4)
 
     assert result.problem == "timed out"
     children = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_SECONDS
     while any(is_running(child) for child in children) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(is_running(child) for child in children)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import simulate
+from harness.forked import HANG_SECONDS
 
 from mobius.planner.cards import CARDS, estimate_profile
 from mobius.planner.model_files import shape_of_model
@@ -50,7 +51,7 @@ def test_a_reader_of_a_pipe_gets_rows_while_others_are_computed_and_ctrl_c_is_on
     assert process.stdout.readline().split()[:3] == ["model", "GPUs", "PCIe"]
     assert process.stdout.readline().split()[:2] == ["1b", "2"]
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=20)
+    output, errors = process.communicate(timeout=HANG_SECONDS)
     assert (output, errors) == ("", "stopped: 1 of 2 rows were computed\n")
     assert process.returncode == 130
 

@@ -79,26 +79,6 @@ def test_a_plan_is_printed_with_bytes_by_category_a_predicted_step_and_whether_i
     assert not (large / "save_ckpt").exists()
 
 
-def test_what_the_readme_shows_is_what_is_printed(
-    workplace: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a machine with little memory of its own."""
-    shown = (ROOT / "README.md").read_text().partition("    $ python main.py --dry_run ")[2].partition("\n\n")[0]
-    command, _, block = shown.partition("\n")
-    monkeypatch.setattr(dry_run, "available_host_bytes", lambda: 2**30)
-    caplog.set_level("INFO", "mobius")
-
-    assert dry(*command.split())
-
-    printed = told(caplog).splitlines()
-    for lines in block.split("\n      ...\n"):  # what is left out
-        expected = [line.removeprefix("    ") for line in lines.splitlines()]
-        start = printed.index(expected[0])
-        assert printed[start : start + len(expected)] == expected
-    assert printed[0] == "plan of 7b: 6.74e+09 parameters, bf16"
-    assert printed[-1] == "the run fits"
-
-
 def test_this_machine_s_memory_counts_unless_the_plan_is_for_another_one(
     workplace: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
