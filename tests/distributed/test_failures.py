@@ -6,39 +6,32 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.forked import HANG_SECONDS, Ranks
 from harness.runs import command, environment, make_checkpoint, make_dataset
 
+ENDLESS = """--model_path model --dataset data.jsonl --fp32 --num_stages 4 --num_chunks 2 --batch_size 4 --seq_length 16
+    --num_iterations 100000 --save_dir out"""
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_all_ranks_end_within_a_minute_when_one_dies_in_a_step(tmp_path: Path, victim: int) -> None:
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a run whose ranks are killed in a step; nothing was saved there in the end."""
     make_checkpoint(tmp_path / "model")
     make_dataset(tmp_path / "data.jsonl")
-    arguments = [
-        "--model_path",
-        "model",
-        "--dataset",
-        "data.jsonl",
-        "--fp32",
-        "--num_stages",
-        "4",
-        "--num_chunks",
-        "2",
-        "--batch_size",
-        "4",
-        "--seq_length",
-        "16",
-        "--num_iterations",
-        "100000",
-        "--save_dir",
-        "out",
-    ]
+    yield tmp_path
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "finetune_params.pt").exists()
+
+
+def test_torchrun_ends_all_ranks_within_a_minute_when_one_dies_in_a_step(place: Path) -> None:
     process = subprocess.Popen(
-        command(2, arguments),
-        cwd=tmp_path,
-        env=environment(tmp_path / "cache"),
+        command(2, ENDLESS.split()),
+        cwd=place,
+        env=environment(place / "cache"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -52,15 +45,31 @@ def test_all_ranks_end_within_a_minute_when_one_dies_in_a_step(tmp_path: Path, v
     else:
         pytest.fail("".join(seen))
     workers = _workers(process.pid)
-    os.kill(workers[victim], signal.SIGKILL)
+    os.kill(workers[1], signal.SIGKILL)
     start = time.monotonic()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=HANG_SECONDS)
     assert time.monotonic() - start < 60
     assert process.returncode != 0
     assert not any(_is_alive(worker) for worker in workers.values())
     assert "Signal 9 (SIGKILL)" in output, output  # torchrun names the rank that was killed
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "finetune_params.pt").exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_ends_within_a_minute_when_the_other_one_dies_and_nobody_else_looks(place: Path, victim: int) -> None:
+    arguments = ["--device", "cpu", *ENDLESS.split()]
+    ranks = Ranks("main", "main", arguments, num_ranks=2, folder=place, environment=environment(place / "cache"))
+    while " 5/100000" not in ranks.output():
+        assert all(process.is_alive() for process in ranks.processes), ranks.output()
+        time.sleep(0.05)
+
+    ranks.processes[victim].kill()
+    start = time.monotonic()
+    survivor = ranks.processes[1 - victim]
+    survivor.join(HANG_SECONDS)
+
+    assert time.monotonic() - start < 60
+    assert survivor.exitcode == 1
+    assert f"rank {1 - victim} stops: it lost" in ranks.output()
 
 
 def _workers(launcher: int) -> dict[int, int]:
