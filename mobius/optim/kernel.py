@@ -120,8 +120,9 @@ def load_kernel(cache: Path, *, num_threads: int) -> AdamWKernel | None:
             _build(compiler, library)
         return AdamWKernel(library, num_threads=num_threads)
     except (OSError, subprocess.CalledProcessError) as error:
-        reason = error.stderr.strip().splitlines()[-1:] if isinstance(error, subprocess.CalledProcessError) else [error]
-        logger.info("CPU AdamW: torch's, which is slower: the fused kernel could not be built (%s)", *reason)
+        told = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
+        reason = told[-1] if told else error  # a compiler that was ended by a signal has said nothing
+        logger.info("CPU AdamW: torch's, which is slower: the fused kernel could not be built (%s)", reason)
         return None
 
 

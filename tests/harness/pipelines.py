@@ -65,17 +65,20 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
 
 
 _MOST_PARTS = 64
-_PARTS: dict[tuple[str, str, int], ModelParts] = {}
-"""By device, configuration and rank: taking a model apart costs more than a step, and ranks are threads that cannot
-share it."""
+_PARTS: dict[tuple[str, str, str, int], tuple[ModelParts, LayerInputs]] = {}
+"""By device, format, configuration and rank: taking a model apart costs more than a step, and ranks are threads that
+cannot share it."""
 
 
-def _parts(config: PretrainedConfig, device: torch.device, rank: int) -> ModelParts:
-    key = (str(device), config.to_json_string(use_diff=False), rank)
+def _parts(
+    config: PretrainedConfig, device: torch.device, dtype: torch.dtype, rank: int
+) -> tuple[ModelParts, LayerInputs]:
+    key = (str(device), str(dtype), config.to_json_string(use_diff=False), rank)
     if key not in _PARTS:
         if len(_PARTS) >= _MOST_PARTS:
             _PARTS.clear()
-        _PARTS[key] = ModelParts(config, device)
+        parts = ModelParts(config, device)
+        _PARTS[key] = parts, LayerInputs(parts, device=device, dtype=dtype)
     return _PARTS[key]
 
 
@@ -111,10 +114,9 @@ class Pipeline:
         return torch.stack([sums.loss for _, sums in results]).sum().cpu()
 
     def _run_rank(self, transport: LocalTransport, batch: StepBatch) -> tuple[dict[str, Tensor], StepSums]:
-        parts = _parts(self.model.config, self.device, transport.rank)
+        parts, inputs = _parts(self.model.config, self.device, self.dtype, transport.rank)
         num_stages = self.num_ranks * self.stages_per_rank
         spans = partition_of(self.sizes) if self.sizes else balanced_partition(len(parts.layers), num_stages)
-        inputs = LayerInputs(parts, device=self.device, dtype=self.dtype)
         stages = {
             span.stage: StageModule(parts, span, inputs, loss_chunk_tokens=self.loss_chunk_tokens)
             for span in spans
