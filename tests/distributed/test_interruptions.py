@@ -68,7 +68,9 @@ def children(process: int) -> list[int]:
     found = [
         int(child) for file in Path(f"/proc/{process}/task").glob("*/children") for child in file.read_text().split()
     ]
-    return [child for child in found if "multiprocessing.resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()]
+    return [
+        child for child in found if "multiprocessing.resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()
+    ]
 
 
 def is_alive(process: int) -> bool:
