@@ -10,10 +10,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mobius.config import Config, Recompute
+from mobius.config import Config, PlanningConfig, Recompute
 from mobius.errors import PlanError
 from mobius.planner.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.training.blueprint import Blueprint
+from mobius.validation import find_problems
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,11 @@ def adopt_plan(config: Config, *, given: Collection[str]) -> Adopted:
         use_prefetch=plan.num_slots != 1 or plan.stages_per_rank == 1,
     )
     data = replace(config.data, seq_length=saved.seq_length)
+    config = replace(config, pipeline=pipeline, data=data)
+    if problems := find_problems(replace(config, planning=PlanningConfig())):
+        raise PlanError(f"--plan {path} cannot be run: {'; '.join(problems)}. Make it anew with --dry_run.")
     logger.info("plan taken from %s: %d stages, %d chunks", path, plan.num_stages, plan.num_microbatches)
-    return Adopted(replace(config, pipeline=pipeline, data=data), saved)
+    return Adopted(config, saved)
 
 
 def _contradictions(config: Config, saved: SavedPlan) -> dict[str, str]:

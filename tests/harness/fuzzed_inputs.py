@@ -325,7 +325,7 @@ def _changed_json(value: Any, rng: random.Random, values: Sequence[Any] = VALUES
         elif turn < 0.15 and isinstance(parent, dict):
             parent[str(rng.choice(TEXTS))] = parent.pop(key)
         elif turn < 0.2 and isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
-            parent[key] = parent[key] * rng.choice([-1, 0, 2, 0.5, 10**6])
+            parent[key] = parent[key] * rng.choice([-1, 0, 2, 0.5])
         else:
             parent[key] = copy.deepcopy(rng.choice(values))
     text = json.dumps(value)

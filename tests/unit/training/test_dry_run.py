@@ -261,3 +261,13 @@ def test_a_dry_run_and_then_two_ranks_that_train_by_its_plan(tmp_path: Path) -> 
     result = run_main(1, tmp_path, *trains, "--plan", "plans/p.json", "--overwrite_output_dir")
     assert result.returncode == 1
     assert "is for 2 rank(s), 1 are started" in result.stdout
+
+
+def test_a_plan_of_a_step_that_no_machine_holds_is_refused_before_anything_is_made(workplace: Path) -> None:
+    assert dry(*SMALL, "--num_ranks", "1")
+    fields = json.loads(Path("plan.json").read_text())
+    Path("plan.json").write_text(json.dumps({**fields, "batch_size": 2 * 10**9}))
+    argv = ["--model_path", "model", "--dtype", "fp32", "--plan", "plan.json"]
+
+    with pytest.raises(PlanError, match=r"--plan plan\.json cannot be run: .*`--batch_size`"):
+        adopt_plan(parse_args(argv, num_ranks=1), given=given_options(argv))
