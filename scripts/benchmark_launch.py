@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from typing import IO, Any
 POLL_SECONDS = 0.2
 PORTS = range(20000, 32000)
 """Linux takes those of connections from 32768 on."""
+PARENT_SECONDS = 1.0
+"""Between two looks at whether the parent is there."""
 GRACE_SECONDS = 5.0
 """For the other ranks to tell their part once one has failed."""
 
@@ -109,6 +112,17 @@ def end_ranks(ranks: Sequence[subprocess.Popen[str]]) -> None:
     """End the processes, and what they started and left in their groups, at once."""
     for process in ranks:
         _end(process)
+
+
+def end_with(parent: int) -> None:
+    """From now on end this process, whatever it does, once its parent has gone."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def free_port() -> int:

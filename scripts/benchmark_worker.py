@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ prepare_environment()  # before torch is imported
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from benchmark_launch import end_with  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mobius.cli import parse_args  # noqa: E402
@@ -45,7 +45,7 @@ from mobius.training.build import assemble, connect, load_state, rehearse, trace
 from mobius.training.measured_plan import plan_by_measurement  # noqa: E402
 from mobius.training.recordings import Recordings  # noqa: E402
 
-POLL_SECONDS, PARENT_SECONDS = 0.05, 1.0
+POLL_SECONDS = 0.05
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def serve(folder: Path) -> None:
 
 def orders(folder: Path) -> Iterator[tuple[Path, list[str]]]:
     """Where each run's output goes, and its options: 0.json, 1.json, ... when they appear, while the parent lives."""
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    end_with(os.getppid())
     for number in itertools.count():
         order = folder / f"{number}.json"
         while not order.exists():
@@ -86,13 +86,6 @@ def orders(folder: Path) -> Iterator[tuple[Path, list[str]]]:
 
 class RefusedError(MobiusError):
     """The planner refuses the run, each rank by itself: nothing is loaded, and no rank waits for another."""
-
-
-def end_with(parent: int) -> None:
-    """End this process, whatever it does, once its parent has gone."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_SECONDS)
-    os._exit(1)
 
 
 def clean_up() -> None:

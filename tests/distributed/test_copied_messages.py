@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from harness.forked import HANG_SECONDS
-from harness.runs import ROOT, environment, free_port
+from harness.forked import Ranks
+from harness.runs import environment
 
 
 def test_two_processes_talk_over_mailboxes_in_shared_host_memory(tmp_path: Path) -> None:
-    launcher = f"-m torch.distributed.run --nproc_per_node 2 --master_port {free_port()}".split()
-    worker = ROOT / "tests" / "harness" / "mailbox_worker.py"
     # 9 MiB are three chunks; 50 messages are three steps, the last a short one.
-    result = subprocess.run(
-        [sys.executable, *launcher, str(worker), "cpu", "9", "50"],
-        env=environment(tmp_path / "cache"),
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
+    ranks = Ranks(
+        "harness.mailbox_worker",
+        "main",
+        ["cpu", "9", "50"],
+        num_ranks=2,
+        folder=tmp_path,
+        environment=environment(tmp_path / "cache"),
     )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "0 of 2 edges from GPU to GPU" in result.stderr
-    told = json.loads(result.stdout)
+    assert ranks.wait() == 0, ranks.output()
+    assert "0 of 2 edges from GPU to GPU" in ranks.output()
+    (told,) = [json.loads(line) for line in ranks.output().splitlines() if line.startswith("{")]
     assert told["over_mailboxes"]
     assert told["num_wrong"] == 0
     assert told["gathered"] == [["", 0], ["x" * 1000, 1]]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from harness.forked import HANG_SECONDS
+from harness.forked import HANG_SECONDS, Ranks
 from harness.runs import ROOT, environment, free_port
 
 WORKER = str(ROOT / "tests/harness/store_worker.py")
@@ -33,19 +32,7 @@ def test_ranks_of_torchrun_meet_before_and_beside_their_process_groups(tmp_path:
 
 def test_ranks_that_were_started_by_hand_meet_too(tmp_path: Path) -> None:
     """The first rank then keeps the store itself."""
-    shared = {**environment(tmp_path), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, WORKER],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = Ranks("harness.store_worker", "main", [], num_ranks=2, folder=tmp_path, environment=environment(tmp_path))
 
-    told = [process.communicate(timeout=HANG_SECONDS) for process in processes]
-
-    assert [process.returncode for process in processes] == [os.EX_OK] * 2, told
-    assert [json.loads(output) for output, _ in told] == [HEARD] * 2
+    assert ranks.wait() == 0, ranks.output()
+    assert [json.loads(line) for line in ranks.output().splitlines()] == [HEARD] * 2

@@ -100,7 +100,7 @@ def _assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
 
 @pytest.mark.parametrize("clipping", ["--max_grad_norm 0.5", "--max_grad_norm 0"], ids=["clipped", "not clipped"])
 def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -> None:
-    options = f"""--device cpu --bf16 --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 10
+    options = f"""--device cpu --bf16 --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 6
         --learning_rate 1e-3 {clipping}"""
     streamed = [
         f"--use_offload --{overlap} --{prefetch}"
@@ -116,7 +116,7 @@ def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -
 @pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0.5", "--bf16 --max_grad_norm 0", "--fp16", "--fp32"])
 def test_residency_changes_no_bit(tmp_path: Path, options: str) -> None:
     """The matrix that embedding and head share is resident on one rank and streamed on the other."""
-    shared = f"""--device cpu --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 6
+    shared = f"""--device cpu --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 4
         --learning_rate 1e-3 {options}"""
     variants = [
         "--resident_stages 0",

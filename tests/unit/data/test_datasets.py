@@ -1,13 +1,11 @@
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.forked import HANG_SECONDS
+from harness.forked import Ranks
 from transformers import PreTrainedTokenizerBase
 
 from mobius.data.datasets import PreparedData, SampleCounts, describe_sample
@@ -212,54 +210,16 @@ def test_an_error_in_a_worker_names_its_line(prepare: Prepare, write_lines: Writ
         prepare(write_lines(records), num_workers=2)
 
 
-CONCURRENT = """
-import json, sys
-from pathlib import Path
-from transformers import AutoTokenizer
-import mobius.data.datasets as datasets
-
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-num_tokenizations = 0
-original = datasets._tokenize
-
-def counting(*arguments):
-    global num_tokenizations
-    num_tokenizations += 1
-    return original(*arguments)
-
-datasets._tokenize = counting
-print("ready", flush=True)
-sys.stdin.readline()
-prepared = datasets.prepare_dataset(
-    dataset=sys.argv[2],
-    tokenizer=tokenizer,
-    seq_length=64,
-    max_samples=None,
-    num_workers=1,
-    cache_dir=Path(sys.argv[3]),
-)
-print(json.dumps([num_tokenizations, len(prepared.tokenized), int(prepared.tokenized.input_ids.sum())]))
-"""
-
-
 def test_of_two_processes_at_once_one_tokenizes_and_both_get_the_same(
     assets: Path, write_lines: WriteLines, tmp_path: Path
 ) -> None:
     path = write_lines([{"prompt": f"question {index}", "completion": "answer"} for index in range(500)])
-    command = [sys.executable, "-c", CONCURRENT, str(assets / "tiny-llama"), str(path), str(tmp_path / "cache")]
-    environment = os.environ | {"PYTHONPATH": str(assets.parent)}
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-        for _ in range(2)
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    results = [json.loads(process.communicate(timeout=HANG_SECONDS)[0]) for process in processes]
+    given = [str(assets / "tiny-llama"), str(path), str(tmp_path / "cache")]
+    processes = Ranks(
+        "harness.tokenizing_worker", "main", given, num_ranks=2, folder=tmp_path, environment=dict(os.environ)
+    )
+    assert processes.wait() == 0, processes.output()
+    results = [json.loads(line) for line in processes.output().splitlines()]
     assert sorted(result[0] for result in results) == [0, 1]
     assert results[0][1:] == results[1][1:]
     assert results[0][1] == 500

@@ -94,7 +94,7 @@ for number in itertools.count():
     if word == "fail" and os.environ["RANK"] == "1":
         sys.exit("rank 1 fails")
     if word in ("fail", "hang"):
-        time.sleep(100)
+        time.sleep(10_000)
     if os.environ["RANK"] == "0":
         part = folder / f"{number}.part"
         part.write_text(json.dumps({"process": os.getpid(), "word": word}))
@@ -130,20 +130,25 @@ def test_a_run_that_takes_too_long_is_ended(play: Path) -> None:
     assert slow.seconds < 5
 
 
-def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, words: list[str]) -> None:
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, play: Path) -> None:
+    play.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(SCRIPTS)!r})\n"
+        f"from benchmark_launch import end_with\nend_with(os.getppid())\n{play.read_text()}"
+    )
     script = f"""
 import sys
+from pathlib import Path
 sys.path.insert(0, {str(SCRIPTS)!r})
 from benchmark_service import Service
-with Service(num_ranks=1, environment={ALONE!r}) as service:
-    service.run({[*words, "--num_stages", "2"]!r}, timeout_seconds=100)
+with Service(num_ranks=2, environment={{}}, worker=Path({str(play)!r})) as service:
+    service.run(["word"], timeout_seconds=100)
     print(*(process.pid for process in service._ranks), flush=True)
-    service.run({[*words, "--num_stages", "2", "--num_iterations", "1000000"]!r}, timeout_seconds=100)
+    service.run(["hang"], timeout_seconds=10_000)
 """
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     ranks = [int(number) for number in parent.stdout.readline().split()]
-    assert len(ranks) == 1
+    assert len(ranks) == 2
     parent.kill()
     parent.wait()
     parent.stdout.close()
