@@ -18,6 +18,7 @@ last file to come (export.py) and the first to go. The next run's `prepare` look
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -48,8 +49,11 @@ def sync_to_disk(path: Path) -> None:
 def replaced_whole(path: Path) -> Iterator[Path]:
     """Give a temporary path beside `path` to write to; on success it is synced and takes `path`'s name at once.
 
-    On an exception the temporary file is removed and an older `path` stays as it was.
+    On an exception the temporary file is removed and an older `path` stays as it was. Raises OSError for a `path` that
+    is a device, pipe or folder: a file would take its place.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file that could be replaced", str(path))
     temporary = path.with_name(f"{path.name}.partial")
     try:
         yield temporary
@@ -207,6 +211,8 @@ class OutputFolder:
             resolved = path.resolve()
             if resolved == self.save_dir or path.is_dir():
                 problems.append(f"{option} {path} is a folder. Name a file.")
+            elif path.exists() and not path.is_file():
+                problems.append(f"{option} {path} is a device or a pipe. Name a file.")
             elif path.exists() and not self._overwrite and not resolved.is_relative_to(self.save_dir):
                 problems.append(
                     f"{option} {path} exists. Choose another name, or add --overwrite_output_dir to replace it."

@@ -1,5 +1,6 @@
 """Results appear whole under their final name or not at all, and what would stop that is told before training."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -366,3 +367,16 @@ def test_a_run_that_is_giving_its_results_their_name_is_left_alone(tmp_path: Pat
         make(tmp_path / "save", overwrite=True).prepare({})
 
     assert names_after(tmp_path) == {"save.replaced": "old", "save.partial": "new"}
+
+
+def test_a_device_or_pipe_is_never_replaced_by_a_file(tmp_path: Path) -> None:
+    """As `--save_params /dev/null --overwrite_output_dir` would, by a user who may do everything."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    with pytest.raises(CheckpointError, match=r"--save_params .*pipe is a device or a pipe\. Name a file"):
+        make(tmp_path / "save", overwrite=True, params=pipe).prepare({})
+    with pytest.raises(OSError, match="no file that could be replaced"), replaced_whole(pipe) as temporary:
+        temporary.write_text("instead of it")
+
+    assert pipe.is_fifo()
