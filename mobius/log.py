@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import IO, Final
 
 from tqdm import tqdm
@@ -31,6 +32,9 @@ _NOISY_LIBRARIES: Final = (
     "asyncio",
 )
 
+SAID_ONCE: Final[Mapping[str, object]] = {"is_said_once": True}
+"""`extra` of a record that all ranks make alike, of the model or the data: only the first one says it."""
+
 # C0 and C1 controls, separators of lines, marks and overrides of direction, halves of characters.
 _STEERING: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -43,6 +47,7 @@ def setup_logging(rank: int) -> None:
     handler = _BarSafeHandler(sys.stdout if rank == 0 else sys.stderr)
     handler.setFormatter(_PlainFormatter(rank))
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    handler.addFilter(lambda record: rank == 0 or not getattr(record, "is_said_once", False))
     root = logging.getLogger()
     for earlier in [old for old in root.handlers if isinstance(old, _BarSafeHandler)]:
         root.removeHandler(earlier)

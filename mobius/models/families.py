@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mobius.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError, first_line
+from mobius.log import SAID_ONCE
 from mobius.models.config_rules import disagreements, wrong_fields
 from mobius.models.json_files import read_json_object, shown
 from mobius.models.stored_weights import has_own_head
@@ -124,7 +125,9 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
             continue
         if has_weights:
             logger.warning(
-                "--%s %s differs from the checkpoint's %s %s: the checkpoint's is used", option, wanted, field, own
+                "--%s %s differs from the checkpoint's %s %s: the checkpoint's is used",
+                *(option, wanted, field, own),
+                extra=SAID_ONCE,
             )
         else:
             _check_option(option, field, wanted)
@@ -138,6 +141,7 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
             "%s ties the head to the embedding (tie_word_embeddings), but the checkpoint stores a matrix for each: "
             "they are trained apart, as transformers loads them, and saved with tie_word_embeddings false",
             path,
+            extra=SAID_ONCE,
         )
         config.tie_word_embeddings = False
     config._attn_implementation = "sdpa"
@@ -241,7 +245,8 @@ def _apply_num_layers(config: PretrainedConfig, options: ModelConfig, has_weight
     if wanted > own and has_weights:
         raise ConfigError(f"--num_layers {wanted} is more than the {own} layers of --model_path {options.model_path}.")
     if has_weights:
-        logger.warning("--num_layers %s: only the first %s of the checkpoint's %s layers are used", wanted, wanted, own)
+        told = "--num_layers %s: only the first %s of the checkpoint's %s layers are used"
+        logger.warning(told, wanted, wanted, own, extra=SAID_ONCE)
     _check_option("num_layers", "num_hidden_layers", wanted)
     layer_types = getattr(config, "layer_types", None)
     config.num_hidden_layers = wanted

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mobius.errors import CheckpointError
+from mobius.log import SAID_ONCE
 from mobius.models.blocks import ModelParts
 from mobius.models.json_files import read_json_object, shown
 
@@ -137,6 +138,7 @@ def check_stored_weights(folder: Path, parts: ModelParts, *, has_fewer_layers: b
             len(unexpected),
             len(stored),
             shown_names,
+            extra=SAID_ONCE,
         )
 
 
@@ -150,6 +152,7 @@ def _warn_of_other_files(folder: Path, read: Collection[Path]) -> None:
             len(unread),
             ", ".join(unread[:3]),
             ", ..." if len(unread) > 3 else "",
+            extra=SAID_ONCE,
         )
 
 

@@ -17,6 +17,7 @@ from mobius.data.batches import Batches
 from mobius.data.datasets import PreparedData, describe_sample, prepare_dataset
 from mobius.errors import CheckpointError, GpuMemoryError, NonFiniteLossError, first_line
 from mobius.interruption import Standing
+from mobius.log import SAID_ONCE
 from mobius.memory.available import huge_page_share
 from mobius.models.base_files import BaseFiles, read_base_files
 from mobius.models.families import load_model_config, locate_model
@@ -182,7 +183,7 @@ def _prepare_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBa
     )
     logger.info("dataset loaded: %s (%s): %s", config.data.dataset, prepared.format_name, prepared.counts)
     for warning in prepared.warnings:
-        logger.warning("%s", warning)
+        logger.warning("%s", warning, extra=SAID_ONCE)
     logger.info("%s", describe_sample(prepared, tokenizer))
     return prepared
 

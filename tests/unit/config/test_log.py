@@ -16,11 +16,12 @@ ROOT = Path(__file__).resolve().parents[3]
 # A process of its own: logging is set up for a whole process, this one's included.
 PROGRAM = """
 import logging, sys, warnings
-from mobius.log import setup_logging
+from mobius.log import SAID_ONCE, setup_logging
 setup_logging(5)
 setup_logging(int(sys.argv[1]))
 log = logging.getLogger("mobius.training.trainer")
 log.debug("details"); log.info("step %d", 1); log.warning("skipped"); log.error("lost")
+log.warning("the same on all", extra=SAID_ONCE)
 logging.getLogger("transformers.modeling_utils").warning("noise")
 logging.getLogger("some.library").info("noise")
 warnings.warn_explicit("noise", FutureWarning, "x.py", 1, module="torch.nn.modules")
@@ -36,7 +37,10 @@ def output_of(rank: int) -> tuple[str, str]:
 
 def test_the_first_rank_prints_plain_lines() -> None:
     out, err = output_of(0)
-    assert out.splitlines() == ["step 1", "warning: skipped", "error: lost", "warning: <string>:11: UserWarning: own"]
+    assert out.splitlines() == [
+        *("step 1", "warning: skipped", "error: lost", "warning: the same on all"),
+        "warning: <string>:12: UserWarning: own",
+    ]
     assert err == ""
 
 
@@ -44,7 +48,7 @@ def test_other_ranks_only_warn_and_say_who_they_are() -> None:
     out, err = output_of(2)
     assert out == ""
     assert err.splitlines()[:2] == ["[rank 2] warning: skipped", "[rank 2] error: lost"]
-    assert all("noise" not in line for line in err.splitlines())
+    assert all("noise" not in line and "the same on all" not in line for line in err.splitlines())
 
 
 @pytest.mark.parametrize(
