@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -22,15 +26,16 @@ def load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     Raises CheckpointError, also where it has tokens that a model of `vocab_size` has no row for.
     """
     _check_settings(folder / _SETTINGS)
-    try:
-        tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
-        num_ids = max([len(tokenizer), *(token + 1 for token in tokenizer.added_tokens_decoder)])
-        tokenizer(_TEXT)
-        pad_token_id(tokenizer)
-    except BaseException as error:  # what is below raises plain Exception for a broken tokenizer.json, or panics
-        if not _is_of_the_tokenizer(error):
-            raise
-        raise CheckpointError(f"--model_path: {_reason(folder, error)}") from error
+    with _panics_kept_quiet():
+        try:
+            tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+            num_ids = max([len(tokenizer), *(token + 1 for token in tokenizer.added_tokens_decoder)])
+            tokenizer(_TEXT)
+            pad_token_id(tokenizer)
+        except BaseException as error:  # what is below raises plain Exception for a broken tokenizer.json, or panics
+            if not _is_of_the_tokenizer(error):
+                raise
+            raise CheckpointError(f"--model_path: {_reason(folder, error)}") from error
     if num_ids > vocab_size:
         raise CheckpointError(
             f"--model_path: the tokenizer of {folder} has {num_ids} tokens, the model only {vocab_size} (vocab_size)."
@@ -69,6 +74,24 @@ def _check_settings(path: Path) -> None:
 def _is_of_the_tokenizer(error: BaseException) -> bool:
     """Whether it is no interruption: a panic in Rust comes as a class that derives from BaseException alone."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def _panics_kept_quiet() -> Iterator[None]:
+    """Hold standard error back, and pass on what came unless a CheckpointError says it: Rust tells a panic there."""
+    with tempfile.TemporaryFile() as held:
+        before = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except CheckpointError:
+            held.truncate(0)
+            raise
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            held.seek(0)
+            os.write(2, held.read())
 
 
 def _is_named_template(value: object) -> bool:

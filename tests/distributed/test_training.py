@@ -126,7 +126,9 @@ def test_residency_changes_no_bit(tmp_path: Path, options: str) -> None:
         "--resident_stages all --recompute none",
         "--no_offload",
     ]
-    wide = [f"{variant} --fp32_gradients" for variant in (variants[0], variants[1], variants[-1])]
+    # Where a rank has both kinds of stages, wide sums are the same in the other formats.
+    mixed = variants[1:2] if options.startswith("--bf16") else []
+    wide = [f"{variant} --fp32_gradients" for variant in (variants[0], *mixed, variants[-1])]
     results = exact_results(2, tmp_path, shared, [*variants, *wide])
     assert all(results[variant] == results[variants[0]] for variant in variants), results
     assert all(results[variant] == results[wide[0]] for variant in wide), results

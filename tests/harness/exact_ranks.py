@@ -26,7 +26,7 @@ def train(folder: Path, options: list[str], ranks: Ranks, transport: Transport |
     blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model))
     transport = transport or connect(blueprint)
     state = load_state(blueprint, folder)
-    if ranks.num_ranks > 1:
+    if blueprint.device.type == "cuda" and ranks.num_ranks > 1:
         rehearse(blueprint, state)
     steps = list(assemble(blueprint, state, transport, _batches(blueprint.shape.vocab_size, options)).train())
     MemoryMeter(blueprint.device).synchronize()

@@ -10,7 +10,7 @@ from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, plain_
 
 STAGES_PER_RANK = (1, 2, 3)
 MICROBATCHES = (1, 2, 3, 5, 8)
-WITH_ALL_CASES = (1, 3)
+WITH_ALL_CASES = (1, 2)
 """Microbatches with which each family takes every case. Of the pairs of a case and another number each family takes its
 share, so that every pair is met by one family with each N and v."""
 LIKE_LAYERS = {"llama", "llama-tied", "mistral"}
@@ -75,7 +75,7 @@ def test_a_mixture_of_resident_and_streamed_stages_equals_the_plain_model_bit_by
     model = make_model(family)
     tied = {"model.embed_tokens.weight", "lm_head.weight"} if model.config.tie_word_embeddings else set()
     num_slots, keeps_graphs, first, others = MIXED[case]
-    for num_microbatches in (1, 3):
+    for num_microbatches in (1, 2):
         batch = make_batch(num_microbatches)
         expected_loss, expected = plain_step(model, batch, num_microbatches)
         for num_ranks, stages_per_rank in ((1, 2), (1, 4), (2, 2), (2, 3), (3, 2), (4, 3)):
