@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mobius.errors import CheckpointError
+from mobius.excerpt import excerpt
 
 MAX_BYTES = 256 * 2**20
 """More than any file of a model folder but its weights has; the largest vocabularies take 40 MB."""
@@ -53,15 +54,15 @@ def read_text(path: Path) -> str:
 
 def shown(value: object) -> str:
     """A value as it stands in the file, cut where it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return excerpt(json.dumps(value, ensure_ascii=False, default=str))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"an object has {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    fields: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"an object has {excerpt(key)!r} twice")
+        fields[key] = value
     return fields
 
 
