@@ -29,11 +29,14 @@ def main() -> None:
         end_with_launcher()
         interruption.watch(speaks=ranks.is_first)
         setup_logging(rank)
-        from mobius.cli import given_options, parse_args  # behind the watch: imports take what Ctrl-C may come into
+        from mobius.config.cli import (  # behind the watch: imports take what Ctrl-C may come into
+            given_options,
+            parse_args,
+        )
 
         config = parse_args(sys.argv[1:], num_ranks=ranks.num_ranks)
         if config.planning.dry_run:
-            from mobius.training.dry_run import run_dry
+            from mobius.planning.dry_run import run_dry
 
             sys.exit(0 if run_dry(config, ranks, given=given_options(sys.argv[1:])) else 1)
         from mobius.training.run import run_training  # torch is imported only now, so that --help is quick

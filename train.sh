@@ -10,6 +10,6 @@ source scripts/environment.sh
 mobius_environment
 
 # The words arrive with a NUL behind each, so that nothing from the YAML file is ever read as shell code.
-mapfile -d '' -t command < <("$MOBIUS_PYTHON_BIN" -m mobius.launch "$caller_folder" "$@")
+mapfile -d '' -t command < <("$MOBIUS_PYTHON_BIN" -m mobius.config.launch "$caller_folder" "$@")
 wait "$!"  # a problem with the configuration has been printed; `set -e` ends here with its exit code
 exec "${command[@]}"

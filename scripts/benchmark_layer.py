@@ -26,11 +26,11 @@ import torch  # noqa: E402
 from make_model import SIZES, write_config  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from mobius.config import ModelConfig  # noqa: E402
+from mobius.config.config import ModelConfig  # noqa: E402
 from mobius.memory.layout import StageLayout  # noqa: E402
 from mobius.models.blocks import LayerInputs, ModelParts  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.planner.partition import StageSpan  # noqa: E402
+from mobius.plan.partition import StageSpan  # noqa: E402
 from mobius.runtime.stage import StageModule  # noqa: E402
 
 BACKENDS = {

@@ -30,20 +30,20 @@ import torch  # noqa: E402
 from benchmark_launch import end_with  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mobius.cli import parse_args  # noqa: E402
-from mobius.config import Config  # noqa: E402
+from mobius.config.cli import parse_args  # noqa: E402
+from mobius.config.config import Config  # noqa: E402
 from mobius.data.batches import Batches  # noqa: E402
 from mobius.data.store import TokenizedDataset  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
-from mobius.memory.available import huge_page_share, own_host_bytes  # noqa: E402
+from mobius.machine.available import huge_page_share, own_host_bytes  # noqa: E402
+from mobius.machine.devices import set_host_threads  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.planner.budget import GIB  # noqa: E402
-from mobius.runtime.devices import set_host_threads  # noqa: E402
-from mobius.training.blueprint import Blueprint, draw_blueprint  # noqa: E402
+from mobius.output.recordings import Recordings  # noqa: E402
+from mobius.plan.budget import GIB  # noqa: E402
+from mobius.planning.blueprint import Blueprint, draw_blueprint  # noqa: E402
+from mobius.planning.measured_plan import plan_by_measurement  # noqa: E402
 from mobius.training.build import assemble, connect, load_state, rehearse, trace_facts  # noqa: E402
-from mobius.training.measured_plan import plan_by_measurement  # noqa: E402
-from mobius.training.recordings import Recordings  # noqa: E402
 
 POLL_SECONDS = 0.05
 
@@ -199,7 +199,7 @@ class PlanFacts:
     host_rates: dict[str, float] | None
     """Per second and rank: parameters updated, alone and beside copies, and bytes copied each way, beside and alone.
 
-    Updates as the plan counts them, which is less than was measured (training/host_rates.py).
+    Updates as the plan counts them, which is less than was measured (measuring/host_rates.py).
     """
     launch_seconds: dict[str, float] | None
     """Of the host, for a layer."""

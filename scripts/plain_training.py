@@ -16,12 +16,12 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler  # noqa: E402
 
-from mobius.cli import parse_args  # noqa: E402
-from mobius.config import Config  # noqa: E402
+from mobius.config.cli import parse_args  # noqa: E402
+from mobius.config.config import Config  # noqa: E402
 from mobius.data.batches import Batches  # noqa: E402
 from mobius.data.datasets import prepare_dataset  # noqa: E402
+from mobius.machine.devices import TORCH_DTYPES  # noqa: E402
 from mobius.ranks import cache_folder  # noqa: E402
-from mobius.runtime.devices import TORCH_DTYPES  # noqa: E402
 
 
 def make_batches(config: Config) -> Batches:

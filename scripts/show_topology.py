@@ -16,8 +16,8 @@ if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mobius.log import printable
-from mobius.planner.mapping import choose_order
-from mobius.planner.topology import Topology
+from mobius.machine.mapping import choose_order
+from mobius.machine.topology import Topology
 from mobius.ranks import cache_folder, visible_devices
 
 
@@ -36,8 +36,8 @@ def look(arguments: argparse.Namespace) -> Topology:
         return Topology.from_json(arguments.input.read_text())
     import torch
 
-    from mobius.runtime.load_probe import add_measurement, measure_in_process
-    from mobius.runtime.topology import read_topology
+    from mobius.machine.load_probe import add_measurement, measure_in_process
+    from mobius.machine.read_topology import read_topology
 
     found = torch.cuda.device_count()
     num_gpus = found if arguments.num_ranks is None else arguments.num_ranks

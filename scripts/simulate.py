@@ -1,6 +1,6 @@
 """Predicts a step on GPUs one may not have: seconds, waits, memory, and what limits it; needs neither GPU nor torch.
 
-Every number is an estimate from data sheets and from shares measured on H200s (mobius/planner/cards.py). Options that
+Every number is an estimate from data sheets and from shares measured on H200s (mobius/plan/cards.py). Options that
 take several values give a row for each combination, told as soon as it is known. More than one node exists on paper
 only.
 
@@ -18,15 +18,15 @@ from pathlib import Path
 if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mobius.config import Recompute
+from mobius.config.config import Recompute
 from mobius.errors import GpuMemoryError, MobiusError
 from mobius.log import drop, printable
-from mobius.planner.budget import GIB
-from mobius.planner.cards import CARDS, HOST_BANDWIDTH, PCIE_BYTES, Host, find_card
-from mobius.planner.model_files import LLAMA_SHAPES, shape_of_model
-from mobius.planner.profile import Profile, ProfileError
-from mobius.planner.step_tasks import WaitFor
-from mobius.planner.what_if import Answer, Machine, Run, answer
+from mobius.plan.budget import GIB
+from mobius.plan.cards import CARDS, HOST_BANDWIDTH, PCIE_BYTES, Host, find_card
+from mobius.plan.model_files import LLAMA_SHAPES, shape_of_model
+from mobius.plan.profile import Profile, ProfileError
+from mobius.plan.step_tasks import WaitFor
+from mobius.plan.what_if import Answer, Machine, Run, answer
 
 HEADER = (
     *("model", "GPUs", "PCIe", "GiB", "stages", "chunks", "slots", "resident", "kept", "s/step", "tokens/s", "MFU"),
@@ -225,9 +225,9 @@ def describe_stages(found: Answer) -> str:
 
 def draw(found: Answer, arguments: argparse.Namespace) -> None:
     """The picture and the trace file of the predicted step; only these import torch, which takes seconds."""
-    from mobius.training.predicted_timeline import predicted_trace
-    from mobius.training.timeline import write_trace
-    from mobius.training.timeline_picture import draw_timeline
+    from mobius.output.predicted_trace import predicted_trace
+    from mobius.output.timeline_picture import draw_timeline
+    from mobius.output.trace import write_trace
 
     candidate = found.candidate
     trace = predicted_trace(candidate.prediction, candidate.schedule, device=found.machine.card.name)

@@ -38,7 +38,7 @@ from harness import forked  # noqa: E402
 from harness.fuzzed_inputs import KINDS, FuzzedInput, fuzzed_input, make_base  # noqa: E402
 from harness.runs import environment  # noqa: E402
 
-from mobius.cli import given_options, parse_args  # noqa: E402
+from mobius.config.cli import given_options, parse_args  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 
@@ -101,7 +101,7 @@ def play(made: FuzzedInput, folder: Path) -> Outcome:
 
 def _result_of(arguments: list[str]) -> tuple[str, str]:
     """What main.py does with arguments, without the end of the process."""
-    from mobius.training.dry_run import run_dry
+    from mobius.planning.dry_run import run_dry
     from mobius.training.run import run_training
 
     try:

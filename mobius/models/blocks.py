@@ -25,7 +25,7 @@ from mobius.models.compiled import CompiledFunction
 from mobius.models.linear import TappedLinear, linears_called_once, tap_linears
 from mobius.models.loss import LogitsLoss
 from mobius.models.module_graphs import ModuleGraphs
-from mobius.planner.shape import ModelShape
+from mobius.plan.shape import ModelShape
 
 _PROBE_TOKENS = 13
 """A sequence length that is no model's width or number of experts."""

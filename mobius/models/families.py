@@ -15,13 +15,13 @@ from typing import Any, cast
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mobius.config import ModelConfig
+from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError, first_line
 from mobius.log import SAID_ONCE
 from mobius.models.config_rules import disagreements, wrong_fields
 from mobius.models.json_files import read_json_object, shown
 from mobius.models.stored_weights import has_own_head
-from mobius.planner.model_files import LLAMA_SHAPES
+from mobius.plan.model_files import LLAMA_SHAPES
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from mobius.config import ModelConfig
+from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
 from mobius.models.families import load_model_config, locate_model
-from mobius.planner.model_files import LLAMA_SHAPES, llama_fields
+from mobius.plan.model_files import LLAMA_SHAPES, llama_fields
 
 logger = logging.getLogger(__name__)
 

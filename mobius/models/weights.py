@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from mobius.config import ModelConfig
+from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
 from mobius.models.blocks import ModelParts
 from mobius.models.families import folder_has_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from mobius.config import LrSchedulerType, OptimConfig
+from mobius.config.config import LrSchedulerType, OptimConfig
 
 _DECAYS: dict[LrSchedulerType, Callable[[float], float]] = {
     LrSchedulerType.CONSTANT: lambda progress: 1.0,

@@ -25,11 +25,11 @@ from mobius.memory.layout import FlatRange
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
 from mobius.memory.stage_memory import Departure, StageMemory
 from mobius.memory.update_queue import UpdateQueue
+from mobius.messages.transport import Transport
 from mobius.optim.adamw import FlatAdamW
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.tied import TiedPair
 from mobius.runtime.executor import StepSums
-from mobius.runtime.transport import Transport
 from mobius.runtime.waits import WaitCause, WaitClock
 
 logger = logging.getLogger(__name__)

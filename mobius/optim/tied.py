@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mobius.memory.stage_memory import StageMemory
-from mobius.runtime.transport import Transport
+from mobius.messages.transport import Transport
 
 CHUNK_ELEMENTS = 2**24
 """Elements summed at a time."""

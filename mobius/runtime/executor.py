@@ -17,10 +17,10 @@ from torch._C._autograd import _profiler_enabled
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
 from mobius.memory.stage_memory import Departure, StageMemory
 from mobius.memory.streams import new_stream, record_current
+from mobius.messages.transport import Transport
 from mobius.models.graph import Views
 from mobius.runtime.stage import Kept, StageModule
 from mobius.runtime.stash import Stash
-from mobius.runtime.transport import Transport
 from mobius.runtime.waits import WaitCause, WaitClock
 from mobius.schedule.action import Action, ActionKind, incoming
 from mobius.schedule.render import render_text

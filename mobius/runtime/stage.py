@@ -16,8 +16,8 @@ from torch import Tensor
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.graph import BlockGraph, Views, backward, recomputed_backward, run, run_with_graph
 from mobius.models.loss import chunked_cross_entropy, shift_labels
-from mobius.planner.partition import StageSpan
-from mobius.planner.working_set import LayerBytes
+from mobius.plan.partition import StageSpan
+from mobius.plan.working_set import LayerBytes
 
 Kept = Tensor | BlockGraph
 """What backward needs of a layer's forward: its input [B, L, H] to recompute from, or its graph."""

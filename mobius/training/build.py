@@ -11,14 +11,26 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from mobius.config import Dtype
+from mobius.config.config import Dtype
 from mobius.data.batches import Batch, Batches
+from mobius.machine.devices import (
+    MemoryMeter,
+    optimizer_threads,
+)
+from mobius.machine.placement import send_by_host_if_broken
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.mixed import take_memory
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
+from mobius.messages.cuda_copies import CudaCopyEngine
+from mobius.messages.distributed import DistributedTransport
+from mobius.messages.mailbox_setup import open_mailboxes
+from mobius.messages.mailboxes import Mailboxes
+from mobius.messages.meeting import Meeting
+from mobius.messages.rehearsal import RehearsalTransport
+from mobius.messages.transport import SingleRankTransport, Transport
 from mobius.models.blocks import LayerInputs
 from mobius.models.families import folder_has_weights
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource
@@ -28,26 +40,15 @@ from mobius.optim.grad_scaler import LossScale
 from mobius.optim.kernel import load_kernel
 from mobius.optim.stepper import Stepper
 from mobius.optim.tied import TiedPair
-from mobius.planner.gpu_peak import max_sends_under_way
+from mobius.output.recordings import StepWatch
+from mobius.output.trace import TraceFacts
+from mobius.plan.gpu_peak import max_sends_under_way
+from mobius.planning.blueprint import Blueprint
 from mobius.ranks import allows_peer_copies, cache_folder
-from mobius.runtime.cuda_copies import CudaCopyEngine
-from mobius.runtime.devices import (
-    MemoryMeter,
-    optimizer_threads,
-)
-from mobius.runtime.distributed_transport import DistributedTransport
 from mobius.runtime.executor import Executor, StepBatch
-from mobius.runtime.mailbox_setup import open_mailboxes
-from mobius.runtime.mailboxes import Mailboxes
-from mobius.runtime.meeting import Meeting
-from mobius.runtime.rehearsal import RehearsalTransport
 from mobius.runtime.stage import StageModule
-from mobius.runtime.transport import SingleRankTransport, Transport
 from mobius.runtime.waits import WaitClock
-from mobius.training.blueprint import Blueprint
-from mobius.training.placement import send_by_host_if_broken
-from mobius.training.timeline import TraceFacts
-from mobius.training.trainer import StepWatch, Trainer
+from mobius.training.trainer import Trainer
 
 
 def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:

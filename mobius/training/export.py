@@ -17,11 +17,9 @@ from torch import Tensor
 from mobius.errors import CheckpointError, NoResultError
 from mobius.interruption import Standing
 from mobius.memory.stage_memory import StageMemory
+from mobius.messages.transport import Transport
 from mobius.models.base_files import BaseFiles
-from mobius.runtime.transport import Transport
-from mobius.training.blueprint import Blueprint
-from mobius.training.build import RankState
-from mobius.training.checkpoint import (
+from mobius.output.hf_folder import (
     SavedParameter,
     plan_shards,
     verify_folder,
@@ -30,7 +28,9 @@ from mobius.training.checkpoint import (
     write_params_file,
     write_shards,
 )
-from mobius.training.output_folder import OutputFolder
+from mobius.output.output_folder import OutputFolder
+from mobius.planning.blueprint import Blueprint
+from mobius.training.build import RankState
 
 _UNCHECKED = "config.json.unchecked"
 """The name of config.json until the weights are checked: a folder that has config.json is complete, says
@@ -137,7 +137,7 @@ def write_single_file(params_file: Path, output: OutputFolder) -> None:
         older = " The older file is as it was." if params_file.exists() else ""
         raise CheckpointError(
             f"--save_params: {error}.{older} Make room, and make it from the model, in "
-            'the folder of main.py: python -c "from pathlib import Path; from mobius.training.checkpoint import '
+            'the folder of main.py: python -c "from pathlib import Path; from mobius.output.hf_folder import '
             f'write_params_file; write_params_file({names})"'
         ) from error
 

@@ -11,32 +11,32 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from mobius.cli import to_yaml
-from mobius.config import Config
+from mobius.config.cli import to_yaml
+from mobius.config.config import Config
 from mobius.data.batches import Batches
 from mobius.data.datasets import PreparedData, describe_sample, prepare_dataset
 from mobius.errors import CheckpointError, GpuMemoryError, NonFiniteLossError, first_line
 from mobius.interruption import Standing
 from mobius.log import SAID_ONCE
-from mobius.memory.available import huge_page_share
+from mobius.machine.available import huge_page_share
+from mobius.machine.cpu_dtype import settle_dtype
+from mobius.machine.devices import MemoryMeter, set_host_threads
+from mobius.messages.transport import Transport
 from mobius.models.base_files import BaseFiles, read_base_files
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
-from mobius.planner.budget import GIB
+from mobius.output.metrics import MetricsLog, StepMetrics, step_line
+from mobius.output.output_folder import OutputFolder
+from mobius.output.recordings import Recordings
+from mobius.output.report import RankMemory, RunTimings, write_report
+from mobius.plan.budget import GIB
+from mobius.planning.blueprint import Blueprint, draw_blueprint
+from mobius.planning.measured_plan import plan_by_measurement
+from mobius.planning.planned import adopt_plan, saved_plan_of
 from mobius.ranks import Ranks, cache_folder
-from mobius.runtime.devices import MemoryMeter, set_host_threads
-from mobius.runtime.transport import Transport
-from mobius.training.blueprint import Blueprint, draw_blueprint
 from mobius.training.build import RankState, assemble, connect, load_state, rehearse, trace_facts
-from mobius.training.cpu_dtype import settle_dtype
 from mobius.training.export import check_result, export_bytes, export_model, write_single_file
-from mobius.training.measured_plan import plan_by_measurement
-from mobius.training.metrics import MetricsLog, StepMetrics, step_line
-from mobius.training.output_folder import OutputFolder
-from mobius.training.planned import adopt_plan, saved_plan_of
-from mobius.training.recordings import Recordings
-from mobius.training.report import RankMemory, RunTimings, write_report
 from mobius.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)

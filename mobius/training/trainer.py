@@ -6,23 +6,21 @@ It knows no device and no process group.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 
-from mobius.config import OptimConfig
+from mobius.config.config import OptimConfig
+from mobius.machine.devices import MemoryMeter
+from mobius.messages.transport import Transport
 from mobius.optim.lr_schedule import learning_rate_at
 from mobius.optim.stepper import StepOutcome, Stepper
-from mobius.planner.budget import GIB
-from mobius.runtime.devices import MemoryMeter
+from mobius.output.metrics import StepMetrics
+from mobius.output.recordings import StepWatch
+from mobius.plan.budget import GIB
 from mobius.runtime.executor import Executor, StepBatch
-from mobius.runtime.transport import Transport
 from mobius.runtime.waits import WaitCause, WaitClock
-from mobius.training.metrics import StepMetrics
-
-StepWatch = Callable[[int], AbstractContextManager[object]]
-"""Called with the number of a step, counted from 1; the step runs within what it returns."""
 
 
 class Trainer:

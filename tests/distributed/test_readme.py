@@ -13,7 +13,7 @@ import pytest
 from harness.forked import HANG_SECONDS, ROOT
 
 from mobius.memory.spans import MeasuredSpan, TraceLane
-from mobius.training.timeline import Trace, TraceFacts, write_trace
+from mobius.output.trace import Trace, TraceFacts, write_trace
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMAND = re.compile(r"(\w+=\S+ )*(python|bash|torchrun|docker) ")

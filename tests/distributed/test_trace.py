@@ -11,8 +11,8 @@ import pytest
 from harness.runs import make_checkpoint, make_dataset, run_main
 
 from mobius.memory.spans import MeasuredSpan, TraceLane
+from mobius.output.trace import Trace, read_trace
 from mobius.schedule import build_schedule
-from mobius.training.timeline import Trace, read_trace
 
 STEPS = 4
 TRACED = [2, 3, 4]

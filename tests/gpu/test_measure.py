@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from mobius.measuring.measure import MicrobatchShape, measure_profile
+from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import ModelParts
-from mobius.runtime.transport import SingleRankTransport
-from mobius.training.measure import MicrobatchShape, measure_profile
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness.runs import make_checkpoint, make_dataset
 
-from mobius.cli import parse_args
+from mobius.config.cli import parse_args
 from mobius.ranks import Ranks
 from mobius.training.run import run_training
 

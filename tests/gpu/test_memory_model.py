@@ -5,12 +5,12 @@ import torch
 from harness.live_bytes import count_step
 from transformers import LlamaConfig
 
-from mobius.config import Dtype
+from mobius.config.config import Dtype
 from mobius.models.blocks import ModelParts
-from mobius.planner.budget import STEP_BYTES_PER_TOKEN, ByteSizes, StepTokens, microbatch_bytes
-from mobius.planner.gpu_peak import largest_moment
-from mobius.planner.plan import make_plan
-from mobius.planner.working_set import estimate_layer
+from mobius.plan.budget import STEP_BYTES_PER_TOKEN, ByteSizes, StepTokens, microbatch_bytes
+from mobius.plan.gpu_peak import largest_moment
+from mobius.plan.plan import make_plan
+from mobius.plan.working_set import estimate_layer
 from mobius.runtime.stage import measure_layer_bytes
 
 pytestmark = pytest.mark.gpu

@@ -11,9 +11,9 @@ import torch
 from harness.shared_links import NUM_MICROBATCHES, host_states, run_on
 from harness.trainers import make_single_trainer
 
+from mobius.machine.load_probe import LOAD_BYTES, PinnedLoads
 from mobius.optim.stepper import Stepper
 from mobius.runtime.executor import Executor, StepSums
-from mobius.runtime.load_probe import LOAD_BYTES, PinnedLoads
 from mobius.training.build import RankState
 from mobius.training.trainer import Trainer
 

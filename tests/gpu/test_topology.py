@@ -14,11 +14,11 @@ import pytest
 import torch
 from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset
 
-from mobius.planner.mapping import best_order
-from mobius.planner.topology import Topology
-from mobius.runtime.load_probe import PinnedLoads, add_measurement, measure_in_process, measure_slowdowns
-from mobius.runtime.nvml import import_nvml
-from mobius.runtime.topology import read_topology
+from mobius.machine.load_probe import PinnedLoads, add_measurement, measure_in_process, measure_slowdowns
+from mobius.machine.mapping import best_order
+from mobius.machine.nvml import import_nvml
+from mobius.machine.read_topology import read_topology
+from mobius.machine.topology import Topology
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")]
@@ -47,7 +47,7 @@ def test_reading_makes_no_context_on_any_gpu(tmp_path: Path) -> None:
     """A context takes some hundred MiB of each GPU; one per rank and GPU would be too many."""
     program = (
         "import sys, torch\n"
-        "from mobius.runtime.topology import read_topology\n"
+        "from mobius.machine.read_topology import read_topology\n"
         "read_topology(torch.cuda.device_count())\n"
         "print(*[torch._C._cuda_hasPrimaryContext(i) for i in range(torch.cuda.device_count())])\n"
     )

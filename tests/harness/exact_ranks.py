@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mobius.cli import parse_args
+from mobius.config.cli import parse_args
 from mobius.data.batches import Batches
 from mobius.data.store import TokenizedDataset
+from mobius.machine.devices import MemoryMeter
+from mobius.messages.transport import Transport
 from mobius.models.families import load_model_config
+from mobius.planning.blueprint import draw_blueprint
 from mobius.ranks import Ranks, prepare_environment
-from mobius.runtime.devices import MemoryMeter
-from mobius.runtime.transport import Transport
-from mobius.training.blueprint import draw_blueprint
 from mobius.training.build import assemble, connect, load_state, rehearse
 
 

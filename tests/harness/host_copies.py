@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from mobius.runtime.mailboxes import CopyQueue
+from mobius.messages.mailboxes import CopyQueue
 
 WORD = ctypes.c_uint32
 

@@ -17,15 +17,15 @@ from transformers import PretrainedConfig
 
 from mobius.memory.layout import StageLayout
 from mobius.memory.mixed import take_memory
+from mobius.messages.rehearsal import RehearsalTransport
+from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.graph import backward, run_with_graph
-from mobius.planner.gpu_peak import max_sends_under_way
-from mobius.planner.plan import Plan
-from mobius.planner.working_set import LayerBytes
+from mobius.plan.gpu_peak import max_sends_under_way
+from mobius.plan.plan import Plan
+from mobius.plan.working_set import LayerBytes
 from mobius.runtime.executor import Executor, StepBatch
-from mobius.runtime.rehearsal import RehearsalTransport
 from mobius.runtime.stage import StageModule
-from mobius.runtime.transport import SingleRankTransport
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
 

@@ -23,11 +23,11 @@ separate_device_queues()
 import torch  # noqa: E402
 from harness.host_copies import HostCopyEngine  # noqa: E402
 
-from mobius.runtime.cuda_copies import CudaCopyEngine  # noqa: E402
-from mobius.runtime.distributed_transport import DistributedTransport  # noqa: E402
-from mobius.runtime.mailbox_setup import CopyEngine, open_mailboxes  # noqa: E402
-from mobius.runtime.mailboxes import Mailboxes  # noqa: E402
-from mobius.runtime.meeting import Meeting  # noqa: E402
+from mobius.messages.cuda_copies import CudaCopyEngine  # noqa: E402
+from mobius.messages.distributed import DistributedTransport  # noqa: E402
+from mobius.messages.mailbox_setup import CopyEngine, open_mailboxes  # noqa: E402
+from mobius.messages.mailboxes import Mailboxes  # noqa: E402
+from mobius.messages.meeting import Meeting  # noqa: E402
 
 AHEAD = 2
 GEMM = 4096

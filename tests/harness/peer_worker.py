@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from mobius.memory.streams import Event
+from mobius.messages.cuda_copies import CudaCopyEngine
+from mobius.messages.mailboxes import CopyQueue
+from mobius.messages.peer_check import SIZES, check_peer_copies
+from mobius.messages.store_meeting import meet_at_store
 from mobius.ranks import Ranks
-from mobius.runtime.cuda_copies import CudaCopyEngine
-from mobius.runtime.mailboxes import CopyQueue
-from mobius.runtime.peer_check import SIZES, check_peer_copies
-from mobius.runtime.store_meeting import meet_at_store
 
 
 class SpoiltQueue:

@@ -25,11 +25,11 @@ from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.mixed import take_memory
 from mobius.memory.stage_memory import StageMemory
+from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.optim.tied import TiedPair
-from mobius.planner.partition import balanced_partition, partition_of
+from mobius.plan.partition import balanced_partition, partition_of
 from mobius.runtime.executor import Executor, StepBatch, StepSums
-from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.stage import StageModule
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule

@@ -19,9 +19,9 @@ from torch import Tensor
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import Remainder, StageState
 from mobius.memory.weight_slots import WeightSlots
-from mobius.planner.partition import StageSpan
+from mobius.messages.local import LocalTransport, run_rank_threads
+from mobius.plan.partition import StageSpan
 from mobius.runtime.executor import Executor, StepBatch
-from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
 

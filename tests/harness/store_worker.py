@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 
+from mobius.messages.store_meeting import meet_at_store
 from mobius.ranks import Ranks
-from mobius.runtime.store_meeting import meet_at_store
 
 
 def main() -> None:

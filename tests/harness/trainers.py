@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 from harness.runs import make_checkpoint
 
-from mobius.cli import parse_args
+from mobius.config.cli import parse_args
 from mobius.data.batches import Batches
 from mobius.data.store import TokenizedDataset
+from mobius.messages.transport import SingleRankTransport
 from mobius.models.families import load_model_config
+from mobius.planning.blueprint import draw_blueprint
 from mobius.ranks import Ranks
-from mobius.runtime.transport import SingleRankTransport
-from mobius.training.blueprint import draw_blueprint
 from mobius.training.build import RankState, assemble, load_state
 from mobius.training.trainer import Trainer
 

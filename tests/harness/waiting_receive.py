@@ -24,9 +24,9 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mobius.memory.streams import Event  # noqa: E402
-from mobius.runtime.cuda_copies import CudaCopyEngine  # noqa: E402
-from mobius.runtime.mailboxes import Inbox, Outbox, Ring  # noqa: E402
-from mobius.runtime.shared_memory import SharedMemory  # noqa: E402
+from mobius.messages.cuda_copies import CudaCopyEngine  # noqa: E402
+from mobius.messages.mailboxes import Inbox, Outbox, Ring  # noqa: E402
+from mobius.messages.shared_memory import SharedMemory  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 NUM_STREAMS = 24

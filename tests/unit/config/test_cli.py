@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mobius.cli import parse_args, to_yaml
-from mobius.config import Config, Dtype
+from mobius.config.cli import parse_args, to_yaml
+from mobius.config.config import Config, Dtype
+from mobius.config.options import options
 from mobius.errors import ConfigError
-from mobius.options import options
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -237,7 +237,7 @@ def test_help_is_printed_by_the_first_rank_only(
 
 def test_the_front_end_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, mobius.cli, mobius.launch, mobius.log\n"
+        "import sys, mobius.config.cli, mobius.config.launch, mobius.log\n"
         "assert not {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from mobius.cli import parse_args
+from mobius.config.cli import parse_args
+from mobius.config.foreign_options import FOREIGN_OPTIONS
+from mobius.config.options import nearest_name, options, spellings
 from mobius.errors import ConfigError
-from mobius.foreign_options import FOREIGN_OPTIONS
-from mobius.options import nearest_name, options, spellings
 
 
 def problem_of(*argv: str) -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from harness import runs
 
-from mobius.config import Device
+from mobius.config.config import Device
+from mobius.config.launch import Machine, count_cores, count_gpus, launch_command, place
+from mobius.config.options import OptionValue, config_from
 from mobius.errors import ConfigError
-from mobius.launch import Machine, count_cores, count_gpus, launch_command, place
-from mobius.options import OptionValue, config_from
 
 ROOT = Path(__file__).resolve().parents[3]
 LAPTOP = Machine(num_gpus=0, num_cores=6)

@@ -5,8 +5,8 @@ import typing
 
 import pytest
 
-from mobius.config import Bounds, Config, Dtype, LrSchedulerType, OptimConfig, OutputConfig, PipelineConfig
-from mobius.options import config_from, nearest_name, option_values, options, spellings
+from mobius.config.config import Bounds, Config, Dtype, LrSchedulerType, OptimConfig, OutputConfig, PipelineConfig
+from mobius.config.options import config_from, nearest_name, option_values, options, spellings
 
 # The manual's table: name, type, default.
 MANUAL = [

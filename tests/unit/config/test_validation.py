@@ -2,10 +2,10 @@
 
 import pytest
 
-from mobius.config import Config, Device, Recompute
+from mobius.config.config import Config, Device, Recompute
+from mobius.config.options import OptionValue, config_from
+from mobius.config.validation import find_problems, validate
 from mobius.errors import ConfigError
-from mobius.options import OptionValue, config_from
-from mobius.validation import find_problems, validate
 
 
 @pytest.mark.parametrize(

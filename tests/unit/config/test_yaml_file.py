@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mobius.cli import parse_args
-from mobius.config import Compile, Dtype
+from mobius.config.cli import parse_args
+from mobius.config.config import Compile, Dtype
+from mobius.config.options import config_from
+from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
-from mobius.options import config_from
-from mobius.yaml_file import to_yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = sorted((ROOT / "configs").glob("*.yaml"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from mobius.launch import Machine, launch_command
+from mobius.config.launch import Machine, launch_command
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ["scripts/check", "scripts/test", "scripts/docker_entry", ".ci/run"]

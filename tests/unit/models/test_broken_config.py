@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from harness.pipelines import CPU, FAMILIES
 
-from mobius.config import ModelConfig
+from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_model_config

@@ -13,7 +13,7 @@ from harness.pipelines import CPU, FAMILIES
 from safetensors.torch import save_file
 from transformers import GPT2Config, PretrainedConfig
 
-from mobius.config import ModelConfig
+from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError
 from mobius.models import families
 from mobius.models.blocks import ModelParts

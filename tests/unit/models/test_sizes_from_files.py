@@ -8,7 +8,7 @@ import torch
 from harness.pipelines import FAMILIES
 
 from mobius.models.blocks import ModelParts
-from mobius.planner.model_files import shape_of_config
+from mobius.plan.model_files import shape_of_config
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

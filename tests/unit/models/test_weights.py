@@ -14,13 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from mobius.cli import parse_args
+from mobius.config.cli import parse_args
 from mobius.errors import CheckpointError
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_model_config
 from mobius.models.weights import CheckpointWeights, InitialWeights
+from mobius.planning.blueprint import draw_blueprint
 from mobius.ranks import Ranks
-from mobius.training.blueprint import draw_blueprint
 from mobius.training.build import load_state
 
 INDEX = "model.safetensors.index.json"

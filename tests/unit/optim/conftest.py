@@ -15,12 +15,12 @@ from mobius.memory.resident import ResidentStages
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
 from mobius.memory.weight_slots import WeightSlots
+from mobius.messages.transport import SingleRankTransport, Transport
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.stepper import StepOutcome, Stepper
 from mobius.optim.tied import TiedPair
 from mobius.runtime.executor import StepSums
-from mobius.runtime.transport import SingleRankTransport, Transport
 from mobius.runtime.waits import WaitClock
 
 CPU = torch.device("cpu")

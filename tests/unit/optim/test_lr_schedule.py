@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from mobius.config import LrSchedulerType, OptimConfig
+from mobius.config.config import LrSchedulerType, OptimConfig
 from mobius.optim.lr_schedule import learning_rate_at
 
 NAMES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}

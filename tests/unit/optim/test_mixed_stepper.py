@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.tied import TiedPair
-from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 
 MakeRank = Callable[..., Any]
 RESIDENCIES = [(), (0,), (1,), (0, 2), (0, 1, 2)]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mobius.errors import NonFiniteLossError
+from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.stepper import StepOutcome
-from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 
 MakeRank = Callable[..., Any]
 NAN, INF = float("nan"), float("inf")

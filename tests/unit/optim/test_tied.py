@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.optim.tied import TiedPair
-from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 
 MakeRank = Callable[..., Any]
 MATRIX = torch.tensor([[1.0, -2.0, 0.25], [0.5, 3.0, -1.5]])

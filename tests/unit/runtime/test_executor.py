@@ -14,12 +14,12 @@ from mobius.errors import TransportError
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.weight_slots import WeightSlots
+from mobius.messages.local import LocalTransport, run_rank_threads
+from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import LayerInputs, ModelParts
-from mobius.planner.partition import balanced_partition
+from mobius.plan.partition import balanced_partition
 from mobius.runtime.executor import Executor
-from mobius.runtime.local_transport import LocalTransport, run_rank_threads
 from mobius.runtime.stage import StageModule
-from mobius.runtime.transport import SingleRankTransport
 from mobius.runtime.waits import WaitCause, WaitClock
 from mobius.schedule.build import build_schedule
 
@@ -141,7 +141,7 @@ def test_a_failing_action_is_marked_in_the_grid_and_nothing_stays_stashed(stage:
 
 def test_the_rank_that_fails_is_the_one_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
-    monkeypatch.setattr("mobius.runtime.local_transport.TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr("mobius.messages.local.TIMEOUT_SECONDS", 2.0)
     others: list[BaseException] = []
 
     def work(transport: LocalTransport) -> None:

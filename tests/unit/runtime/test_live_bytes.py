@@ -8,12 +8,12 @@ from harness.live_bytes import count_layer, count_step
 from harness.pipelines import CPU
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from mobius.config import Dtype
+from mobius.config.config import Dtype
 from mobius.models.blocks import ModelParts
-from mobius.planner.budget import STEP_BYTES_PER_TOKEN, ByteSizes, StepTokens, microbatch_bytes
-from mobius.planner.gpu_peak import largest_moment
-from mobius.planner.plan import make_plan
-from mobius.planner.working_set import estimate_layer
+from mobius.plan.budget import STEP_BYTES_PER_TOKEN, ByteSizes, StepTokens, microbatch_bytes
+from mobius.plan.gpu_peak import largest_moment
+from mobius.plan.plan import make_plan
+from mobius.plan.working_set import estimate_layer
 
 DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 _SIZES: dict[str, Any] = {
@@ -57,7 +57,7 @@ def test_an_eager_layer_takes_what_its_widths_say(family: Any, widths: dict[str,
 
 
 def test_norms_on_queries_and_keys_make_a_graph_larger_than_the_widths_say() -> None:
-    # Told in planner/working_set.py; on a GPU it is measured.
+    # Told in plan/working_set.py; on a GPU it is measured.
     config = with_attention(Qwen3Config(**_SIZES, head_dim=48))
     counted = count_layer(config, shape=(BATCH, SEQ_LENGTH), dtype=torch.bfloat16)
     estimate = estimate_layer(2, ModelParts(config, CPU).shape(), BATCH * SEQ_LENGTH, compiled=False)

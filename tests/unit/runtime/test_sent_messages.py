@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mobius.runtime.distributed_transport import DistributedTransport
-from mobius.runtime.mailboxes import CopiedMessage
-from mobius.runtime.rehearsal import RehearsalTransport
+from mobius.messages.distributed import DistributedTransport
+from mobius.messages.mailboxes import CopiedMessage
+from mobius.messages.rehearsal import RehearsalTransport
 
 SHAPE = (1, 2, 3)
 

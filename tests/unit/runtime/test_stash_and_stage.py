@@ -10,7 +10,7 @@ from harness.pipelines import CPU, make_model
 from torch import Tensor, nn
 
 from mobius.models.blocks import Block, LayerInputs, ModelParts
-from mobius.planner.partition import StageSpan, balanced_partition
+from mobius.plan.partition import StageSpan, balanced_partition
 from mobius.runtime.stage import StageModule
 from mobius.runtime.stash import Stash
 

@@ -15,10 +15,10 @@ import pytest
 import simulate
 from harness.forked import HANG_SECONDS
 
-from mobius.planner.cards import CARDS, estimate_profile
-from mobius.planner.model_files import shape_of_model
-from mobius.planner.profile import Source
-from mobius.training.timeline import read_trace
+from mobius.output.trace import read_trace
+from mobius.plan.cards import CARDS, estimate_profile
+from mobius.plan.model_files import shape_of_model
+from mobius.plan.profile import Source
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--model", "1b", "--batch_size", "8", "--gpus", "2", "--num_stages", "4", "--num_chunks", "4"]

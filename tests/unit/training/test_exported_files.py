@@ -16,10 +16,10 @@ from harness.runs import TOKENIZER
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from mobius.config import ModelConfig
+from mobius.config.config import ModelConfig
 from mobius.models.base_files import read_base_files
 from mobius.models.families import load_model_config
-from mobius.training.checkpoint import write_model_files, write_params_file
+from mobius.output.hf_folder import write_model_files, write_params_file
 
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
 

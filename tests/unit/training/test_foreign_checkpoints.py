@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mobius.cli import parse_args
+from mobius.config.cli import parse_args
 from mobius.errors import CheckpointError
+from mobius.planning.dry_run import run_dry
 from mobius.ranks import Ranks
-from mobius.training.dry_run import run_dry
 
 Run = Callable[..., None]
 Tensors = dict[str, torch.Tensor]

@@ -15,8 +15,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mobius.errors import PlanError
+from mobius.output.metrics import StepMetrics
 from mobius.schedule.build import build_schedule
-from mobius.training.metrics import StepMetrics
 
 Run = Callable[..., None]
 

@@ -20,8 +20,8 @@ from mobius.errors import CheckpointError, MobiusError, NonFiniteLossError, NoRe
 from mobius.interruption import Standing
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_memory import StageMemory
-from mobius.runtime.local_transport import LocalTransport, run_rank_threads
-from mobius.training.checkpoint import write_params_file
+from mobius.messages.local import LocalTransport, run_rank_threads
+from mobius.output.hf_folder import write_params_file
 from mobius.training.export import check_result
 
 Run = Callable[..., None]
@@ -193,7 +193,7 @@ def test_a_trace_that_cannot_be_written_does_not_lose_the_model(
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mobius.training.recordings.write_part", refuse)
+    monkeypatch.setattr("mobius.output.recordings.write_part", refuse)
 
     run("--trace")
 

@@ -10,7 +10,7 @@ import pytest
 import show_trace
 
 from mobius.memory.spans import MeasuredSpan, TraceLane
-from mobius.training.timeline import Trace, TraceFacts, write_trace
+from mobius.output.trace import Trace, TraceFacts, write_trace
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from mobius.cli import parse_args
+from mobius.config.cli import parse_args
 from mobius.ranks import Ranks
 from mobius.training.run import _prepare_data
 

@@ -1,0 +1,235 @@
+"""Owns reading: the command line and a YAML file become one Config, defaults < YAML < command line.
+
+Does not own what the options are (`options.py`), the file itself (`yaml_file.py`) or whether values fit together
+(`validation.py`). Nothing here
+stops at the first mistake: every source collects its problems, and all of them are told in one ConfigError.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from mobius.config.config import Config
+from mobius.config.options import (
+    Option,
+    OptionValue,
+    Source,
+    Spelling,
+    config_from,
+    options,
+    section_titles,
+    spellings,
+)
+from mobius.config.validation import find_problems
+from mobius.config.yaml_file import read_yaml, to_yaml
+from mobius.errors import ConfigError
+from mobius.excerpt import excerpt
+from mobius.ranks import Ranks
+
+__all__ = ["CommandLine", "given_options", "parse_args", "read_command_line", "resolve", "to_yaml"]
+
+_SHORT_MODEL_NAMES: Final[Mapping[str, str]] = {
+    "llama-2-7b-hf": "meta-llama/Llama-2-7b-hf",
+    "llama-2-13b-hf": "meta-llama/Llama-2-13b-hf",
+}
+_GENERAL_FLAGS: Final = ("help",)
+_HINT: Final = "Run with `--help` to see all options."
+_DESCRIPTION: Final = (
+    "Fine-tune all parameters of a language model on one node with a few memory-limited GPUs. An option may also be "
+    "a key of a YAML file (--config); the command line goes before the file, the file before the defaults. Options "
+    "may be shortened while they stay unambiguous."
+)
+
+
+@dataclass
+class CommandLine(Source):
+    """The typed options, and the two that are not part of a Config."""
+
+    dashes: str = "--"
+    config_path: str | None = None
+    wants_help: bool = False
+
+
+def parse_args(argv: Sequence[str], *, num_ranks: int | None = None) -> Config:
+    """Read `argv` (without the program's name) and the YAML file it names.
+
+    Raises ConfigError with every problem of both sources and of their combination; with `num_ranks`, also of that.
+    `--help` prints on the first rank only and raises SystemExit, as argparse does.
+    """
+    command_line = read_command_line(argv)
+    if command_line.wants_help:
+        if Ranks.from_environment().is_first:
+            sys.stdout.write(_help_text())
+        raise SystemExit(0)
+    return resolve(command_line, num_ranks=num_ranks)
+
+
+def resolve(command_line: CommandLine, *, num_ranks: int | None = None) -> Config:
+    """Put the command line over the file it names and that over the defaults; raises ConfigError like `parse_args`."""
+    file = read_yaml(command_line.config_path) if command_line.config_path is not None else Source()
+    config = config_from(_with_full_model_name({**file.values, **command_line.values}))
+    # A broken value in the file does not matter to the rules where the command line replaces it.
+    unreadable = (file.unreadable - set(command_line.values)) | command_line.unreadable
+    # A dry run is one process that plans for others.
+    started = None if config.planning.dry_run else num_ranks
+    rules_broken = find_problems(config, num_ranks=started, unreadable=unreadable)
+    problems = [*file.problems, *command_line.problems, *rules_broken]
+    if problems:
+        raise ConfigError(*problems, hint=_HINT)
+    return config
+
+
+def given_options(argv: Sequence[str]) -> frozenset[str]:
+    """Names of the options that `argv` or the YAML file it names sets, be it to the default."""
+    command_line = read_command_line(argv)
+    file = read_yaml(command_line.config_path) if command_line.config_path is not None else Source()
+    return frozenset({**file.values, **command_line.values})
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Take the typed options apart; reads no file and raises nothing."""
+    result = CommandLine()
+    for name, text in _take_apart(argv, result):
+        if name in _GENERAL_FLAGS:
+            result.wants_help = True
+        elif name == "config":
+            result.config_path = text
+        else:
+            _put_text(result, spellings()[name], text)
+    return result
+
+
+def _put_text(result: Source, spelling: Spelling, text: str) -> None:
+    if spelling.is_flag:
+        result.put(spelling, spelling.flag_value, place="command line")
+        return
+    try:
+        result.put(spelling, spelling.option.from_text(text), place="command line")
+    except ValueError:
+        result.reject(spelling, f"`--{spelling.name} {excerpt(text)}`; {spelling.option.expectation} is needed")
+
+
+def _take_apart(argv: Sequence[str], result: Source) -> list[tuple[str, str]]:
+    """Every usable option in full with the text of its value, which a flag leaves empty; reports the others."""
+    given: list[tuple[str, str]] = []
+    waiting: str | None = None
+    is_after_unknown = False
+    for token in argv:
+        if not re.match(r"--?[A-Za-z]", token):
+            if waiting is not None:
+                given.append((waiting, token))
+            elif not is_after_unknown:
+                _report_stray(result, token)
+            waiting = None
+            continue
+        if waiting is not None:
+            _report_missing_value(result, waiting)
+            waiting = None
+        typed, equals, value = token.lstrip("-").partition("=")
+        name = _full_name(token, typed, result)
+        is_after_unknown = name is None
+        if name is None:
+            continue
+        is_flag = name in _GENERAL_FLAGS or (name in spellings() and spellings()[name].is_flag)
+        if is_flag and equals:
+            result.problems.append(f"`{excerpt(token)}`: a flag takes no value; write --{name} or leave it out")
+        elif is_flag or equals:
+            given.append((name, value))
+        else:
+            waiting = name
+    if waiting is not None:
+        _report_missing_value(result, waiting)
+    return given
+
+
+def _report_stray(result: Source, token: str) -> None:
+    result.problems.append(
+        f"`{excerpt(token)}` belongs to no option; flags take no value, their opposite is another flag "
+        "(--use_prefetch, --no_prefetch)"
+    )
+
+
+def _report_missing_value(result: Source, name: str) -> None:
+    if name in spellings():
+        result.reject(spellings()[name], f"`--{name}` has no value; {spellings()[name].option.expectation} is needed")
+    else:
+        result.problems.append(f"`--{name}` has no value; a YAML file is needed")
+
+
+def _full_name(token: str, typed: str, result: Source) -> str | None:
+    """The spelling that `typed` is or unambiguously begins; None, with a problem, if there is none."""
+    if token == "-h":
+        return "help"
+    name = typed.replace("-", "_")
+    names = (*spellings(), "config", *_GENERAL_FLAGS)
+    matches = [name] if name in names else [known for known in names if known.startswith(name)]
+    if not token.startswith("--") or not matches:
+        shown = excerpt(token.partition("=")[0])
+        result.reject_unknown(f"unknown option `{shown}`", name, begun=matches[0] if matches else None)
+        return None
+    # `--model_` begins two spellings of one option, which is not ambiguous.
+    by_meaning: dict[tuple[str, OptionValue], str] = {}
+    for match in matches:
+        by_meaning.setdefault(_meaning(match), match)
+    if len(by_meaning) > 1:
+        shown = ", ".join(f"--{match}" for match in by_meaning.values())
+        result.problems.append(f"`--{typed}` could be any of {shown}; write more of it")
+        return None
+    return matches[0]
+
+
+def _meaning(name: str) -> tuple[str, OptionValue]:
+    spelling = spellings().get(name)
+    return (spelling.option.name, spelling.flag_value) if spelling else (name, None)
+
+
+def _with_full_model_name(values: dict[str, OptionValue]) -> dict[str, OptionValue]:
+    name = values.get("model_path")
+    full = _SHORT_MODEL_NAMES.get(name.lower()) if isinstance(name, str) else None
+    if full is not None and not Path(str(name)).is_dir():
+        values["model_path"] = full
+    return values
+
+
+def _help_text() -> str:
+    """All options by topic, with their texts and defaults."""
+    parser = argparse.ArgumentParser(
+        prog="main.py",
+        usage="torchrun --nproc_per_node N main.py [--config FILE.yaml] [options]",
+        description=_DESCRIPTION,
+        add_help=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
+    )
+    general = parser.add_argument_group("General")
+    general.add_argument("-h", "--help", action="store_true", help="Print this text and exit.")
+    general.add_argument("--config", metavar="FILE", help="YAML file of options.")
+    for section, title in section_titles().items():
+        group = parser.add_argument_group(title)
+        for option in options().values():
+            if option.section == section:
+                _add_option(group, option)
+    return parser.format_help()
+
+
+def _add_option(group: Any, option: Option) -> None:
+    names = [spelling for spelling in spellings().values() if spelling.option is option]
+    others = [f"--{spelling.name}" for spelling in names if spelling.name != option.name]
+    default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+    if option.value_type is bool:
+        flags = {spelling.flag_value: f"--{spelling.name}" for spelling in names}
+        help_text = f"{option.text} [flag; default: {flags[option.default]}]"
+        group.add_argument(*(f"--{spelling.name}" for spelling in names), action="store_true", help=_escape(help_text))
+        return
+    facts = [option.expectation, *([f"default: {default}"] if option.default is not None else [])]
+    facts += [f"also: {', '.join(others)}"] if others else []
+    metavar = "|".join(option.choices) or {int: "INT", float: "FLOAT", str: "TEXT"}[option.value_type]
+    help_text = _escape(f"{option.text} [{'; '.join(facts)}]")
+    group.add_argument(f"--{option.name}", metavar=metavar, help=help_text)
+
+
+def _escape(text: str) -> str:
+    return text.replace("%", "%%")

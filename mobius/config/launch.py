@@ -1,0 +1,189 @@
+"""Owns the command that train.sh executes: how many processes, on which GPUs, with how many threads each.
+
+Does not own starting it, nor anything that happens inside the processes. `python -m mobius.config.launch FOLDER
+[CONFIG.yaml] [options...]` prints the command with a NUL after every word, so that the shell can take it over without
+reading it; FOLDER is where the user stands, which paths of YAML files are relative to.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from mobius.config.cli import CommandLine, read_command_line, resolve
+from mobius.config.config import Config, Device
+from mobius.config.validation import validate
+from mobius.errors import ConfigError
+from mobius.log import printable
+from mobius.ranks import omp_num_threads, visible_devices
+
+_DEFAULT_CONFIG: Final = "configs/fine_tune.yaml"
+_NUM_CPU_PROCESSES: Final = 2
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the launcher has to know about where it runs."""
+
+    num_gpus: int
+    num_cores: int
+    visible_devices: str | None = None
+    omp_num_threads: int | None = None
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """Look at this machine and this process's environment."""
+        return cls(count_gpus(), count_cores(), visible_devices(), omp_num_threads())
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The processes of a run; `cuda_visible_devices` is None where the environment stays as it is."""
+
+    num_processes: int
+    cuda_visible_devices: str | None = None
+    notice: str | None = None
+
+
+def count_gpus(device_folder: Path = Path("/dev"), *, nvidia_smi: str = "nvidia-smi") -> int:
+    """GPUs that this process may use, found without CUDA.
+
+    Device files are counted before nvidia-smi is asked: a container sees only its own, and it is faster. /proc/driver
+    is no evidence: it shows the host's GPUs to containers that have none.
+    """
+    files = [path for path in device_folder.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    if files or shutil.which(nvidia_smi) is None:
+        return len(files)
+    listing = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def count_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """CPU cores that this process may use: those it may run on, and no more than the container's share of time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if quota_file.is_file():
+        quota, period = quota_file.read_text(encoding="ascii").split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def place(config: Config, machine: Machine, *, is_device_list_typed: bool) -> Placement:
+    """Decide the number of processes and their GPUs; raises ConfigError if the machine lacks what is asked for.
+
+    A device list goes by: typed on the command line, then the environment, then the YAML file.
+    """
+    asked = config.launch.cuda_visible_devices
+    inherited = None if is_device_list_typed else machine.visible_devices
+    listed = _names(asked if inherited is None else inherited)
+    is_hidden = inherited is not None and (not listed or listed[0] == "-1")
+    if config.pipeline.device is Device.CPU or machine.num_gpus == 0 or is_hidden:
+        if config.pipeline.device is Device.CUDA:
+            reason = "CUDA_VISIBLE_DEVICES hides all GPUs" if is_hidden else "this machine has no NVIDIA GPU"
+            raise ConfigError(f"`--device cuda`: {reason}; use --device cpu, or auto")
+        return Placement(config.launch.nproc_per_node or len(_names(asked)) or _NUM_CPU_PROCESSES)
+
+    absent = [name for name in listed if name.isdecimal() and int(name) >= machine.num_gpus]
+    if absent:
+        source = "CUDA_VISIBLE_DEVICES" if inherited is not None else "`--cuda_visible_devices`"
+        raise ConfigError(
+            f"{source} lists GPU {', '.join(absent)}, but this machine has {machine.num_gpus}, numbered from 0; "
+            f"use --cuda_visible_devices {','.join(str(index) for index in range(machine.num_gpus))}, or fewer of them"
+        )
+    num_devices = len(listed) or machine.num_gpus
+    num_processes = config.launch.nproc_per_node or num_devices
+    if num_processes <= num_devices:
+        notice = None
+        if inherited is not None and asked is not None and inherited != asked:
+            notice = f"CUDA_VISIBLE_DEVICES={inherited} of the environment is used instead of the YAML file's {asked}"
+        return Placement(num_processes, asked if inherited is None else None, notice)
+    problem = f"`--nproc_per_node` {num_processes} needs a GPU for each process, and there are {num_devices}"
+    if listed or config.pipeline.device is Device.CUDA:
+        raise ConfigError(f"{problem}; use --nproc_per_node {num_devices}, or --device cpu")
+    return Placement(num_processes, "", f"{problem}: training on the CPU (use --nproc_per_node {num_devices} for GPUs)")
+
+
+def torchrun_command(
+    options: Sequence[str], config: Config, placement: Placement, machine: Machine, *, config_path: str
+) -> list[str]:
+    """The words of the command; `options` go to main.py as typed, behind them the file they are read over."""
+    variables = {}
+    if machine.omp_num_threads is None:
+        variables["OMP_NUM_THREADS"] = str(max(1, machine.num_cores // placement.num_processes))
+    if placement.cuda_visible_devices is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = placement.cuda_visible_devices
+    torchrun = [sys.executable, "scripts/run_ranks.py"]
+    torchrun += ["--nproc_per_node", str(placement.num_processes), "--master_port", str(config.launch.master_port)]
+    settings = [f"{name}={value}" for name, value in variables.items()]
+    return ["env", *settings, *torchrun, "main.py", *options, "--config", config_path]
+
+
+def check_port(port: int) -> None:
+    """Raise ConfigError if another program listens on `port`, which torchrun would tell in forty lines."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"`--master_port` {port} cannot be used ({error.strerror}), perhaps by another run; "
+                f"use --master_port {port + 1 if port < 65_535 else 29_502}"
+            ) from None
+
+
+def find_config(path: str, caller_folder: Path) -> str:
+    """A YAML path as main.py needs it, which runs in the project's folder while the user stands elsewhere.
+
+    The user's folder is searched first, then the project's; a path found in neither, or that nothing can have, stays
+    the user's.
+    """
+    beside_caller = caller_folder / path
+    is_in_project = caller_folder == Path.cwd() or (os.path.isfile(path) and not os.path.isfile(beside_caller))
+    return path if is_in_project else str(beside_caller)
+
+
+def launch_command(arguments: Sequence[str], caller_folder: Path, machine: Machine) -> tuple[list[str], str | None]:
+    """train.sh's arguments -> the command to execute, and a line for the user if something needs saying."""
+    options = list(arguments)
+    positional = options.pop(0) if options and not options[0].startswith("-") else None
+    command_line: CommandLine = read_command_line(options)
+    if command_line.wants_help:
+        return [sys.executable, "main.py", "--help"], None
+    if positional is not None and command_line.config_path is not None:
+        raise ConfigError(f"two YAML files are given, {positional} and --config {command_line.config_path}; keep one")
+    config_path = find_config(positional or command_line.config_path or _DEFAULT_CONFIG, caller_folder)
+    command_line.config_path = config_path
+    config = resolve(command_line)
+    placement = place(config, machine, is_device_list_typed="cuda_visible_devices" in command_line.values)
+    validate(config, placement.num_processes)
+    check_port(config.launch.master_port)
+    return torchrun_command(options, config, placement, machine, config_path=config_path), placement.notice
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the command, or the problem on standard error; returns the exit code."""
+    try:
+        command, notice = launch_command(argv[1:], Path(argv[0]), Machine.here())
+    except ConfigError as error:
+        sys.stderr.write(f"{printable(str(error), sys.stderr)}\n")
+        return error.exit_code
+    if notice:
+        sys.stderr.write(f"{printable(notice, sys.stderr)}\n")
+    sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in command))  # bytes: names need not be UTF-8
+    sys.stdout.flush()
+    return 0
+
+
+def _names(devices: str | None) -> list[str]:
+    return [name.strip() for name in devices.split(",") if name.strip()] if devices else []
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    sys.exit(main(sys.argv[1:]))

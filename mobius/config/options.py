@@ -1,0 +1,268 @@
+"""Owns the table of options made from the config's fields: names, spellings, types, texts.
+
+Does not own where values come from (`cli.py`, `yaml_file.py`) or whether they fit together (`validation.py`).
+"""
+
+import ast
+import dataclasses
+import difflib
+import enum
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from mobius.config.config import Bounds, Config, Dtype
+from mobius.config.foreign_options import find_foreign
+
+OptionValue = bool | int | float | str | None
+
+_ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
+    "model_path": ("model", "model_name_or_path"),
+    "num_iterations": ("max_steps",),
+    "save_dir": ("output_dir",),
+    "seq_length": ("cutoff_len", "max_length"),
+    "learning_rate": ("lr",),
+    "num_chunks": ("num_micro_batches",),
+}
+_NUMBERS_OR_WORDS: Final = ("resident_stages", "profile_steps")
+"""Texts that may be a whole number, which YAML then reads as one."""
+_NO_NAMES: Final = (*_NUMBERS_OR_WORDS, "cuda_visible_devices")
+_FEW_LETTERS: Final = 3
+_SAME_WORD: Final = 0.7
+"""Of one word to another: letters left out, doubled or swapped leave more, min and max less."""
+_SURELY_ALIKE: Final = 0.85
+_FLAGS: Final[Mapping[str, Mapping[str, OptionValue]]] = {"dtype": {dtype.value: dtype for dtype in Dtype}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One field of one section; `value_type` is bool, int, float, str or a StrEnum."""
+
+    name: str
+    section: str
+    value_type: type
+    is_optional: bool
+    default: OptionValue
+    bounds: Bounds | None
+    text: str
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Other names of the same option that take the same value."""
+        return _ALIASES.get(self.name, ())
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed words, or nothing where any value of the type may do."""
+        return tuple(member.value for member in self.value_type) if issubclass(self.value_type, enum.Enum) else ()
+
+    @property
+    def expectation(self) -> str:
+        """What may be given, as it reads in a message."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        limits = f" {self.bounds}" if self.bounds else ""
+        return names[self.value_type] + limits + (", or auto" if self.allows_auto else "")
+
+    @property
+    def is_name(self) -> bool:
+        """Whether the text names something: a file, a folder, or what may be one."""
+        return self.value_type is str and self.name not in _NO_NAMES
+
+    @property
+    def allows_auto(self) -> bool:
+        """Whether the word auto is a value; in a config it is None."""
+        return self.bounds is not None and self.bounds.allows_auto
+
+    def from_text(self, text: str) -> OptionValue:
+        """Value of an option typed on the command line; raises ValueError if it does not have the type."""
+        if self.value_type is str and not text.strip().strip("-"):
+            raise ValueError(text)  # `--dataset --` is a slip of the shell; no name consists of dashes
+        if text == "auto" and self.allows_auto:
+            return None
+        value: OptionValue = self.value_type(text)
+        return value
+
+    def from_yaml(self, value: object) -> OptionValue:
+        """Value of a YAML key, whose type must already fit; raises ValueError if it does not."""
+        if value == "auto" if self.allows_auto else value is None and self.is_optional:
+            return None
+        if isinstance(value, bool) and {"on", "off"} <= set(self.choices):
+            value = "on" if value else "off"  # YAML reads the bare words as booleans
+        if type(value) is int and self.name in _NUMBERS_OR_WORDS:
+            value = str(value)
+        if isinstance(value, str) and (self.choices or self.value_type is str):
+            return self.from_text(value)
+        if self.value_type is float and isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                return float(value)
+            except OverflowError as error:
+                raise ValueError(value) from error
+        # bool is a subclass of int, but `batch_size: true` is a mistake.
+        if isinstance(value, bool | int) and type(value) is self.value_type:
+            return value
+        raise ValueError(value)
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way to name an option; a flag carries its value and takes none on the command line."""
+
+    name: str
+    option: Option
+    is_flag: bool = False
+    flag_value: OptionValue = None
+
+
+@dataclass
+class Source:
+    """What one source (the file or the command line) says, under the options' own names, and what is wrong with it."""
+
+    values: dict[str, OptionValue] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    unreadable: set[str] = field(default_factory=set)
+    dashes: str = ""
+    _spelled: dict[str, str] = field(default_factory=dict)
+
+    def put(self, spelling: Spelling, value: OptionValue, *, place: str) -> None:
+        """Record a value; two spellings of an option must agree, a repeated one overrides itself."""
+        name = spelling.option.name
+        earlier = self._spelled.setdefault(name, spelling.name)
+        if earlier != spelling.name and self.values[name] != value:
+            names = f"`{self.dashes}{earlier}` and `{self.dashes}{spelling.name}`"
+            self.reject(spelling, f"{place}: {names} set the same option differently; keep one")
+        self.values[name] = value
+
+    def reject(self, spelling: Spelling, problem: str) -> None:
+        """Record that the option was given, but not in a usable way."""
+        self.problems.append(problem)
+        self.unreadable.add(spelling.option.name)
+
+    def reject_unknown(self, problem: str, name: str, begun: str | None = None) -> None:
+        """Record a name that is no option; what it was probably meant for counts as given, but not usable.
+
+        `begun` is a spelling that `name` begins, if there is one.
+        """
+        foreign = find_foreign(name)
+        if foreign is not None:
+            self.problems.append(f"{problem}: {foreign.answer}")
+            self.unreadable.update(foreign.instead)
+            return
+        nearest = begun or nearest_name(name)
+        self.problems.append(f"{problem}; did you mean `{self.dashes}{nearest}`?" if nearest else problem)
+        if nearest is not None and nearest in spellings():
+            self.unreadable.add(spellings()[nearest].option.name)
+
+
+@functools.cache
+def section_titles() -> Mapping[str, str]:
+    """Section name -> its title in the help."""
+    return {name: inspect.cleandoc(section.__doc__ or name) for name, section in _sections().items()}
+
+
+@functools.cache
+def options() -> Mapping[str, Option]:
+    """Every option by its name, in the order of the config's fields."""
+    found: dict[str, Option] = {}
+    for section_name, section in _sections().items():
+        texts = _field_texts(section)
+        hints = typing.get_type_hints(section, include_extras=True)
+        for known in dataclasses.fields(section):
+            value_type, is_optional, bounds = _take_apart(hints[known.name])
+            found[known.name] = Option(
+                name=known.name,
+                section=section_name,
+                value_type=value_type,
+                is_optional=is_optional,
+                default=typing.cast(OptionValue, known.default),
+                bounds=bounds,
+                text=texts[known.name],
+            )
+    return found
+
+
+@functools.cache
+def spellings() -> Mapping[str, Spelling]:
+    """Every accepted name, without dashes; the option's own name comes before its aliases and flags."""
+    found = [spelling for option in options().values() for spelling in _spellings_of(option)]
+    return {spelling.name: spelling for spelling in found}
+
+
+def nearest_name(name: str) -> str | None:
+    """The known spelling that `name` is a misspelling of, or None: no hint is better than one of another meaning."""
+    typed = name.replace("-", "_").lower()
+    alike = {known: _likeness(typed, known) for known in spellings() if abs(len(known) - len(typed)) <= _FEW_LETTERS}
+    best = max(alike, key=alike.__getitem__, default=None)
+    return best if best is not None and alike[best] >= _SURELY_ALIKE else None
+
+
+def _likeness(typed: str, known: str) -> float:
+    """From 0 to 1; 0 where a word or a digit is another one, which makes another meaning of a likely name."""
+    if [c for c in typed if c.isdigit()] != [c for c in known if c.isdigit()]:
+        return 0.0
+    words, known_words = typed.split("_"), known.split("_")
+    if len(words) == len(known_words) and any(
+        _ratio(word, other) < _SAME_WORD for word, other in zip(words, known_words, strict=True)
+    ):
+        return 0.0
+    return _ratio("".join(words), "".join(known_words))
+
+
+def _ratio(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second, autojunk=False).ratio()
+
+
+def option_values(config: Config) -> dict[str, OptionValue]:
+    """The flat form of a config: option name -> value."""
+    return {option.name: getattr(getattr(config, option.section), option.name) for option in options().values()}
+
+
+def config_from(values: Mapping[str, OptionValue]) -> Config:
+    """A config with `values` in place of defaults; neither types nor bounds are checked."""
+    sections: dict[str, dict[str, Any]] = {name: {} for name in _sections()}
+    for name, value in values.items():
+        sections[options()[name].section][name] = value
+    return Config(**{name: section(**sections[name]) for name, section in _sections().items()})
+
+
+def _spellings_of(option: Option) -> list[Spelling]:
+    if option.value_type is bool:
+        negative = "no_" + option.name.removeprefix("use_")
+        return [Spelling(option.name, option, True, True), Spelling(negative, option, True, False)]
+    flags = _FLAGS.get(option.name, {})
+    return [
+        *(Spelling(name, option) for name in (option.name, *option.aliases)),
+        *(Spelling(name, option, True, value) for name, value in flags.items()),
+    ]
+
+
+def _sections() -> dict[str, type]:
+    return typing.get_type_hints(Config)
+
+
+def _take_apart(hint: Any) -> tuple[type, bool, Bounds | None]:
+    """`Annotated[int, Bounds(...)] | None` -> (int, True, Bounds(...))."""
+    is_optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    if is_optional:
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is typing.Annotated:
+        value_type, bounds = typing.get_args(hint)
+        return value_type, is_optional, bounds
+    return hint, is_optional, None
+
+
+def _field_texts(section: type) -> dict[str, str]:
+    """Field name -> the string literal under it, on one line; Python itself drops these literals."""
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for statement, following in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            assert isinstance(following, ast.Expr), f"{section.__name__}.{statement.target.id} has no text under it"
+            texts[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
+    return texts

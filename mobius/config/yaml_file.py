@@ -1,0 +1,214 @@
+"""Owns YAML files of options: reading one, with every problem and its line, and writing a config as one.
+
+Does not own what the options are (`options.py`) or what goes before a file (`cli.py`).
+"""
+
+import errno
+import os
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from mobius.config.config import Config
+from mobius.config.options import (
+    OptionValue,
+    Source,
+    Spelling,
+    option_values,
+    options,
+    section_titles,
+    spellings,
+)
+from mobius.errors import ConfigError, first_line
+from mobius.excerpt import excerpt, quoted
+
+_MOST_BYTES: Final = 1 << 18
+"""Of a file: two hundred times all options; PyYAML reads it in seconds."""
+_MOST_DIGITS: Final = 1000
+_SHOWN_OF_PATH: Final = 200
+_MOST_PROBLEMS: Final = 100
+_PLAIN_KINDS: Final = ("null", "bool", "int", "float", "str")
+"""The tags of what an option can be."""
+
+
+def read_yaml(path: str) -> Source:
+    """Read a flat mapping of option names; problems carry the file's name and the line."""
+    result = Source()
+    shown = excerpt(path, _SHOWN_OF_PATH)
+    try:
+        root = _parse(_read_text(path), shown)
+    except ConfigError as error:
+        result.problems += error.problems
+        result.unreadable.update(options())
+        return result
+    if isinstance(root, yaml.MappingNode):
+        _put_mapping(result, shown, root)
+    elif root is not None:
+        result.problems.append(f"{shown}: expected lines of `option: value`")
+    return result
+
+
+def _read_text(path: str) -> str:
+    """The file's text; raises ConfigError. What is not a file could have no end, and each rank reads it anew."""
+    try:
+        content = _read_bytes(Path(path))
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name
+        reason = getattr(error, "strerror", None) or str(error)
+        place = excerpt(str(Path(path).absolute()), _SHOWN_OF_PATH)
+        raise ConfigError(
+            f"`--config {excerpt(path, _SHOWN_OF_PATH)}` cannot be read ({reason}, looked at {place}); "
+            "give the path of a YAML file of options"
+        ) from error
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{excerpt(path, _SHOWN_OF_PATH)}, line {line}: not a UTF-8 text file; save it as UTF-8"
+        ) from error
+
+
+def _read_bytes(path: Path) -> bytes:
+    is_known = path.is_file() or path.is_dir() or path == Path(os.devnull)  # a folder has a message of its own
+    if path.exists() and not is_known:
+        raise OSError(errno.EINVAL, "it is not a file but a pipe or device")
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it is too large: options fit into {_MOST_BYTES} bytes")
+    return content
+
+
+def _parse(text: str, path: str) -> yaml.Node | None:
+    """The file's root, of which nothing is made yet; raises ConfigError with the line."""
+    loader = None
+    try:
+        loader = _YamlLoader(text)
+        root: yaml.Node | None = loader.get_single_node()
+    except yaml.reader.ReaderError as error:
+        line, reason = text.count("\n", 0, error.position), f"the character U+{error.character:04X} is not allowed"
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = mark.line if mark else 0
+        # A context such as "while scanning a simple key" says less than the problem; the other kind belongs to it.
+        is_sentence = error.context is not None and not error.context.startswith("while ")
+        reason = f"{error.context}, {error.problem}" if is_sentence else str(error.problem)
+    except RecursionError:
+        line, reason = loader.line if loader else 0, "lists or mappings are nested too deeply"
+    except Exception as error:  # PyYAML's parts raise what comes: ValueError of a number, OverflowError of an escape
+        line, reason = loader.line if loader else 0, first_line(error)
+    else:
+        return root
+    raise ConfigError(f"{path}, line {line + 1}: not valid YAML: {excerpt(reason, 200)}")
+
+
+def to_yaml(config: Config) -> str:
+    """All options of a config as a flat YAML file with a heading per section; `--config` reads it back unchanged."""
+    blocks = []
+    for section, title in section_titles().items():
+        values = {
+            name: value.value if isinstance(value, Enum) else _auto_if_none(name, value)
+            for name, value in option_values(config).items()
+            if options()[name].section == section
+        }
+        blocks.append(f"# {title}\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10_000))
+    return "\n".join(blocks)
+
+
+def _auto_if_none(name: str, value: OptionValue) -> OptionValue:
+    return "auto" if value is None and options()[name].allows_auto else value
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """YAML as people write it: `1e-5` is a number, which YAML 1.1 takes for text, and `2024-01-01` is a name."""
+
+
+# The loader's own table, so that other users of PyYAML see no change.
+_YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in _PLAIN_KINDS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _put_mapping(result: Source, path: str, root: yaml.MappingNode) -> None:
+    lines: dict[str, int] = {}
+    for key_node, value_node in root.value:
+        line = key_node.start_mark.line + 1
+        place = f"{path}, line {line}"
+        if len(result.problems) == _MOST_PROBLEMS:
+            result.problems.append(f"{place}: the rest was not read, for there are {_MOST_PROBLEMS} problems")
+            result.unreadable.update(options())
+            return
+        if not isinstance(key_node, yaml.ScalarNode):
+            result.problems.append(f"{place}: `{_as_written(key_node)}` is given where the name of an option is needed")
+            continue
+        key = str(key_node.value)
+        if key in lines:
+            result.problems.append(f"{place}: `{excerpt(key)}` is already set on line {lines[key]}; keep one")
+            continue
+        lines[key] = line
+        spelling = spellings().get(key)
+        if spelling is None:
+            result.reject_unknown(f"{place}: unknown key `{excerpt(key)}`", key)
+            continue
+        _put_yaml_value(result, spelling, value_node, place=place)
+
+
+def _put_yaml_value(result: Source, spelling: Spelling, node: yaml.Node, *, place: str) -> None:
+    option = spelling.option
+    try:
+        value = _plain_value(node)
+    except ValueError:
+        expectation = "true or false" if spelling.is_flag else option.expectation
+        result.reject(spelling, f"{place}: `{spelling.name}: {_as_written(node)}`; {expectation} is needed")
+        return
+    if spelling.is_flag:
+        if not isinstance(value, bool):
+            result.reject(spelling, f"{place}: `{spelling.name}: {quoted(value)}`; true or false is needed")
+        elif value:
+            result.put(spelling, spelling.flag_value, place=place)
+        elif option.value_type is bool:
+            result.put(spelling, not spelling.flag_value, place=place)
+        # `fp16: false` says nothing about which of the other formats is wanted.
+        return
+    try:
+        result.put(spelling, option.from_yaml(value), place=place)
+    except ValueError:
+        quotes = " in quotes" if option.value_type is str and isinstance(value, int | float) else ""
+        result.reject(spelling, f"{place}: `{spelling.name}: {quoted(value)}`; {option.expectation}{quotes} is needed")
+
+
+def _plain_value(node: yaml.Node) -> OptionValue:
+    """The value of a word or number; raises ValueError for all else.
+
+    Lists and mappings are not made at all: no option takes one, and aliases can make them endless.
+    """
+    kind = node.tag.removeprefix("tag:yaml.org,2002:")
+    if not isinstance(node, yaml.ScalarNode) or kind not in _PLAIN_KINDS:
+        raise ValueError(node.tag)
+    if kind == "str":
+        return str(node.value)
+    if len(node.value) > _MOST_DIGITS:
+        raise ValueError(f"{len(node.value)} digits")
+    try:
+        value: OptionValue = _YamlLoader("").construct_object(node)
+    except (KeyError, IndexError, OverflowError) as error:  # `!!bool maybe`, `!!int ''`, `!!float` of 1:1:1...
+        raise ValueError(node.value) from error
+    return value
+
+
+def _as_written(node: yaml.Node) -> str:
+    """A node as it stands in the file, short: its tag where it names one, and what it holds unless that is a list."""
+    if not isinstance(node, yaml.ScalarNode):
+        return "[...]" if isinstance(node, yaml.SequenceNode) else "{...}"
+    prefix = "tag:yaml.org,2002:"
+    tag = f"!!{node.tag.removeprefix(prefix)}" if node.tag.startswith(prefix) else node.tag
+    loader: Any = _YamlLoader("")
+    is_tag_written = node.tag != loader.resolve(yaml.ScalarNode, node.value, (True, False))
+    return f"{excerpt(tag)} {excerpt(node.value)}" if is_tag_written else excerpt(node.value)

@@ -1,0 +1,109 @@
+"""Chooses the number format of a run on CPUs: fp32 where the CPU has no instructions for the default.
+
+A CPU without them computes in bf16 or fp16 by way of fp32, or worse: a step of a small model took thirty times as long.
+What is chosen goes by the CPU's flags alone, so that all ranks of a machine, and every run on it, choose alike; what a
+format costs is measured, but only for a warning to who asked for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mobius.config.config import Config, Dtype
+from mobius.machine.devices import TORCH_DTYPES, has_gpus
+from mobius.ranks import Ranks, separate_device_queues
+
+logger = logging.getLogger(__name__)
+
+INSTRUCTIONS = {
+    Dtype.BF16: frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
+    Dtype.FP16: frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
+}
+"""Flags of x86 and Arm in /proc/cpuinfo; any of a format's will do."""
+
+_SIZE = 256
+"""Rows and columns of the measured products: a millisecond in fp32, some ten where there are no instructions."""
+_WORTH_TELLING = 1.1
+
+
+def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
+    """What all CPUs of this machine can do, by the names of /proc/cpuinfo; empty where it does not tell.
+
+    `root` is for tests.
+    """
+    try:
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    fields = (line.partition(":") for line in lines)
+    found = [frozenset(value.split()) for name, _, value in fields if name.strip() in ("flags", "Features")]
+    return frozenset.intersection(*found) if found else frozenset()
+
+
+def slowdown(dtype: Dtype) -> float:
+    """The time of a layer's three products in `dtype` over that in fp32; takes less than a tenth of a second."""
+    return _product_seconds(TORCH_DTYPES[dtype]) / _product_seconds(torch.float32)
+
+
+def _product_seconds(dtype: torch.dtype) -> float:
+    """Of forward, and of the gradients of input and weight: they run by different kernels."""
+    times = []
+    for size in (_SIZE // 8, _SIZE, _SIZE):  # the first only wakes the kernels
+        left, right = (torch.full((size, size), 0.5, dtype=dtype) for _ in range(2))
+        start = time.perf_counter()
+        for one, other in ((left, right.t()), (left, right), (left.t(), right)):
+            one.matmul(other)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def settle_dtype(config: Config, ranks: Ranks, *, given: Collection[str] | None) -> Config:
+    """The config in the format in which a run computes; it stays as it is on GPUs.
+
+    Call it before anything else asks for the format. `given` are the options that the user set; None: all of them.
+    Raises GpuMemoryError like `has_gpus`.
+    """
+    if config.model.dtype is Dtype.FP32:
+        return config
+    if config.pipeline.copy_messages:
+        separate_device_queues()  # before CUDA is asked for its devices, which may start it
+    if has_gpus(config.pipeline.device, ranks):
+        return config
+    return settle_on_cpus(config, given=given, tells=ranks.is_first)
+
+
+def settle_on_cpus(
+    config: Config,
+    *,
+    given: Collection[str] | None,
+    tells: bool = True,
+    flags: Callable[[], frozenset[str]] = cpu_flags,
+    measure: Callable[[Dtype], float] = slowdown,
+) -> Config:
+    """The config in the format in which a run on CPUs computes.
+
+    fp32 instead of a default that the CPU has no instructions for; a format that was asked for stays, with a warning
+    that tells by how much `measure` finds it slower. `tells`: one rank speaks for all.
+    """
+    dtype = config.model.dtype
+    if dtype is Dtype.FP32 or INSTRUCTIONS[dtype] & flags():
+        return config
+    if given is not None and "dtype" not in given:
+        if tells:
+            logger.info("computing in fp32: this CPU has no instructions for %s (--dtype %s insists)", dtype, dtype)
+        return replace(config, model=replace(config.model, dtype=Dtype.FP32))
+    factor = measure(dtype) if tells else 1.0
+    if factor >= _WORTH_TELLING:
+        logger.warning(
+            "--dtype %s: this CPU has no instructions for it; products of matrices take %.2g times as long as in fp32, "
+            "as measured now. --dtype fp32 is faster here.",
+            dtype,
+            factor,
+        )
+    return config

@@ -1,0 +1,145 @@
+"""Chooses this rank's device, caps its memory and reads its meters; it owns no memory itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mobius.config.config import Device, Dtype
+from mobius.errors import GpuMemoryError
+from mobius.machine.available import peak_host_bytes
+from mobius.machine.numa_binding import bind_to_gpu_node, num_nodes
+from mobius.plan.budget import GIB
+from mobius.ranks import Ranks, omp_num_threads
+
+SPARED_THREADS = 2
+MIN_THREADS_TO_SPARE = 8
+SATURATING_THREADS = 32
+"""Threads of all ranks' optimizers together that use up the memory bandwidth of a NUMA node: on 64 cores of a machine
+with four H200 and one node, 6 to 14 threads of each rank updated equally fast, and steps varied least with 8
+(docs/decisions.md)."""
+TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
+
+
+def has_gpus(wanted: Device, ranks: Ranks) -> bool:
+    """Whether ranks compute on GPUs.
+
+    Raises GpuMemoryError if GPUs are wanted, or there are some, but not one for every rank.
+    """
+    count = torch.cuda.device_count() if wanted is not Device.CPU and torch.cuda.is_available() else 0
+    if wanted is Device.CPU or (wanted is Device.AUTO and count == 0):
+        return False
+    if count < ranks.num_ranks:
+        raise GpuMemoryError(
+            f"{ranks.num_ranks} ranks need one GPU each, but torch sees {count}. Start fewer ranks (--nproc_per_node), "
+            "check CUDA_VISIBLE_DEVICES and the driver (nvidia-smi), or use --device cpu."
+        )
+    return True
+
+
+def choose_device(wanted: Device, ranks: Ranks, order: Sequence[int] | None = None) -> torch.device:
+    """The device of this rank, which is then torch's current one; `order[rank]` is the index of a rank's GPU.
+
+    Without `order` rank r has GPU r. Raises GpuMemoryError like `has_gpus`.
+    """
+    if not has_gpus(wanted, ranks):
+        return torch.device("cpu")
+    device = torch.device("cuda", ranks.local_rank if order is None else order[ranks.rank])
+    torch.cuda.set_device(device)
+    return device
+
+
+def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int] | None = None) -> None:
+    """Give this rank its CPUs, near its GPU where the machine tells which those are, and a thread on each of them.
+
+    Call it on the main thread before the stages' host memory is made. torchrun sets OMP_NUM_THREADS=1 where the user
+    has set nothing, which would make AdamW as slow as one core; a larger number is the user's own and stays, unless the
+    rank is bound to fewer CPUs. `order` is as in `choose_device`.
+    """
+    bound = bind_to_gpu_node(ranks, order=order) if device.type == "cuda" else None
+    wanted = omp_num_threads() or 1
+    if bound is not None and (wanted == 1 or wanted > len(bound)):
+        torch.set_num_threads(len(bound))
+    elif wanted == 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.num_ranks))
+
+
+def optimizer_threads(num_ranks: int) -> int:
+    """Threads of the CPU optimizer of each rank: as many as help, less those that must not wait for a core meanwhile.
+
+    Those are the thread that feeds the GPU and autograd's.
+    """
+    threads = torch.get_num_threads()
+    if threads < MIN_THREADS_TO_SPARE:
+        return threads
+    saturating = SATURATING_THREADS * num_nodes() // num_ranks
+    return min(threads - SPARED_THREADS, max(saturating, MIN_THREADS_TO_SPARE - SPARED_THREADS))
+
+
+def check_dtype(dtype: Dtype, device: torch.device) -> None:
+    """Raise GpuMemoryError if the device does not compute in `dtype`."""
+    if dtype is Dtype.BF16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise GpuMemoryError(f"{torch.cuda.get_device_name(device)} does not compute in bf16: use --fp16 or --fp32.")
+
+
+def cap_gpu_memory(device: torch.device, limit_gib: float | None) -> int | None:
+    """Make `limit_gib` the most that this process may take of the GPU; return the bytes it may use, None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    if limit_gib is None:
+        return free
+    limit = int(limit_gib * GIB)
+    if limit > total:
+        raise GpuMemoryError(
+            f"--gpu_memory_limit {limit_gib:g} is more than the {total / GIB:.1f} GiB of "
+            f"{torch.cuda.get_device_name(device)}."
+        )
+    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    return min(limit, free)
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Bytes of one rank since its start; GPU numbers are 0 on a CPU."""
+
+    peak_allocated: int
+    peak_reserved: int
+    allocated: int
+    peak_host: int
+
+
+class MemoryMeter:
+    """Reads what a rank uses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self._device) if self.has_gpu else "cpu"
+
+    @property
+    def has_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def read(self) -> MemoryReading:
+        """The numbers now; asks torch and the kernel, does not synchronize."""
+        if not self.has_gpu:
+            return MemoryReading(0, 0, 0, peak_host_bytes())
+        stats = torch.cuda.memory_stats(self._device)  # once: it takes the time of all of them
+        allocated = "allocated_bytes.all"
+        return MemoryReading(
+            stats[f"{allocated}.peak"],
+            stats["reserved_bytes.all.peak"],
+            stats[f"{allocated}.current"],
+            peak_host_bytes(),
+        )
+
+    def synchronize(self) -> None:
+        """Wait for the device, before its clock or its host memory is let go."""
+        if self.has_gpu:
+            torch.cuda.synchronize(self._device)

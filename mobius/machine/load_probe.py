@@ -1,0 +1,190 @@
+"""Measures which GPUs slow each other's loads down: every pair loads at once, against each of them alone.
+
+Trees of bridges are flat or wrong in virtual machines; a copy that takes twice as long beside another is not. The
+measuring runs in a process of its own, `python -m mobius.machine.load_probe NUM_GPUS`, because it needs a context on
+every GPU, which would stay in the memory of other ranks' GPUs. Who gets which GPU is machine/mapping.py's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import torch
+
+from mobius.machine.numa_binding import gpu_addresses, read_places
+from mobius.machine.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+LOAD_BYTES = 128 * 2**20
+"""About 5 ms at PCIe 4 x16: long beside the start of a copy, short beside a run."""
+NUM_WARM_LOADS = 8
+"""Idle cards take their link to a lower speed and need some traffic before it is back."""
+NUM_LOADS = 5
+"""Of each kind; their median counts."""
+PATIENCE_SECONDS = 180.0
+_VERSION = 1
+
+TimeLoads = Callable[[Sequence[int]], Sequence[float]]
+"""GPUs that load at the same time -> seconds that each of them took for the same number of bytes."""
+Slowdowns = dict[tuple[int, int], float]
+
+
+def measure_slowdowns(num_gpus: int, time_loads: TimeLoads) -> Slowdowns:
+    """For each pair (first, second) the time of a load beside the other's over its time alone, the larger of the two.
+
+    N + N(N - 1)/2 measurements.
+    """
+    alone = [_median_times(time_loads, (gpu,))[0] for gpu in range(num_gpus)]
+    found = {}
+    for pair in combinations(range(num_gpus), 2):
+        together = _median_times(time_loads, pair)
+        found[pair] = max(seconds / alone[gpu] for gpu, seconds in zip(pair, together, strict=True))
+    return found
+
+
+def _median_times(time_loads: TimeLoads, gpus: tuple[int, ...]) -> list[float]:
+    runs = [time_loads(gpus) for _ in range(NUM_LOADS)]
+    return [statistics.median(run[place] for run in runs) for place in range(len(gpus))]
+
+
+def add_measurement(topology: Topology, folder: Path, measure: Callable[[int], Slowdowns]) -> Topology:
+    """The topology with what was measured for these very GPUs, now or in an earlier run; unchanged if that fails.
+
+    `folder` keeps measurements, by the GPUs' identities.
+    """
+    file = _cache_file(topology, folder)
+    if file is not None and file.exists():
+        with contextlib.suppress(OSError, ValueError):
+            known = topology.with_slowdowns(_read(file, topology))
+            logger.info("shared links as measured before (%s; remove the file to measure again)", file)
+            return known
+        logger.info("%s cannot be read: shared links are measured again", file)
+    try:
+        slowdowns = measure(len(topology.gpus))
+        measured = topology.with_slowdowns(slowdowns)
+    except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
+        reason = str(error).strip().splitlines()
+        logger.warning("--probe_topology: shared links could not be measured: %s", reason[-1] if reason else error)
+        return topology
+    if file is not None:
+        _write(file, topology, slowdowns)
+    slowest = max(slowdowns.items(), key=lambda item: item[1])
+    (one, other), slowdown = slowest
+    logger.info("shared links measured: at most x%.2f, GPU %d beside GPU %d", slowdown, one, other)
+    return measured
+
+
+def measure_in_process(num_gpus: int) -> Slowdowns:
+    """Let a process of its own measure; raises OSError, ValueError or SubprocessError if it comes to nothing."""
+    command = [sys.executable, "-m", "mobius.machine.load_probe", str(num_gpus)]
+    folder = Path(__file__).resolve().parents[2]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    if result.returncode != 0:
+        raise ValueError(result.stderr.strip() or f"the measuring process ended with exit code {result.returncode}")
+    return {(int(a), int(b)): _ratio(value) for a, b, value in json.loads(result.stdout.strip().rpartition("\n")[2])}
+
+
+class PinnedLoads:
+    """Page-locked host memory and GPU memory of LOAD_BYTES for each of `gpus`; `time` copies."""
+
+    def __init__(self, gpus: Sequence[int]) -> None:
+        """Take the memory, the host's near each GPU, and wake the links."""
+        self._gpus = list(gpus)
+        self._host, self._device, self._streams = [], [], []
+        for gpu in gpus:
+            with _near_gpu(gpu):
+                self._host.append(torch.ones(LOAD_BYTES, dtype=torch.uint8, pin_memory=True))
+            self._device.append(torch.empty(LOAD_BYTES, dtype=torch.uint8, device=torch.device("cuda", gpu)))
+            self._streams.append(torch.cuda.Stream(torch.device("cuda", gpu)))
+        for _ in range(NUM_WARM_LOADS):
+            self.time(range(len(self._gpus)))
+
+    def time(self, places: Sequence[int]) -> list[float]:
+        """Load on the GPUs at those places of the list, all at once; seconds of each, by events on its own stream."""
+        spans = []
+        for place in places:
+            with torch.cuda.device(self._gpus[place]), torch.cuda.stream(self._streams[place]):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                self._device[place].copy_(self._host[place], non_blocking=True)
+                end.record()
+            spans.append((begin, end))
+        for _, end in spans:
+            end.synchronize()
+        return [begin.elapsed_time(end) / 1000 for begin, end in spans]
+
+
+@contextlib.contextmanager
+def _near_gpu(gpu: int) -> Iterator[None]:
+    """Within it this thread runs, and so takes memory, on the GPU's NUMA node, where the machine tells which it is."""
+    before = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError, ValueError):
+        (place,) = read_places(gpu_addresses([gpu]), Path("/"))
+        os.sched_setaffinity(0, place.cpus & before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _cache_file(topology: Topology, folder: Path) -> Path | None:
+    """Where the measurement of these GPUs in these slots belongs; None if they cannot be told from others."""
+    names = [f"{gpu.uuid} {gpu.address}" for gpu in topology.gpus if gpu.uuid and gpu.address]
+    if len(names) < len(topology.gpus):
+        return None
+    digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()
+    return folder / f"shared_links-{digest[:16]}.json"
+
+
+def _write(file: Path, topology: Topology, slowdowns: Slowdowns) -> None:
+    """Under the GPUs' identities, not their numbers, which change with CUDA_VISIBLE_DEVICES; whole or not at all."""
+    pairs = [[topology.gpus[a].uuid, topology.gpus[b].uuid, value] for (a, b), value in slowdowns.items()]
+    temporary = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({"version": _VERSION, "slowdowns": pairs}))
+        temporary.replace(file)
+    except OSError as error:
+        logger.info("the measured shared links are not kept for the next run: %s", error)
+
+
+def _read(file: Path, topology: Topology) -> Slowdowns:
+    """Raises OSError or ValueError if the file does not have every pair."""
+    try:
+        record = json.loads(file.read_text())
+        if record["version"] != _VERSION:
+            raise ValueError(f"version {record['version']}")
+        known = {frozenset((a, b)): _ratio(value) for a, b, value in record["slowdowns"]}
+        uuids = [gpu.uuid for gpu in topology.gpus]
+        return {(a, b): known[frozenset((uuids[a], uuids[b]))] for a, b in combinations(range(len(uuids)), 2)}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no measurement: {error}") from error
+
+
+def _ratio(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{value!r} is no slowdown")
+    return float(value)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure and write one line of JSON, [[first, second, slowdown], ...]."""
+    num_gpus = int(argv[1])
+    slowdowns = measure_slowdowns(num_gpus, PinnedLoads(range(num_gpus)).time)
+    sys.stdout.write(json.dumps([[a, b, value] for (a, b), value in slowdowns.items()]) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,98 @@
+"""Runs work on all ranks at once for a while and tells how long it took, the same on all of them. Collective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from mobius.messages.transport import Transport
+
+PART_SECONDS = 0.4
+MIN_REPEATS, WARM_UP = 3, 2
+
+
+class Bench:
+    """Runs work for a while and tells the seconds of one run, the same on all ranks."""
+
+    def __init__(self, device: torch.device, transport: Transport, *, part_seconds: float | None = None) -> None:
+        """Each part is repeated for `part_seconds`, at least `MIN_REPEATS` times."""
+        self.device, self.transport = device, transport
+        self.part_seconds = PART_SECONDS if part_seconds is None else part_seconds
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(
+        self,
+        work: Callable[[], object],
+        *,
+        begin: Callable[[], object] | None = None,
+        end: Callable[[float], object] | None = None,
+    ) -> float:
+        """Mean seconds of `work` on all ranks at once, run back to back as within a step.
+
+        `begin` starts what is to go on beside it, with the device idle before; `end` is told this rank's seconds of all
+        runs together as soon as they are over.
+        """
+        for _ in range(WARM_UP):
+            work()
+        self.synchronize()
+        start = time.perf_counter()
+        work()
+        self.synchronize()
+        # All ranks repeat equally often, or those that are done would no longer disturb the others.
+        repeats = max(MIN_REPEATS, int(self.part_seconds / self.mean(max(time.perf_counter() - start, 1e-6))))
+        self.transport.barrier()
+        if begin is not None:
+            begin()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        if begin is None:
+            self.synchronize()
+        seconds = time.perf_counter() - start
+        if end is not None:
+            end(seconds)
+        self.synchronize()
+        return self.mean(seconds / repeats)
+
+    def launch_seconds(self, work: Callable[[], object]) -> float:
+        """Seconds that the host takes to enqueue `work` while nothing keeps it, the mean of all ranks; 0 on a CPU."""
+        if self.device.type != "cuda":
+            return 0.0
+        times = []
+        for _ in range(MIN_REPEATS):
+            self.synchronize()
+            start = time.perf_counter()
+            for _ in range(MIN_REPEATS):
+                work()
+            times.append((time.perf_counter() - start) / MIN_REPEATS)
+        self.synchronize()
+        return self.mean(min(times))
+
+    def seconds_alone(self, work: Callable[[], object]) -> float:
+        """Mean over the ranks of the seconds that each takes while the others wait."""
+        own = 0.0
+        for rank in range(self.transport.num_ranks):
+            self.transport.barrier()
+            if rank != self.transport.rank:
+                continue
+            times = []
+            for _ in range(WARM_UP + MIN_REPEATS):
+                self.synchronize()
+                start = time.perf_counter()
+                work()
+                self.synchronize()
+                times.append(time.perf_counter() - start)
+            own = min(times[WARM_UP:])
+        self.transport.barrier()
+        return self.mean(own)
+
+    def mean(self, value: float) -> float:
+        """The mean of all ranks' values, the same to the bit on each of them."""
+        return float(self.transport.sum_over_ranks(torch.tensor([value], dtype=torch.float64))) / (
+            self.transport.num_ranks
+        )

@@ -1,0 +1,234 @@
+"""Measures what copies and CPU optimizers do while all ranks work at once, and puts it into a profile. Collective.
+
+Both live on the host's memory bandwidth, of which machines that look alike, or one an hour later, gave 1.5 to 2.4e9
+updated parameters per second and rank (docs/decisions.md). So a run looks at its start, for a second or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from mobius.measuring.bench import MIN_REPEATS, Bench
+from mobius.memory.host_arena import HostArena
+from mobius.memory.layout import StageLayout
+from mobius.memory.stage_state import StageState
+from mobius.messages.transport import Transport
+from mobius.optim.adamw import AdamWSettings, FlatAdamW
+from mobius.optim.kernel import AdamWKernel
+from mobius.plan.profile import CopyRates, Profile
+
+SETTINGS = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
+PART_SECONDS = 0.15
+COPY_BYTES, PARAMETERS = 2**26, 2**25
+"""At a time: 128 MiB of GPU memory and 0.6 GiB of the host's are taken for a moment."""
+UPDATES_WITHIN_STEP = 0.87
+"""What updates reach within a step, where Python works too, of what was measured: 6.3 of 7.3e9 per second on one H200,
+1.7 of 2.0e9 for each of four."""
+
+
+@dataclass(frozen=True)
+class HostRates:
+    """Of each rank while all do the same, in bytes or parameters per second."""
+
+    copies_each_way: float
+    """Down and up at once."""
+    updates: float
+    updates_beside_copies: float
+    copies_beside_updates: float
+    """Each way, meanwhile."""
+    update_bytes: int
+    """Memory traffic per parameter."""
+
+
+def measure_host_rates(
+    dtype: torch.dtype,
+    *,
+    device: torch.device,
+    transport: Transport,
+    kernel: AdamWKernel | None,
+    copy_bytes: int = COPY_BYTES,
+    parameters: int = PARAMETERS,
+) -> HostRates:
+    """Time copies both ways, updates, and updates beside such copies; gives all memory back."""
+    bench = Bench(device, transport, part_seconds=PART_SECONDS)
+    memory = Copies(device, copy_bytes)
+    try:
+        each_way = copy_bytes / bench.seconds(memory.both)
+        _, rates = measure_cpu_optimizer(bench, dtype, kernel, parameters, memory, each_way=each_way)
+    finally:
+        memory.close()
+    del memory
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # a run reports its own
+    return rates
+
+
+class HostFields(TypedDict):
+    """Those fields of a profile which the host's rates decide by themselves."""
+
+    cpu_adamw_together: float
+    cpu_adamw_beside_copies: float
+    copies_beside_cpu_adamw: float
+    cpu_adamw_bytes: int
+    host_bandwidth: float
+
+
+def host_fields(rates: HostRates, num_ranks: int) -> HostFields:
+    """What `rates` come to within a step of that many ranks."""
+    updates, beside_copies = (UPDATES_WITHIN_STEP * rate for rate in (rates.updates, rates.updates_beside_copies))
+    # What was seen to be moved, of updates within a step: otherwise copies would cost them less than they do.
+    seen = max(2 * rates.copies_each_way, updates * rates.update_bytes)
+    return HostFields(
+        cpu_adamw_together=updates,
+        cpu_adamw_beside_copies=min(updates, beside_copies),
+        copies_beside_cpu_adamw=rates.copies_beside_updates,
+        cpu_adamw_bytes=rates.update_bytes,
+        host_bandwidth=num_ranks * seen,
+    )
+
+
+def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
+    """`profile` with what was measured of the host in the place of what it had."""
+    copies, each_way = profile.copies, rates.copies_each_way
+    return replace(
+        profile,
+        basis=f"{profile.basis}, the host measured",
+        copies=replace(
+            copies,
+            both_down=each_way,
+            both_up=each_way,
+            down_together=max(copies.down_together, each_way),
+            up_together=max(copies.up_together, each_way),
+        ),
+        cpu_adamw=max(profile.cpu_adamw, UPDATES_WITHIN_STEP * rates.updates),
+        **host_fields(rates, profile.num_ranks),
+    )
+
+
+class Copies:
+    """Page-locked and device memory with a stream for each direction; `close` gives it back."""
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self._device, self.num_bytes = device, num_bytes
+        self._host = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)]
+        self._on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._streams: list[torch.cuda.Stream] = []
+        if device.type == "cuda":
+            self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+            # Not pin_memory: torch would keep the memory for good.
+            for tensor in self._host:
+                error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+                assert int(error) == 0, f"cudaHostRegister: {error}"
+
+    def close(self) -> None:
+        """Wait for copies and give page-locked memory back."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            for tensor in self._host:
+                torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+    def down(self) -> None:
+        """Start a copy to the device."""
+        self._run(0, self._on_device[0], self._host[0])
+
+    def up(self) -> None:
+        """Start a copy to the host."""
+        self._run(1, self._host[1], self._on_device[1])
+
+    def both(self) -> None:
+        """Start one each way."""
+        self.down()
+        self.up()
+
+    def mark(self) -> list[torch.cuda.Event]:
+        """Events behind what was started so far, one for each direction; none on a CPU."""
+        return [stream.record_event() for stream in self._streams]
+
+    def _run(self, index: int, target: Tensor, source: Tensor) -> None:
+        if not self._streams:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(self._streams[index]):
+            target.copy_(source, non_blocking=True)
+
+
+def measure_copies(bench: Bench, copies: Copies) -> CopyRates:
+    """Bytes per second of `copies`, alone and all at once."""
+    num_bytes = copies.num_bytes
+    both = num_bytes / bench.seconds(copies.both)
+    return CopyRates(
+        down=num_bytes / bench.seconds_alone(copies.down),
+        up=num_bytes / bench.seconds_alone(copies.up),
+        down_together=num_bytes / bench.seconds(copies.down),
+        up_together=num_bytes / bench.seconds(copies.up),
+        both_down=both,
+        both_up=both,
+    )
+
+
+def measure_cpu_optimizer(
+    bench: Bench,
+    dtype: torch.dtype,
+    kernel: AdamWKernel | None,
+    num_parameters: int,
+    copies: Copies,
+    *,
+    each_way: float,
+) -> tuple[float, HostRates]:
+    """Parameters per second of a streamed stage's update by the run's threads: of a rank alone, and of all at once.
+
+    `each_way` is the rate of `copies` both ways by themselves; on a CPU, which has no copy engines, updates do not
+    change it.
+    """
+    layout = StageLayout.of({"weight": (num_parameters, 1)})
+    state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
+    state.gradients.fill_(1e-3)
+    adamw = FlatAdamW(SETTINGS, kernel)
+
+    def update() -> None:
+        update_once(adamw, state)
+
+    alone, together = bench.seconds_alone(update), bench.seconds(update)
+    beside, meanwhile = together, each_way
+    if bench.device.type == "cuda":
+        # Enough that the copies outlast the updates, which are as long as the bench's parts.
+        long = 2 * max(bench.part_seconds, MIN_REPEATS * together)
+        beside, meanwhile = measure_beside(bench, update, copies, int(long * each_way / copies.num_bytes) + 1)
+    sizes = [tensor.element_size() for tensor in state.tensors]
+    moved = 2 * sum(sizes) - state.gradients.element_size()
+    count = layout.num_elements
+    return count / alone, HostRates(each_way, count / together, count / beside, meanwhile, moved)
+
+
+def measure_beside(bench: Bench, update: Callable[[], None], copies: Copies, num_copies: int) -> tuple[float, float]:
+    """Seconds of `update` beside that many copies both ways, and the bytes per second that these moved each way."""
+    ends: list[torch.cuda.Event] = []
+    num_before, rate = 0, 0.0
+
+    def num_done() -> int:
+        return sum(event.query() for event in ends)
+
+    def start_copies() -> None:
+        nonlocal num_before
+        for _ in range(num_copies):
+            copies.both()
+            ends.extend(copies.mark())
+        num_before = num_done()  # the first go while the others are started, beside no update
+
+    def count_copies(seconds: float) -> None:
+        nonlocal rate
+        rate = copies.num_bytes * max(num_done() - num_before, 1) / 2 / seconds
+
+    seconds = bench.seconds(update, begin=start_copies, end=count_copies)
+    return seconds, bench.mean(rate)
+
+
+def update_once(adamw: FlatAdamW, state: StageState) -> None:
+    """One update of all of `state`."""
+    adamw.update(state, step=1, learning_rate=1e-5, gradient_factor=1.0)

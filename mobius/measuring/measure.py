@@ -1,0 +1,255 @@
+"""Measures a Profile on the real device with the real shapes: layers, loss, copies, messages, optimizers. Collective.
+
+Every number is taken on every rank at once where ranks disturb each other, and averaged, so that all ranks get the same
+profile. It decides nothing (planner/) and keeps nothing (profile_cache.py). Compiling what it times comes on top of its
+own seconds, and is not done again by the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from mobius.machine.available import available_host_bytes
+from mobius.measuring.bench import Bench
+from mobius.measuring.host_rates import (
+    COPY_BYTES,
+    PARAMETERS,
+    SETTINGS,
+    UPDATES_WITHIN_STEP,
+    Copies,
+    host_fields,
+    measure_copies,
+    measure_cpu_optimizer,
+    update_once,
+)
+from mobius.memory.layout import StageLayout
+from mobius.memory.resident import ResidentStages
+from mobius.messages.transport import Transport
+from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.optim.adamw import FlatAdamW
+from mobius.optim.fused_update import FusedUpdate
+from mobius.optim.kernel import AdamWKernel
+from mobius.plan.cards import STEP_OVERHEAD, SUSTAINED_SHARE, action_launch
+from mobius.plan.partition import StageSpan
+from mobius.plan.profile import LayerSeconds, MessageRates, Profile, Source
+from mobius.runtime.stage import StageModule
+
+MESSAGES = 8
+"""Sent in a row to a neighbour."""
+
+
+@dataclass(frozen=True)
+class MicrobatchShape:
+    """What flows: sequences and tokens of a microbatch, and how it is computed."""
+
+    batch: int
+    seq_length: int
+    dtype: torch.dtype
+    loss_chunk_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq_length
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much is copied and updated at a time; smaller for tests."""
+
+    copy_bytes: int = COPY_BYTES
+    cpu_parameters: int = PARAMETERS
+    gpu_parameters: int = 2**26
+
+
+def measure_profile(
+    parts: ModelParts,
+    shape: MicrobatchShape,
+    *,
+    device: torch.device,
+    transport: Transport,
+    kernel: AdamWKernel | None,
+    messages_through_host: bool = False,
+    amounts: Amounts | None = None,
+) -> Profile:
+    """Time everything; collective over all ranks of `transport`, whose messages must have the shape of the model's.
+
+    `kernel` is the CPU optimizer's; None measures torch's. All memory that it takes is given back.
+    """
+    amounts = amounts or Amounts()
+    bench = Bench(device, transport)
+    layers, launch, kind_of_layer = _measure_layers(bench, parts, shape)
+    embedding_forward, embedding_backward, loss = _measure_ends(bench, parts, shape)
+    memory = Copies(device, amounts.copy_bytes)
+    try:
+        copies = measure_copies(bench, memory)
+        updates_alone, rates = measure_cpu_optimizer(
+            bench, shape.dtype, kernel, amounts.cpu_parameters, memory, each_way=copies.both_down
+        )
+    finally:
+        memory.close()
+    profile = Profile(
+        source=Source.MEASURED,
+        basis=f"{transport.num_ranks} x {_device_name(device)}",
+        num_ranks=transport.num_ranks,
+        microbatch_tokens=shape.tokens,
+        layer_kinds=tuple(map(_sustained, layers)),
+        kind_of_layer=kind_of_layer,
+        embedding_forward=embedding_forward,
+        embedding_backward=embedding_backward,
+        loss=loss / SUSTAINED_SHARE,
+        copies=copies,
+        messages=_measure_messages(bench, parts, shape, is_through_host=messages_through_host),
+        cpu_adamw=UPDATES_WITHIN_STEP * updates_alone,
+        gpu_adamw=_measure_gpu_optimizer(bench, shape.dtype, amounts.gpu_parameters),
+        gpu_bandwidth=_measure_gpu_memory(bench, amounts.copy_bytes),
+        gpu_memory=int(bench.mean(_memory_bytes(device))),  # of a CPU it changes from one look to the next
+        step_overhead=STEP_OVERHEAD + 2 * bench.seconds(transport.barrier),
+        launch=launch,
+        action_launch=action_launch(launch),
+        **host_fields(rates, transport.num_ranks),
+    )
+    del memory
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # a run reports its own
+    return profile
+
+
+def _measure_layers(
+    bench: Bench, parts: ModelParts, shape: MicrobatchShape
+) -> tuple[tuple[LayerSeconds, ...], LayerSeconds, tuple[int, ...]]:
+    """Every kind of layer, forward, backward with recompute, and forward and backward with the graph kept.
+
+    Tells the device's seconds of each kind, the host's of the first, and every layer's kind.
+    """
+    # Layers of one kind share a module; masks differ by what the family gives them beside the hidden states.
+    kinds: dict[int, int] = {}
+    for index, layer in enumerate(parts.layers):
+        kinds.setdefault(id(layer.module), index)
+    seconds = tuple(_layer_seconds(bench.seconds, _LayerWork(bench, parts, shape, index)) for index in kinds.values())
+    order = list(kinds)
+    kind_of_layer = tuple(order.index(id(layer.module)) for layer in parts.layers)
+    return seconds, measure_launches(bench, parts, shape), kind_of_layer
+
+
+def measure_launches(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> LayerSeconds:
+    """What the host takes to enqueue the first layer, while the other ranks do the same; 0 on a CPU. Collective.
+
+    Where layers are compiled, that is done before, or on top of it.
+    """
+    work = _LayerWork(bench, parts, shape, 0)
+    for each in (work.forward, work.recomputed, work.kept):  # the first call of each makes its kernels
+        each()
+    return _layer_seconds(bench.launch_seconds, work)
+
+
+def _sustained(alone: LayerSeconds) -> LayerSeconds:
+    """What a layer takes within a step, where the GPU works all the time."""
+    return LayerSeconds(*(seconds / SUSTAINED_SHARE for seconds in astuple(alone)))
+
+
+def _layer_seconds(seconds: Callable[[Callable[[], None]], float], work: _LayerWork) -> LayerSeconds:
+    """What is kept is measured as a pair; a forward that keeps its graph counts as one that does not."""
+    forward = seconds(work.forward)
+    return LayerSeconds(forward, max(seconds(work.kept) - forward, 0.0), seconds(work.recomputed))
+
+
+class _LayerWork:
+    """What a stage of one layer does with a microbatch, on random weights."""
+
+    def __init__(self, bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int) -> None:
+        device, span = bench.device, StageSpan(0, index, index + 1, is_first=False, is_last=False)
+        inputs = LayerInputs(parts, device=device, dtype=shape.dtype)
+        self._stage = StageModule(parts, span, inputs, loss_chunk_tokens=shape.loss_chunk_tokens)
+        self._weights, self._gradients = _memory_of(self._stage, shape.dtype, device)
+        size = (shape.batch, shape.seq_length, parts.config.hidden_size)
+        self._hidden = torch.randn(*size, device=device, dtype=shape.dtype)
+
+    def forward(self) -> None:
+        self._stage.forward(self._weights, self._hidden)
+
+    def recomputed(self) -> None:
+        self._stage.backward(self._weights, self._gradients, [self._hidden], self._hidden)
+
+    def kept(self) -> None:
+        graphs = self._stage.forward(self._weights, self._hidden, keep_graphs=True)[1]
+        self._stage.backward(self._weights, self._gradients, graphs, self._hidden)
+
+
+def _measure_ends(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:
+    """Embedding forward, embedding backward, and norm, head and loss with their backward."""
+    device = bench.device
+    inputs = LayerInputs(parts, device=device, dtype=shape.dtype)
+    size = (shape.batch, shape.seq_length)
+    tokens = torch.randint(0, parts.config.vocab_size, size, device=device)
+    hidden = torch.randn(*size, parts.config.hidden_size, device=device, dtype=shape.dtype)
+    first = StageModule(parts, StageSpan(0, 0, 0, True, False), inputs, loss_chunk_tokens=shape.loss_chunk_tokens)
+    weights, gradients = _memory_of(first, shape.dtype, device)
+    forward = bench.seconds(lambda: first.forward(weights, tokens))
+    backward = bench.seconds(lambda: first.embedding_backward(weights, gradients, tokens, hidden))
+    end = len(parts.layers)
+    last = StageModule(parts, StageSpan(1, end, end, False, True), inputs, loss_chunk_tokens=shape.loss_chunk_tokens)
+    own_weights, own_gradients = _memory_of(last, shape.dtype, device)
+    loss = bench.seconds(
+        lambda: last.loss(own_weights, own_gradients, hidden, tokens, num_targets=shape.tokens, loss_scale=1.0)
+    )
+    return forward, backward, loss
+
+
+def _memory_of(
+    stage: StageModule, dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Random weights and fp32 sums of a stage."""
+    layout = StageLayout.of(stage.shapes)
+    weights = torch.empty(layout.num_elements, device=device, dtype=dtype).normal_(std=0.02)
+    return layout.views(weights), layout.views(torch.zeros(layout.num_elements, device=device))
+
+
+def _measure_messages(
+    bench: Bench, parts: ModelParts, shape: MicrobatchShape, *, is_through_host: bool
+) -> MessageRates:
+    """Messages round the ring, all edges at once; what latency they have is in the rate, at their real size."""
+    transport, device = bench.transport, bench.device
+    size = (shape.batch, shape.seq_length, parts.config.hidden_size)
+    message = torch.zeros(size, dtype=shape.dtype, device=device)
+    if transport.num_ranks == 1:
+        return MessageRates(1e15, 0.0, is_through_host=False)  # handed over, not sent
+    target, source = (transport.rank + 1) % transport.num_ranks, (transport.rank - 1) % transport.num_ranks
+
+    def send_round() -> None:
+        for _ in range(MESSAGES):
+            transport.post_receive(source)
+            transport.send(message, target)
+            transport.receive(source)
+        transport.finish_step()
+
+    seconds = bench.seconds(send_round) / MESSAGES
+    return MessageRates(message.nbytes / seconds, 0.0, is_through_host=is_through_host)
+
+
+def _measure_gpu_optimizer(bench: Bench, dtype: torch.dtype, num_parameters: int) -> float:
+    layout = StageLayout.of({"weight": (num_parameters, 1)})
+    state = ResidentStages({0: layout}, dtype=dtype, device=bench.device).states[0]
+    adamw = FlatAdamW(SETTINGS, fused=FusedUpdate())
+    adamw.warm_up([state])
+    return layout.num_elements / bench.seconds(lambda: update_once(adamw, state))
+
+
+def _measure_gpu_memory(bench: Bench, num_bytes: int) -> float:
+    """Bytes per second read and written by a copy within the device."""
+    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=bench.device) for _ in range(2))
+    return 2 * num_bytes / bench.seconds(lambda: target.copy_(source))
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return available_host_bytes()

@@ -1,0 +1,97 @@
+"""Keeps measured profiles between runs, keyed by all that they depend on; what is unreadable is measured again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from mobius import __version__
+from mobius.measuring.measure import MicrobatchShape
+from mobius.messages.transport import Transport
+from mobius.plan.profile import FORMAT, Profile, ProfileError
+from mobius.plan.shape import ModelShape
+
+logger = logging.getLogger(__name__)
+
+
+def profile_key(
+    model: ModelShape,
+    shape: MicrobatchShape,
+    *,
+    device: torch.device,
+    num_ranks: int,
+    is_compiled: bool,
+    has_peer_copies: bool = True,
+) -> dict[str, object]:
+    """Everything that a profile depends on: hardware, model, microbatch, format, ranks, versions."""
+    is_cuda = device.type == "cuda"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if is_cuda else []
+    return {
+        "devices": names or [platform.processor() or platform.machine()],
+        "device_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else 0,
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "model": repr(model),
+        "microbatch": [shape.batch, shape.seq_length, str(shape.dtype), shape.loss_chunk_tokens],
+        "num_ranks": num_ranks,
+        "is_compiled": is_compiled,
+        "has_peer_copies": has_peer_copies,
+        "versions": [__version__, torch.__version__, FORMAT],
+    }
+
+
+def profile_path(folder: Path, key: Mapping[str, object]) -> Path:
+    """The file of a profile with that key."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"profile-{digest}.json"
+
+
+def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transport) -> tuple[Profile, bool]:
+    """The profile in `path`, or what `measure` finds, which is then kept there, and whether it is new; collective.
+
+    All ranks read or all measure. A file that is no profile is told of and replaced; one that cannot be written costs
+    a line.
+    """
+    known = _read(path)
+    num_known = float(transport.sum_over_ranks(torch.tensor([float(known is not None)], dtype=torch.float64)))
+    if known is not None and round(num_known) == transport.num_ranks:
+        return known, False
+    profile = measure()
+    if transport.rank == 0:
+        _write(path, profile)
+    return profile, True
+
+
+def _read(path: Path) -> Profile | None:
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, ProfileError) as error:
+        logger.warning("the profile %s cannot be used and is measured again: %s", path, error)
+        return None
+
+
+def _write(path: Path, profile: Profile) -> None:
+    """Under a name of its own first: another run may be reading."""
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+        temporary = Path(name)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(profile.to_json())
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("the profile cannot be kept in %s, the next run measures again: %s", path, error.strerror)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)

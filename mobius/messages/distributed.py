@@ -1,0 +1,221 @@
+"""The transport between processes: one NCCL (or gloo) communicator per directed edge, gloo for host scalars.
+
+Mailboxes carry the messages instead, where they are handed in and work.
+
+One communicator per edge, because point-to-point operations of one communicator run in the order of issue: with one
+queue per rank, or per pair of ranks, a looped schedule can wait in a circle.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mobius.errors import TransportError, first_line
+from mobius.memory.spans import NO_SPANS, Spans, TraceLane
+from mobius.messages.mailboxes import Mailboxes
+from mobius.messages.meeting import MOST_BYTES, Meeting, Told, not_told, told_text, told_value
+from mobius.messages.transport import ring_edges
+
+TIMEOUT = timedelta(minutes=10)
+SCALARS_TIMEOUT = timedelta(hours=12)
+"""Ranks also meet here around loading and saving, which may be slow; a dead rank is seen at once all the same."""
+EXCHANGE_ELEMENTS = 2**24
+"""Elements per message when two ranks exchange a large tensor: bounds the memory that the received parts take."""
+
+
+MESSAGE_CTAS = 4
+"""Multiprocessors that an NCCL message occupies. A receive that is posted ahead occupies them while it waits, which is
+most of the time, and takes them from compute."""
+
+
+def _edge_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
+    """Few multiprocessors, but those at once, before the compute that is enqueued already."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = MESSAGE_CTAS
+    return options
+
+
+class _Message(Protocol):
+    """A message under way: a process group's work, or a copy."""
+
+    def wait(self) -> object:
+        """Make the current stream (on a CPU: the host) wait for it."""
+
+    def is_completed(self) -> bool:
+        """Whether it is through; nobody waits."""
+
+
+class DistributedTransport:
+    """Owns the process groups of one rank of several, and the mailboxes if there are some. `close` ends them."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        spans: Spans = NO_SPANS,
+        mailboxes: Callable[[Meeting], Mailboxes | None] | None = None,
+        max_sends: int | None = None,
+    ) -> None:
+        """Create and warm all communicators; collective over all ranks.
+
+        `shape` and `dtype` are those of every activation and activation gradient. `mailboxes` opens what carries them
+        instead of the communicators, or tells on all ranks alike that nothing does. `max_sends` bounds the messages
+        that are kept because they may not have left (plan/gpu_peak.py); without it all that have not are kept.
+        """
+        self._spans, self._max_sends = spans, max_sends
+        self.rank, self.num_ranks = rank, num_ranks
+        self._device, self._shape, self._dtype = device, shape, dtype
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if backend == "nccl":
+            dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
+        else:
+            dist.init_process_group("gloo", timeout=TIMEOUT)
+        self._scalars = dist.new_group(backend="gloo", timeout=SCALARS_TIMEOUT)
+        self._edges = {
+            edge: dist.new_group(list(edge), backend=backend, timeout=TIMEOUT, pg_options=_edge_options(backend))
+            for edge in ring_edges(num_ranks)
+        }
+        self._posted: defaultdict[int, deque[tuple[Tensor, _Message]]] = defaultdict(deque)
+        self._sent: deque[tuple[Tensor, _Message]] = deque()
+        self._warm()
+        self._mailboxes = mailboxes(self) if mailboxes is not None else None
+
+    def _warm(self) -> None:
+        """Use every edge once, in one order.
+
+        Communicators connect at their first message, and must not do so in a circle.
+        """
+        token = torch.ones(8, device=self._device)
+        for (source, target), group in self._edges.items():
+            if self.rank == source:
+                dist.send(token, target, group=group)
+            elif self.rank == target:
+                dist.recv(token, source, group=group)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.barrier()
+
+    def post_receive(self, source: int) -> None:
+        """Start receiving into a new buffer; it may begin once compute that is enqueued already is done."""
+        buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        work: _Message | None
+        if self._mailboxes is not None:
+            work = self._mailboxes.post_receive(buffer, source)
+        else:
+            try:
+                work = dist.irecv(buffer, source, group=self._edges[source, self.rank])
+            except RuntimeError as error:
+                raise self._lost(source, error) from error
+        assert work is not None
+        self._spans.message(TraceLane.RECEIVE, source, work)
+        self._posted[source].append((buffer, work))
+
+    def receive(self, source: int) -> Tensor:
+        buffer, work = self._posted[source].popleft()
+        self._wait(work, source)
+        return buffer
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Start sending; the tensor is kept until the message has left."""
+        tensor = tensor.contiguous()
+        work: _Message | None
+        if self._mailboxes is not None:
+            work = self._mailboxes.send(tensor, target)
+        else:
+            try:
+                work = dist.isend(tensor, target, group=self._edges[self.rank, target])
+            except RuntimeError as error:
+                raise self._lost(target, error) from error
+        assert work is not None
+        self._spans.message(TraceLane.SEND, target, work)
+        while self._sent and self._sent[0][1].is_completed():
+            self._sent.popleft()[1].wait()
+        # The host is ahead of the GPU and sees none completed. There it does not wait here: compute does, for a message
+        # that has left by then, and behind that wait its memory may be used again.
+        while self._max_sends is not None and len(self._sent) >= self._max_sends:
+            self._wait(self._sent.popleft()[1], None)
+        self._sent.append((tensor, work))
+
+    def finish_step(self) -> None:
+        assert not any(self._posted.values()), "a posted receive was not used"
+        while self._sent:
+            self._wait(self._sent[0][1], None)
+            self._sent.popleft()  # not before: its tensor is being read until then
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        summed = values.clone()
+        try:
+            dist.all_reduce(summed, group=self._scalars)
+        except RuntimeError as error:
+            raise self._lost(None, error) from error
+        return summed
+
+    def gather(self, value: Told) -> list[Any]:
+        own = torch.frombuffer(bytearray(told_text(value).encode()), dtype=torch.uint8)
+        lengths = [int(length) for length in self._gather_tensors(torch.tensor([own.numel()]))]
+        for rank, length in enumerate(lengths):  # alike on all ranks, so that none waits for the others
+            if not 0 < length <= MOST_BYTES:
+                raise not_told(rank, ValueError(f"{length} bytes"))
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: own.numel()] = own
+        texts = zip(self._gather_tensors(padded), lengths, strict=True)
+        return [told_value(bytes(text[:length].tolist()), by=rank) for rank, (text, length) in enumerate(texts)]
+
+    def _gather_tensors(self, own: Tensor) -> list[Tensor]:
+        """Every rank's CPU tensor of one shape, in the order of ranks."""
+        found = [torch.empty_like(own) for _ in range(self.num_ranks)]
+        try:
+            dist.all_gather(found, own, group=self._scalars)
+        except RuntimeError as error:
+            raise self._lost(None, error) from error
+        return found
+
+    def exchange(self, tensor: Tensor, peer: int) -> Tensor:
+        """CPU tensors travel over gloo, GPU tensors over the edges between the two ranks."""
+        received = torch.empty_like(tensor)
+        is_host = tensor.device.type == "cpu"
+        incoming = self._scalars if is_host else self._edges[peer, self.rank]
+        outgoing = self._scalars if is_host else self._edges[self.rank, peer]
+        for own, other in zip(
+            tensor.view(-1).split(EXCHANGE_ELEMENTS), received.view(-1).split(EXCHANGE_ELEMENTS), strict=True
+        ):
+            works = [dist.irecv(other, peer, group=incoming), dist.isend(own, peer, group=outgoing)]
+            for work in works:
+                assert work is not None
+                self._wait(work, peer)
+        return received
+
+    def barrier(self) -> None:
+        self.sum_over_ranks(torch.zeros(1, dtype=torch.float64))
+
+    def close(self) -> None:
+        """End mailboxes and communicators; call it on the way out of a run that went well."""
+        if self._mailboxes is not None:
+            self._mailboxes.close()
+        dist.destroy_process_group()
+
+    def _wait(self, work: _Message, peer: int | None) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+
+    def _lost(self, peer: int | None, error: RuntimeError) -> TransportError:
+        who = "another rank" if peer is None else f"its neighbour rank {peer}"
+        return TransportError(
+            f"rank {self.rank} stops: it lost {who}, whose own message (above or below) tells the cause. "
+            f"What this rank saw: {first_line(error)}"
+        )

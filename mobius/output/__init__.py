@@ -1,0 +1,1 @@
+"""What a run leaves: the model folder, reports, metrics, traces and their pictures."""

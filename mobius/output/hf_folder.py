@@ -1,0 +1,289 @@
+"""Owns the files of a fine-tuned model: the Hugging Face folder of safetensors, and the single `.pt` file made from it.
+
+Does not own when they appear under their final names (`output_folder.py`), nor where the values come from: each rank
+hands in a function that reads one of its parameters. No rank ever holds the whole model.
+
+Format of the index: https://huggingface.co/docs/safetensors and `save_pretrained` of transformers.
+"""
+
+import io
+import json
+import math
+import mmap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from mobius.errors import CheckpointError
+from mobius.models.base_files import BaseFiles
+from mobius.models.families import changed_fields
+from mobius.models.stored_weights import EMBEDDING, HEAD
+from mobius.output.output_folder import replaced_whole, sync_to_disk
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+SINGLE_FILE_NAME = "model.safetensors"
+INDEX_FILE_NAME = "model.safetensors.index.json"
+
+_MAX_HELD_BYTES = 64 * 2**20
+
+_TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+_SAME_SIZE_INTEGERS: Mapping[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParameter:
+    """One parameter as it is saved: its Hugging Face name, and the rank that has its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    owner_rank: int
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file, written by one rank."""
+
+    file_name: str
+    owner_rank: int
+    names: tuple[str, ...]
+
+
+def plan_shards(
+    parameters: Sequence[SavedParameter], dtype_bytes: int, max_shard_bytes: int = 5_000_000_000
+) -> tuple[Shard, ...]:
+    """Divide `parameters` into files of one rank each, of at most `max_shard_bytes` unless one parameter is larger.
+
+    All ranks get the same answer from the same `parameters`. Files are numbered by their first parameter.
+    """
+    names = [parameter.name for parameter in parameters]
+    assert len(set(names)) == len(names), "a parameter is saved twice"
+    groups: list[list[SavedParameter]] = []
+    open_groups: dict[int, list[SavedParameter]] = {}
+    num_bytes: dict[int, int] = {}
+    for parameter in parameters:
+        rank = parameter.owner_rank
+        parameter_bytes = parameter.num_elements * dtype_bytes
+        if rank not in open_groups or num_bytes[rank] + parameter_bytes > max_shard_bytes:
+            open_groups[rank] = []
+            num_bytes[rank] = 0
+            groups.append(open_groups[rank])
+        open_groups[rank].append(parameter)
+        num_bytes[rank] += parameter_bytes
+    return tuple(
+        Shard(
+            file_name=SINGLE_FILE_NAME if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors",
+            owner_rank=group[0].owner_rank,
+            names=tuple(parameter.name for parameter in group),
+        )
+        for number, group in enumerate(groups, start=1)
+    )
+
+
+def write_shards(folder: Path, shards: Sequence[Shard], rank: int, read: Callable[[str], torch.Tensor]) -> None:
+    """Write the shards that belong to `rank` into `folder`, one after the other, each synced to the disk.
+
+    `read` gives a parameter's values as a contiguous CPU tensor, best a view of where they live: views are written
+    without a copy. What it allocates is held for one shard at a time. Raises CheckpointError.
+    """
+    for shard in shards:
+        if shard.owner_rank != rank:
+            continue
+        path = folder / shard.file_name
+        try:
+            save_file({name: read(name) for name in shard.names}, path, metadata={"format": "pt"})
+            path.chmod(0o644)  # safetensors makes it readable for its owner alone
+            sync_to_disk(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot write {path}: {error}") from error
+
+
+def write_index(folder: Path, shards: Sequence[Shard], parameters: Sequence[SavedParameter], dtype_bytes: int) -> None:
+    """Write the index that tells readers which file has which parameter; a single file needs none.
+
+    Raises CheckpointError.
+    """
+    if len(shards) == 1:
+        return
+    num_parameters = sum(parameter.num_elements for parameter in parameters)
+    index = {
+        "metadata": {"total_parameters": num_parameters, "total_size": num_parameters * dtype_bytes},
+        "weight_map": {name: shard.file_name for shard in shards for name in shard.names},
+    }
+    path = folder / INDEX_FILE_NAME
+    try:
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error}") from error
+
+
+def write_model_files(folder: Path, base: BaseFiles, model_config: PretrainedConfig, *, dtype: torch.dtype) -> None:
+    """Write everything besides the weights that `AutoModelForCausalLM` and `AutoTokenizer` need to load and generate.
+
+    The base's own files, byte by byte, and its configuration with the fields that the run changed; `dtype` is the one
+    of the saved weights. Raises CheckpointError.
+    """
+    fields = {**base.config, **changed_fields(base.config, model_config)}
+    # Older versions of transformers read the one name, newer ones write the other.
+    names = [name for name in ("torch_dtype", "dtype") if name in fields] or ["dtype"]
+    fields.update(dict.fromkeys(names, str(dtype).removeprefix("torch.")))
+    if not fields.get("architectures"):
+        fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)].__name__]
+    files = {**base.copied, "config.json": (json.dumps(fields, indent=2) + "\n").encode()}
+    for name, contents in files.items():
+        path = folder / name
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(contents)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error}") from error
+
+
+def write_params_file(path: Path, folder: Path) -> None:
+    """Write all weights of `folder` to the single file `path`: a dict of name to tensor, as `torch.load` reads it.
+
+    A tied head, which the folder does not store, gets its name too, because `load_state_dict` asks for it; the bytes
+    are in the file once. The file appears whole, synced to the disk. Each other tensor has a storage of its own, so
+    that `torch.load(path, weights_only=True, mmap=True)` works and reading one tensor reads only its bytes. Raises
+    CheckpointError.
+    """
+    file_names = list(dict.fromkeys(_weight_map(folder).values()))
+    shards = [_MappedShard(folder / file_name) for file_name in file_names]
+    tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    if EMBEDDING in tensors:
+        tensors.setdefault(HEAD, tensors[EMBEDDING])
+    try:
+        with replaced_whole(path) as temporary, _ReleasingFile(temporary, shards) as file:
+            try:
+                torch.save(tensors, file)
+            except RuntimeError as error:
+                # torch covers the system's error (no space left) with one of its own.
+                raise file.failure or error from error
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error}") from error
+
+
+def verify_folder(folder: Path, expected: Iterable[tuple[str, Callable[[], torch.Tensor]]]) -> None:
+    """Reopen `folder` and compare each tensor of `expected` with what is stored, bit by bit.
+
+    A rank may pass only its own parameters. That each file has the tensors that the index says is checked for all
+    files. Raises CheckpointError that names the first tensor or file that is wrong.
+    """
+    weight_map = _weight_map(folder)
+    for file_name in dict.fromkeys(weight_map.values()):
+        indexed = {name for name, its_file in weight_map.items() if its_file == file_name}
+        stray = sorted(indexed ^ _names_in(folder / file_name))
+        if stray:
+            raise CheckpointError(f"{folder / file_name} and {INDEX_FILE_NAME} disagree about {stray[0]!r}.")
+    for name, read in expected:
+        if name not in weight_map:
+            raise CheckpointError(f"{folder} has no tensor {name!r}.")
+        path = folder / weight_map[name]
+        # Opened anew for each tensor: an open file keeps every page that was read in this process's memory.
+        try:
+            with safe_open(path, framework="pt") as file:
+                stored = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: cannot read {name!r}: {error}") from error
+        difference = _difference(stored, read())
+        if difference is not None:
+            raise CheckpointError(f"{path}: {name!r} was not saved as it was trained: {difference}.")
+
+
+def _difference(stored: torch.Tensor, trained: torch.Tensor) -> str | None:
+    if stored.shape != trained.shape:
+        return f"shape {tuple(stored.shape)} instead of {tuple(trained.shape)}"
+    if stored.dtype != trained.dtype:
+        return f"{stored.dtype} instead of {trained.dtype}"
+    # As integers, because a NaN equals itself only there, and 0.0 equals -0.0 only elsewhere.
+    integers = _SAME_SIZE_INTEGERS[stored.element_size()]
+    differs = stored.reshape(-1).view(integers) != trained.reshape(-1).view(integers)
+    if differs.any():
+        return f"{int(differs.sum()):,} of {stored.numel():,} elements differ"
+    return None
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index or, without one, from the single file."""
+    index = folder / INDEX_FILE_NAME
+    if not index.exists():
+        return dict.fromkeys(sorted(_names_in(folder / SINGLE_FILE_NAME)), SINGLE_FILE_NAME)
+    weight_map = json.loads(index.read_text())["weight_map"]
+    assert isinstance(weight_map, dict)
+    return weight_map
+
+
+def _names_in(path: Path) -> set[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+class _MappedShard:
+    """A safetensors file in address space but not in memory: `tensors` are read from the disk when they are touched."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            # ACCESS_COPY only because torch wants a writable buffer; nobody writes.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        data_start = 8 + int.from_bytes(self._map[:8], "little")
+        header = json.loads(self._map[8:data_start])
+        header.pop("__metadata__", None)
+        self.tensors = {
+            name: torch.frombuffer(
+                self._map,
+                dtype=_TORCH_DTYPES[entry["dtype"]],
+                offset=data_start + entry["data_offsets"][0],
+                count=math.prod(entry["shape"]),
+            ).reshape(entry["shape"])
+            for name, entry in header.items()
+        }
+
+    def release(self) -> None:
+        """Give back the memory of what was read; it would be read again if it were touched."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class _ReleasingFile(io.BufferedWriter):
+    """A file for `torch.save` that lets go of the mapped shards as it writes them: a peak of one tensor, not of all."""
+
+    def __init__(self, path: Path, shards: Sequence[_MappedShard]) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self._shards = shards
+        self._held_bytes = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: "Buffer") -> int:
+        """Write all of `data`, as `BufferedWriter` does."""
+        try:
+            num_bytes = super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+        self._held_bytes += num_bytes
+        if self._held_bytes > _MAX_HELD_BYTES:
+            for shard in self._shards:
+                shard.release()
+            self._held_bytes = 0
+        return num_bytes

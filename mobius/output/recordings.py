@@ -1,0 +1,83 @@
+"""What a run records of itself when asked to: `--trace` and `--profile_steps`. Without them nothing is made here.
+
+Does not own how spans are measured (memory/spans.py), written (timeline.py) or profiled (profile.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+from mobius.config.config import Config
+from mobius.memory.spans import NO_SPANS, SpanRecorder, Spans
+from mobius.messages.transport import Transport
+from mobius.output.step_profiler import StepProfiler
+from mobius.output.timeline_picture import draw_timeline
+from mobius.output.trace import TraceFacts, merge_parts, write_part, write_trace
+
+logger = logging.getLogger(__name__)
+
+MAX_TRACED_STEPS = 3
+
+StepWatch = Callable[[int], AbstractContextManager[object]]
+"""Called with the number of a step, counted from 1; the step runs within what it returns."""
+
+
+def traced_steps(num_iterations: int) -> range:
+    """Steps 3 to 5, or the last three of a shorter run: the first ones may still warm up."""
+    first = max(1, min(3, num_iterations - MAX_TRACED_STEPS + 1))
+    return range(first, min(first + MAX_TRACED_STEPS - 1, num_iterations) + 1)
+
+
+class Recordings:
+    """Owns the recorders of one rank; parts tell `spans` what they do, the trainer runs steps within `watches`."""
+
+    def __init__(self, config: Config, *, rank: int, device: torch.device, folder: Path) -> None:
+        """`folder` takes the files; it need not exist before the first step."""
+        self._folder, self._rank = folder, rank
+        self._recorder: SpanRecorder | None = None
+        watches: list[StepWatch] = []
+        if config.output.trace:
+            self._recorder = SpanRecorder(device, traced_steps(config.optim.num_iterations))
+            watches.append(self._recorder.step)
+        if config.output.profiled_steps:
+            path = folder / "profile" / f"rank{rank}.json.gz"
+            watches.append(StepProfiler(device, config.output.profiled_steps, path).step)
+        self.watches = tuple(watches)
+
+    @property
+    def spans(self) -> Spans:
+        return self._recorder or NO_SPANS
+
+    def write(self, facts: TraceFacts, transport: Transport) -> None:
+        """Leave trace.json and timeline.png, if they are wanted; collective, after the last step. Synchronizes.
+
+        What cannot be written is told, and ends nothing: the model is still to be saved.
+        """
+        if self._recorder is None:
+            return
+        spans = self._recorder.collect()
+        is_written = self._write_or_warn(lambda: write_part(self._folder, self._rank, spans))
+        num_parts = transport.sum_over_ranks(torch.tensor([float(is_written)], dtype=torch.float64))
+        if self._rank == 0 and int(num_parts[0]) == transport.num_ranks:
+            self._write_or_warn(lambda: self._merge(facts))
+
+    def _merge(self, facts: TraceFacts) -> None:
+        trace = merge_parts(self._folder, facts)
+        write_trace(self._folder / "trace.json", trace)
+        if trace.steps:
+            draw_timeline(trace, self._folder / "timeline.png")
+            logger.info("trace of steps %d to %d: trace.json, timeline.png", trace.steps[0], trace.steps[-1])
+
+    def _write_or_warn(self, write: Callable[[], None]) -> bool:
+        """Whether `write` could write."""
+        try:
+            write()
+        except OSError as error:
+            logger.warning("--trace: cannot write into %s (%s); the trace is left out", self._folder, error.strerror)
+            return False
+        return True

@@ -1,0 +1,243 @@
+"""Known cards by their data sheets, and profiles estimated from them for machines one does not have.
+
+Nothing here is measured on the card in question: rates are the vendor's numbers times shares that were measured on one
+machine of H200s (docs/benchmarks.md, "estimates"). A profile made here says so.
+
+    seconds of a product = operations / (data sheet TFLOP/s x GEMM_SHARE x the part's share)
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from mobius.errors import PlanError
+from mobius.plan.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
+from mobius.plan.shape import ModelShape
+
+GIGA, TERA, GIB = 1e9, 1e12, 2**30
+
+# Calibration: one H200, 4096 tokens of Llama-2-7B, compiled layers. A layer is 1.658 TFLOP forward.
+GEMM_SHARE = 0.805
+"""Large matrix products over the data sheet: 796 of 989 TFLOP/s."""
+FORWARD_SHARE = 0.84
+"""A layer's forward over large products: 2.47 ms, 671 TFLOP/s."""
+BACKWARD_SHARE = 0.755
+"""A layer's backward over large products: 8.40 less 2.47 ms, less what the fp32 sums take."""
+WIDTH = 4096
+"""Hidden size of the layer that the shares are of."""
+NARROW = 0.09
+"""Share that a layer of half that width takes more per operation, and twice that one of a third: its products are small
+beside passes over activations. 1B's, kept, back to back, took 1.088 and 1.090 times the seconds by the shares."""
+ACCUMULATION_BYTES = 8
+"""GPU memory traffic of products that add to fp32 sums, per parameter and microbatch: sum read 4, written 4."""
+RECOMPUTED_SHARE = 0.76
+"""Of a layer's forward, what its recomputed backward takes beside a kept one: less than all, being one graph. Steps of
+half of 7B on two GPUs, all recomputed: 0.836 to 0.796 s, 0.62 ms of 2.6 for each layer and microbatch."""
+LAUNCH = LayerSeconds(0.30e-3, 0.74e-3, 0.93e-3)
+"""Seconds of Python and launches for a compiled layer on hosts of H200s while nothing disturbs them: 0.22 to 0.37 ms
+forward, 0.64 to 0.82 backward, 0.72 to 1.00 recomputed; up to twice that on the same machines a minute later."""
+ACTION_LAUNCH = 0.35e-3
+"""The same for messages, slots and events of an action: 0.2 ms (forward) to 0.4 (backward) in runs."""
+LOSS_SHARE = 0.748
+"""Head and loss with their backward: 5.41 ms for 3.22 TFLOP in chunks of 2048 tokens, 595 TFLOP/s."""
+SUSTAINED_SHARE = 0.955
+"""Within a whole step over alone: near what 7B on 4 x H200 with everything on the GPUs takes, 0.665 s measured."""
+MEMORY_SHARE = 0.8
+"""Of the GPU's memory bandwidth, what passes over long tensors reach. A guess, not measured."""
+GPU_ADAMW_BYTES = 28
+"""Moved per parameter by AdamW on the GPU in one pass: gradient 4, weights 4, remainder 4, moments 16."""
+CPU_ADAMW_BYTES = 26
+"""The C kernel on a split master with bf16 gradients (docs/decisions.md)."""
+CPU_ADAMW_PER_CORE = 0.335e9
+"""Parameters per second and core while memory is free: 5.36e9 on 16 cores."""
+COPY_PENALTY = 0.70
+"""CPU AdamW beside copies in both directions over alone: 5.0 of 7.2 Gparam/s for four ranks."""
+STEP_OVERHEAD = 0.003
+"""Seconds between two steps: the host waits for the last backward, reads norms, waits and memory, and begins again. A
+guess from runs that took 6 to 8 ms before waits and batches were handled beside the device's work."""
+
+PCIE_BYTES = {3: 12.5e9, 4: 25.5e9, 5: 55e9}
+"""One direction of x16 as copies reach it: generation 5 measured, 3 and 4 usual values of others' measurements."""
+DUPLEX_SHARE = 0.90
+"""Each direction while both run, one GPU alone. A guess, not measured."""
+HOST_BANDWIDTH = 190e9
+"""Of a machine with 64 cores and 4 x H200, all users together, about."""
+DOWN_LIMIT, UP_LIMIT, BOTH_LIMIT = 164 / 190, 136 / 190, 188 / 190
+"""What copies of all GPUs reach of it: 4 x 41 GB/s down, 4 x 34 up, 4 x (22 + 25) at once."""
+HOST_MESSAGE_SHARE = 0.2
+"""A message through host memory, over the PCIe rate. A guess; what such messages cost compute is not known either."""
+PEER_SHARE = {"nvlink": 0.87, "pcie": 0.75}
+"""Messages over the link's data sheet: 394 of 450 GB/s over NVLink measured, PCIe a guess."""
+LATENCY = 20e-6
+"""Seconds of a message beside its bytes. A guess."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """The data sheet of a GPU: dense matrix rate without sparsity, one direction of NVLink."""
+
+    name: str
+    tera_flops: float
+    """bf16 with fp32 accumulation; fp16 where the card has no bf16."""
+    memory_gb: float
+    """GiB of memory."""
+    memory_bandwidth: float
+    """GB/s."""
+    pcie: int
+    """Generation of its 16 lanes."""
+    nvlink: float = 0.0
+    """GB/s in one direction to a neighbour; 0 without, and where only pairs can be bridged."""
+    has_peer_copies: bool = True
+    """Whether the driver lets GPUs write into each other's memory."""
+    device_names: tuple[str, ...] = ()
+    """How the driver calls it, in small letters and digits; without any, as `name`."""
+
+
+_CARDS = (
+    Card("V100", 125, 32, 900, 3, nvlink=50),
+    Card("T4", 65, 16, 320, 3),
+    Card("A10", 125, 24, 600, 4),
+    Card("L4", 121, 24, 300, 4),
+    Card("L20", 119.5, 48, 864, 4),
+    Card("L40S", 362, 48, 864, 4),
+    Card("A6000", 154.8, 48, 768, 4),
+    Card("6000-Ada", 364, 48, 960, 4, device_names=("rtx6000ada",)),
+    Card("RTX3090", 71, 24, 936, 4, has_peer_copies=False),
+    Card("RTX4090", 165.2, 24, 1008, 4, has_peer_copies=False),
+    Card("RTX5090", 209.5, 32, 1792, 5, has_peer_copies=False),
+    Card("A100-40", 312, 40, 1555, 4, nvlink=300, device_names=("a100sxm440gb", "a100pcie40gb")),
+    Card("A100-80", 312, 80, 2039, 4, nvlink=300, device_names=("a100sxm480gb", "a100pcie80gb", "a10080gb")),
+    Card("A800", 312, 80, 2039, 4, nvlink=200),
+    Card("H20", 148, 96, 4000, 5, nvlink=450),
+    Card("H100", 989, 80, 3350, 5, nvlink=450),
+    Card("H200", 989, 141, 4800, 5, nvlink=450),
+)
+CARDS = {card.name: card for card in _CARDS}
+"""The vendors' data sheets; RTX cards accumulate bf16 in fp32 at half of their fp16 rate, which is what counts here."""
+
+
+def find_card(name: str) -> Card:
+    """The card called `name`, in whatever spelling; raises PlanError with the known names."""
+    plain = {_plain(known): card for known, card in CARDS.items()}
+    wanted = _plain(name)
+    if wanted in plain:
+        return plain[wanted]
+    ending = [card for known, card in plain.items() if wanted and known.endswith(wanted)]
+    if len(ending) == 1:
+        return ending[0]
+    near = difflib.get_close_matches(wanted, plain, n=1)
+    hint = f"; did you mean {plain[near[0]].name}?" if near else ""
+    raise PlanError(f"the card {name!r} is not known{hint}. Known are {', '.join(CARDS)}.")
+
+
+def card_of_device(device_name: str) -> Card | None:
+    """The card that a driver calls `device_name`, such as `NVIDIA GeForce RTX 4090`; None if it is not known."""
+    words = re.findall(r"[a-z0-9]+", device_name.lower())
+    # Whole words, one or more in a row: A10 is no A100, L4 no L40S.
+    runs = {"".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)}
+    return next((card for card in _CARDS if runs & {*(card.device_names or (_plain(card.name),))}), None)
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("nvidia")
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine around the cards."""
+
+    cores_per_rank: int = 16
+    bandwidth: float = HOST_BANDWIDTH
+    """Bytes per second of host memory, all users together."""
+
+
+def estimate_profile(
+    card: Card,
+    shape: ModelShape,
+    *,
+    microbatch_tokens: int,
+    seq_length: int,
+    num_ranks: int,
+    pcie: int | None = None,
+    host: Host | None = None,
+) -> Profile:
+    """A profile by arithmetic for `num_ranks` of `card`; `pcie` is another generation than the card's own.
+
+    Layers of equal parameter count are one kind. Raises PlanError for an unknown generation.
+    """
+    host = host or Host()
+    generation = min(card.pcie, pcie or card.pcie)
+    if generation not in PCIE_BYTES:
+        known = ", ".join(map(str, PCIE_BYTES))
+        raise PlanError(f"PCIe generation {generation} is not known; known are {known}.")
+    rate = card.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE
+    layer_rate = rate / (1 + NARROW * max(0.0, WIDTH / shape.hidden_size - 1))
+    # Products of parameters take 2 operations for each and per token, of causal attention 2 x L x H per token.
+    counts = list(dict.fromkeys(shape.layer_parameters))
+    copies = estimate_copies(PCIE_BYTES[generation], host.bandwidth, num_ranks)
+    memory = card.memory_bandwidth * GIGA * MEMORY_SHARE
+    embedding_bytes = 2.0 * 2 * shape.hidden_size * microbatch_tokens
+    alone = min(host.cores_per_rank * CPU_ADAMW_PER_CORE, host.bandwidth / CPU_ADAMW_BYTES)
+    together = min(alone, host.bandwidth / CPU_ADAMW_BYTES / num_ranks)
+    return Profile(
+        source=Source.ESTIMATED,
+        basis=f"{num_ranks} x {card.name}, PCIe {generation}, by data sheets and shares measured on H200s",
+        num_ranks=num_ranks,
+        microbatch_tokens=microbatch_tokens,
+        layer_kinds=tuple(
+            _layer(count, (2 * count + 2 * seq_length * shape.hidden_size) * microbatch_tokens, layer_rate, memory)
+            for count in counts
+        ),
+        kind_of_layer=tuple(counts.index(count) for count in shape.layer_parameters),
+        embedding_forward=embedding_bytes / memory,
+        # The gradient of the whole matrix is made and added to its fp32 sum: 2 written, 2 read, 4 read, 4 written.
+        embedding_backward=12 * shape.embedding_parameters / memory,
+        loss=6 * shape.head_parameters * microbatch_tokens / (rate * LOSS_SHARE),
+        copies=copies,
+        messages=_messages(card, PCIE_BYTES[generation]),
+        cpu_adamw=alone,
+        cpu_adamw_together=together,
+        cpu_adamw_beside_copies=together * COPY_PENALTY,
+        copies_beside_cpu_adamw=(copies.both_down + copies.both_up) / 2,
+        cpu_adamw_bytes=CPU_ADAMW_BYTES,
+        gpu_adamw=memory / GPU_ADAMW_BYTES,
+        host_bandwidth=host.bandwidth,
+        gpu_bandwidth=memory,
+        gpu_memory=int(card.memory_gb * GIB),
+        step_overhead=STEP_OVERHEAD,
+        launch=LAUNCH,
+        action_launch=ACTION_LAUNCH,
+    )
+
+
+def action_launch(launch: LayerSeconds) -> float:
+    """ACTION_LAUNCH of a host that takes `launch` for a layer; as it is if that is 0, which a host has that waits."""
+    measured, usual = (each.forward + each.recomputed_backward for each in (launch, LAUNCH))
+    return ACTION_LAUNCH * measured / usual if measured > 0 else ACTION_LAUNCH
+
+
+def _layer(parameters: int, operations: float, rate: float, memory: float) -> LayerSeconds:
+    """A layer with `operations` forward, on a GPU with so many operations and bytes of memory per second."""
+    forward = operations / (rate * FORWARD_SHARE)
+    products = 2 * operations / (rate * BACKWARD_SHARE)
+    backward = products + ACCUMULATION_BYTES * parameters / memory
+    return LayerSeconds(forward, backward, RECOMPUTED_SHARE * forward + backward)
+
+
+def estimate_copies(link: float, host_bandwidth: float, num_ranks: int) -> CopyRates:
+    """Rates of `num_ranks` links of `link` bytes per second one way, which share the host's memory."""
+    down = min(link, host_bandwidth * DOWN_LIMIT / num_ranks)
+    up = min(link, host_bandwidth * UP_LIMIT / num_ranks)
+    each = host_bandwidth * BOTH_LIMIT / num_ranks / (down + up)
+    both = min(DUPLEX_SHARE, each)
+    return CopyRates(link, link, down, up, down * both, up * both)
+
+
+def _messages(card: Card, link: float) -> MessageRates:
+    if card.nvlink:
+        return MessageRates(card.nvlink * GIGA * PEER_SHARE["nvlink"], LATENCY, is_through_host=False)
+    if card.has_peer_copies:
+        return MessageRates(link * PEER_SHARE["pcie"], LATENCY, is_through_host=False)
+    return MessageRates(link * HOST_MESSAGE_SHARE, LATENCY, is_through_host=True)

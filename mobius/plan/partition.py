@@ -1,0 +1,66 @@
+"""Cuts the layers into stages; it does not know which rank runs a stage or what stays on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mobius.errors import PlanError
+from mobius.plan.shape import ModelShape
+
+OUTER_STAGES = 2
+"""The embedding and the head can be stages of their own."""
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """The layers `[first_layer, end_layer)` of a stage; the first stage also owns the embedding, the last the head."""
+
+    stage: int
+    first_layer: int
+    end_layer: int
+    is_first: bool
+    is_last: bool
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.end_layer)
+
+    def num_parameters(self, shape: ModelShape) -> int:
+        """Parameters that this stage holds, a tied head counted where it is used."""
+        layers = sum(shape.layer_parameters[self.first_layer : self.end_layer])
+        embedding = shape.embedding_parameters if self.is_first else 0
+        head = shape.head_parameters if self.is_last else 0
+        return embedding + layers + head
+
+
+def balanced_partition(num_layers: int, num_stages: int, *, num_ranks: int = 1) -> tuple[StageSpan, ...]:
+    """Cut `num_layers` into `num_stages` spans whose sizes differ by one at most.
+
+    Layers that are left over go to the inner stages first: the outer two carry the embedding and the head already.
+    With more stages than layers, the head gets a stage of its own, then the embedding, and what is left over to a
+    multiple of `num_ranks` are stages behind it that pass messages on. The step's first stage is then ready sooner,
+    and its first gradients leave sooner. Raises PlanError for more stages than that makes sense for.
+    """
+    most = -(-(num_layers + OUTER_STAGES) // num_ranks) * num_ranks
+    if num_stages > most:
+        raise PlanError(
+            f"--num_stages {num_stages} is more than the model can be cut into: {num_layers} layers, the embedding and "
+            f"the head make {most} stages on {num_ranks} rank(s). Use --num_stages {most} or less."
+        )
+    if num_stages > num_layers:
+        without = num_stages - num_layers
+        return partition_of([*[0] * (without - 1), *[1] * num_layers, 0])
+    base, left_over = divmod(num_layers, num_stages)
+    inner_first = [*range(1, num_stages - 1), num_stages - 1, 0][:left_over] if num_stages > 1 else [0][:left_over]
+    return partition_of([base + (stage in inner_first) for stage in range(num_stages)])
+
+
+def partition_of(sizes: Sequence[int]) -> tuple[StageSpan, ...]:
+    """The spans of stages with that many layers each, none among them."""
+    spans = []
+    first = 0
+    for stage, size in enumerate(sizes):
+        spans.append(StageSpan(stage, first, first + size, stage == 0, stage == len(sizes) - 1))
+        first += size
+    return tuple(spans)

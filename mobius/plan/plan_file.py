@@ -1,0 +1,227 @@
+"""A plan as a file: written before or by a run, and taken by a later one in place of its own choices.
+
+It says for which model and ranks it was made; another one is refused. It knows neither options nor devices.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any, Final
+
+from mobius.config.config import Dtype
+from mobius.config.options import options
+from mobius.errors import PlanError, first_line
+from mobius.excerpt import excerpt, quoted
+from mobius.plan.partition import StageSpan
+from mobius.plan.plan import Plan
+from mobius.plan.shape import ModelShape
+
+VERSION = 2
+ALL_AGAIN = "Make it anew with --dry_run, or leave --plan out."
+_MOST_BYTES: Final = 1 << 24
+_MOST: Final = 2**31
+"""Beyond any number of a plan but a model's, which are only compared."""
+_MOST_PARAMETERS: Final = 2**62
+
+
+@dataclass(frozen=True)
+class ModelDigest:
+    """What tells one model from another, as far as a plan goes."""
+
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    is_tied: bool
+    dtype: str
+
+    @classmethod
+    def of(cls, shape: ModelShape, dtype: Dtype) -> ModelDigest:
+        """The digest of a model in a working format."""
+        return cls(
+            shape.num_parameters, shape.num_layers, shape.hidden_size, shape.vocab_size, shape.is_tied, dtype.value
+        )
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """A plan, which stages of it keep their activations, and the step it was made for."""
+
+    model: ModelDigest
+    plan: Plan
+    graph_stages: frozenset[int]
+    batch_size: int
+    seq_length: int
+
+    def to_json(self) -> str:
+        """The file's text, stages ascending, ending in a line break."""
+        plan = {**asdict(self.plan), "resident": sorted(self.plan.resident)}
+        fields = {
+            "version": VERSION,
+            "model": asdict(self.model),
+            "batch_size": self.batch_size,
+            "seq_length": self.seq_length,
+            **plan,
+            "kept_activations": sorted(self.graph_stages),
+        }
+        return json.dumps(fields, indent=2) + "\n"
+
+
+def read_plan(path: Path) -> SavedPlan:
+    """Read and check a file; raises PlanError with what is wrong with it."""
+    shown = excerpt(str(path), 200)
+    fields = _read_fields(path, shown)
+    version = fields.get("version") if isinstance(fields, dict) else None
+    if type(version) is not int or version != VERSION:
+        raise PlanError(
+            f"--plan {shown} has version {quoted(version)}, this program reads version {VERSION}. {ALL_AGAIN}"
+        )
+    try:
+        saved = _saved_plan(fields)
+        problem = _contradiction(saved)
+    except _FieldError as error:
+        problem = str(error)
+    if problem is not None:
+        raise PlanError(f"--plan {shown} is broken: {problem}. {ALL_AGAIN}")
+    return saved
+
+
+def _read_fields(path: Path, shown: str) -> Any:
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise OSError(errno.EINVAL, "it is not a file but a pipe or device")
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PlanError(f"--plan {shown} cannot be read: {reason}. Name a plan.json.") from error
+    if len(content) > _MOST_BYTES:
+        raise PlanError(f"--plan {shown} is too large for a plan, over {_MOST_BYTES} bytes. Name a plan.json.")
+    try:
+        return json.loads(content.decode("utf-8"))
+    except RecursionError as error:
+        raise PlanError(
+            f"--plan {shown}: its lists or objects are nested too deeply for a plan. {ALL_AGAIN}"
+        ) from error
+    except ValueError as error:
+        raise PlanError(f"--plan {shown} is no JSON: {excerpt(first_line(error), 200)}. {ALL_AGAIN}") from error
+
+
+class _FieldError(Exception):
+    """A field that is missing or of another kind than a plan's, as text."""
+
+
+def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
+    spans = tuple(_span(value, f"spans[{index}]") for index, value in enumerate(_list(fields, "spans")))
+    plan = Plan(
+        _count(fields, "num_ranks"),
+        _count(fields, "num_microbatches"),
+        _counts(fields, "slots"),
+        spans,
+        frozenset(_counts(fields, "resident")),
+    )
+    kept = frozenset(_counts(fields, "kept_activations"))
+    digest = _digest(_field(fields, "model"))
+    return SavedPlan(digest, plan, kept, _count(fields, "batch_size", least=1), _count(fields, "seq_length", least=2))
+
+
+def _span(value: object, name: str) -> StageSpan:
+    if not isinstance(value, dict):
+        raise _FieldError(f"`{name}` is {quoted(value)}, not an object")
+    stage, first, end = (_whole(value.get(key), f"{name}`.`{key}") for key in ("stage", "first_layer", "end_layer"))
+    return StageSpan(stage, first, end, value.get("is_first") is True, value.get("is_last") is True)
+
+
+def _digest(value: object) -> ModelDigest:
+    """The model's numbers, of which every one is compared with those of a run."""
+    kinds = {
+        known.name: {"int": int, "bool": bool, "str": str}[str(known.type)] for known in dataclass_fields(ModelDigest)
+    }
+    if not isinstance(value, dict) or set(value) != set(kinds):
+        raise _FieldError(f"`model` must hold {', '.join(kinds)}, not {quoted(value)}")
+    for name, kind in kinds.items():
+        if type(value[name]) is not kind or (kind is int and not 0 <= value[name] < _MOST_PARAMETERS):
+            raise _FieldError(f"`model`.`{name}` is {quoted(value[name])}")
+    if value["dtype"] not in list(Dtype):
+        raise _FieldError(f"`model`.`dtype` is {quoted(value['dtype'])}, not one of {', '.join(Dtype)}")
+    return ModelDigest(**value)
+
+
+def _field(fields: Mapping[str, Any], name: str) -> object:
+    if name not in fields:
+        raise _FieldError(f"`{name}` is missing")
+    return fields[name]
+
+
+def _list(fields: Mapping[str, Any], name: str) -> list[object]:
+    value = _field(fields, name)
+    if not isinstance(value, list):
+        raise _FieldError(f"`{name}` is {quoted(value)}, not a list")
+    return value
+
+
+def _counts(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    return tuple(_whole(value, f"{name}[{index}]") for index, value in enumerate(_list(fields, name)))
+
+
+def _count(fields: Mapping[str, Any], name: str, *, least: int = 0) -> int:
+    return _whole(_field(fields, name), name, least=least)
+
+
+def _whole(value: object, name: str, *, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < _MOST:
+        raise _FieldError(f"`{name}` is {quoted(value)}, not a whole number from {least} on")
+    return value
+
+
+def _contradiction(saved: SavedPlan) -> str | None:
+    """What cannot be in a plan, as text."""
+    plan, number = saved.plan, saved.plan.num_stages
+    if plan.num_ranks < 1 or number < 1 or number % plan.num_ranks:
+        return f"{number} stages on {plan.num_ranks} ranks"
+    for name, option, value in (
+        ("num_microbatches", "num_chunks", plan.num_microbatches),
+        ("spans", "num_stages", number),
+    ):
+        bounds = options()[option].bounds
+        if bounds is not None and not bounds.allow(value):
+            return f"`{name}` are {value}, which must be {bounds.demand(value)}"
+    if saved.batch_size % plan.num_microbatches:
+        return f"{saved.batch_size} sequences in {plan.num_microbatches} microbatches"
+    starts = [0, *(span.end_layer for span in plan.spans)]
+    wanted = [(s, starts[s], s == 0, s == number - 1) for s in range(number)]
+    if [(span.stage, span.first_layer, span.is_first, span.is_last) for span in plan.spans] != wanted:
+        return "its stages do not follow each other"
+    if any(span.end_layer < span.first_layer for span in plan.spans) or starts[-1] != saved.model.num_layers:
+        return f"its stages do not hold the model's {saved.model.num_layers} layers"
+    if not (plan.resident | saved.graph_stages) <= set(range(number)):
+        return "resident stages or kept activations name a stage that there is not"
+    if len(plan.slots) != plan.num_ranks:
+        return f"slots of {len(plan.slots)} ranks, not {plan.num_ranks}"
+    for rank in range(plan.num_ranks):
+        streamed = plan.streamed_stages(rank)
+        if not min(1, len(streamed)) <= plan.slots[rank] <= len(streamed):
+            return f"{plan.slots[rank]} slots for the {len(streamed)} streamed stages of rank {rank}"
+        staying = set(streamed[len(streamed) - plan.slots[rank] :])
+        lost = sorted(saved.graph_stages & set(streamed) - staying)
+        if lost:
+            return f"the stages {lost} keep activations, but their weights leave"
+    return None
+
+
+def check_saved_plan(saved: SavedPlan, path: Path, *, model: ModelDigest, num_ranks: int) -> None:
+    """Raise PlanError if the plan was made for another model or number of ranks."""
+    if saved.model != model:
+        own, other = asdict(model), asdict(saved.model)
+        parts = ", ".join(f"{name} {other[name]} (here {own[name]})" for name in own if own[name] != other[name])
+        raise PlanError(f"--plan {path} is of another model: {parts}. {ALL_AGAIN}")
+    if saved.plan.num_ranks != num_ranks:
+        raise PlanError(
+            f"--plan {path} is for {saved.plan.num_ranks} rank(s), {num_ranks} are started. Start "
+            f"{saved.plan.num_ranks} (--nproc_per_node), or make a plan with --dry_run --num_ranks {num_ranks}."
+        )

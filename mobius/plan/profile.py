@@ -1,0 +1,187 @@
+"""What one machine does for one model at one microbatch shape: the seconds and rates that the planner calculates with.
+
+It neither measures (measuring/measure.py) nor estimates (cards.py), and knows no schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+FORMAT = 6
+"""Counted up when a field changes its meaning, so that an older file is not believed."""
+
+
+class ProfileError(ValueError):
+    """A text that is no profile; the caller measures again."""
+
+
+class Source(StrEnum):
+    """Where the numbers of a profile come from."""
+
+    MEASURED = "measured"
+    ESTIMATED = "estimated"
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """One kind of layer on one microbatch, in seconds; parameter gradients are added to fp32 sums in backward."""
+
+    forward: float
+    backward: float
+    """From a graph that was kept."""
+    recomputed_backward: float
+    """From the layer's input: its forward runs again."""
+
+
+@dataclass(frozen=True)
+class CopyRates:
+    """Bytes per second of one GPU's copies between page-locked host memory and the GPU."""
+
+    down: float
+    """Host to device, this GPU alone."""
+    up: float
+    """Device to host, alone."""
+    down_together: float
+    """Host to device, each of all GPUs at once."""
+    up_together: float
+    both_down: float
+    """Host to device, each of all GPUs at once while each also copies to the host."""
+    both_up: float
+
+
+@dataclass(frozen=True)
+class MessageRates:
+    """Activations between the GPUs of neighbouring ranks."""
+
+    bandwidth: float
+    """Bytes per second of one directed edge."""
+    latency: float
+    """Seconds."""
+    is_through_host: bool
+    """Whether messages use the PCIe links and the host's memory, as on cards that cannot write to each other."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds per microbatch and layer, and rates of everything that runs beside compute."""
+
+    source: Source
+    basis: str
+    """Device and how the numbers came about, for the reader."""
+    num_ranks: int
+    """GPUs that were busy where a rate says `together`."""
+    microbatch_tokens: int
+    layer_kinds: tuple[LayerSeconds, ...]
+    kind_of_layer: tuple[int, ...]
+    """Index into `layer_kinds` for every layer of the model."""
+    embedding_forward: float
+    embedding_backward: float
+    loss: float
+    """Final norm, head and loss, their backward included."""
+    copies: CopyRates
+    messages: MessageRates
+    cpu_adamw: float
+    """Parameters per second of one rank's CPU optimizer, the others idle."""
+    cpu_adamw_together: float
+    """The same of each rank while all update."""
+    cpu_adamw_beside_copies: float
+    """The same while all GPUs also copy in both directions."""
+    copies_beside_cpu_adamw: float
+    """Bytes per second of one GPU's copies in each direction meanwhile."""
+    cpu_adamw_bytes: int
+    """Host memory traffic of one update, in bytes per parameter."""
+    gpu_adamw: float
+    """Parameters per second."""
+    host_bandwidth: float
+    """Bytes per second of host memory that all ranks share."""
+    gpu_bandwidth: float
+    """Bytes per second of one GPU's memory."""
+    gpu_memory: int
+    """Bytes of one GPU."""
+    step_overhead: float
+    """Seconds between the last backward of a step and the first action of the next: norms and losses are summed."""
+    launch: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
+    """What the host takes to enqueue a layer: small microbatches are computed faster than that."""
+    action_launch: float = 0.0
+    """The same of everything else that an action needs: events, messages, slots."""
+
+    def of_layer(self, layer: int) -> LayerSeconds:
+        """The seconds of the model's layer number `layer`."""
+        return self.layer_kinds[self.kind_of_layer[layer]]
+
+    def describe(self) -> str:
+        """One line: what is measured or estimated, and the layers' seconds."""
+        first = self.layer_kinds[0]
+        return (
+            f"{self.source}: {self.basis}; a layer takes {1e3 * first.forward:.2f} ms forward, "
+            f"{1e3 * first.backward:.2f} backward, {1e3 * first.recomputed_backward:.2f} with recompute, the loss "
+            f"{1e3 * self.loss:.2f} ({self.microbatch_tokens} tokens)"
+        )
+
+    def to_json(self) -> str:
+        """The profile as an object of its fields, ending in a line break."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """The inverse of `to_json`; raises ProfileError for anything else, also for numbers that cannot be."""
+        try:
+            fields = json.loads(text)
+            if fields.pop("format") != FORMAT:
+                raise ProfileError("the profile has another format")
+            kinds = tuple(_numbers(LayerSeconds, kind) for kind in fields.pop("layer_kinds"))
+            profile = cls(
+                source=Source(fields.pop("source")),
+                layer_kinds=kinds,
+                kind_of_layer=tuple(fields.pop("kind_of_layer")),
+                copies=_numbers(CopyRates, fields.pop("copies")),
+                launch=_numbers(LayerSeconds, fields.pop("launch")),
+                messages=_numbers(MessageRates, fields.pop("messages")),
+                **fields,
+            )
+            _check(profile)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ProfileError(f"not a profile: {error}") from error
+        return profile
+
+
+def _numbers(kind: type[Any], fields: Mapping[str, Any]) -> Any:
+    """A dataclass of numbers from its JSON object; raises TypeError for missing, unknown or wrong fields."""
+    result = kind(**fields)
+    wrong = [name for name, value in fields.items() if not isinstance(value, bool) and not _is_amount(value)]
+    if wrong:
+        raise TypeError(f"{', '.join(wrong)} of {kind.__name__} must be numbers above 0")
+    return result
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+
+
+def _check(profile: Profile) -> None:
+    for field in dataclasses.fields(profile):
+        value = getattr(profile, field.name)
+        is_number = field.type in ("float", "int")
+        if is_number and (isinstance(value, bool) or not _is_amount(value)):
+            raise ValueError(f"{field.name} is {value!r}")
+    if not isinstance(profile.basis, str):
+        raise ValueError("basis is no text")
+    rates = (*asdict(profile.copies).values(), profile.cpu_adamw, profile.cpu_adamw_together)
+    rates += (
+        profile.cpu_adamw_beside_copies,
+        profile.copies_beside_cpu_adamw,
+        profile.gpu_adamw,
+        profile.host_bandwidth,
+        profile.gpu_bandwidth,
+    )
+    if min(*rates, profile.messages.bandwidth) <= 0:
+        raise ValueError("a rate is 0")
+    kinds = range(len(profile.layer_kinds))
+    if not profile.kind_of_layer or any(type(k) is not int or k not in kinds for k in profile.kind_of_layer):
+        raise ValueError("kind_of_layer names kinds that are not there")

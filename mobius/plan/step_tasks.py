@@ -1,0 +1,252 @@
+"""Makes the tasks of a step from a schedule: what works, on which lane, and what each thing waits for.
+
+Does not play them (tasks.py) nor say what they mean for a step (simulation.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from mobius.plan.profile import Profile
+from mobius.plan.shared_rates import SharedRates
+from mobius.plan.stage_costs import StageCost, StepRules
+from mobius.plan.tasks import Flow, Task
+from mobius.schedule.action import Action, ActionKind, incoming, outgoing
+from mobius.schedule.schedule import Schedule
+
+PIECE_PARAMETERS = 2**26
+"""As optim/stepper.py cuts an update."""
+SEAL_BYTES = 14
+"""GPU memory traffic per parameter behind a stage's last backward, when its message has left: norm 4, rounded to the
+format in which gradients travel 6, sums cleared 4."""
+
+
+class Lane(StrEnum):
+    """What works on a span; the words of a measured trace."""
+
+    COMPUTE = "compute"
+    LOAD = "load"
+    OFFLOAD = "offload"
+    SEND = "send"
+    OPTIMIZER = "optimizer"
+    WAIT = "wait"
+
+
+class WaitFor(StrEnum):
+    """What compute waited for; the words of runtime/waits.py, in the order in which an action waits."""
+
+    NEIGHBOURS = "neighbours"
+    OPTIMIZER = "optimizer"
+    WEIGHTS = "weights"
+
+
+@dataclass(slots=True)
+class ComputeTask:
+    """A task of a rank's compute lane, and what it waits for beside the one before it."""
+
+    task: Task
+    waits: dict[WaitFor, Task | None]
+    step: int
+    begin: Task | None
+    """What the host waited for before it began the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """The name of a message; as all names it becomes text only where spans are told."""
+
+    action: Action
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.action} to {self.target}"
+
+
+@dataclass(slots=True)
+class _Slot:
+    stage: int | None = None
+    free: Task | None = None
+
+
+@dataclass(slots=True)
+class _RankTasks:
+    """Where one rank has got to while its tasks are made."""
+
+    last: Task | None = None
+    begin: Task | None = None
+    slots: list[_Slot] = field(default_factory=list)
+    loads: dict[int, Task] = field(default_factory=dict)
+    updates: dict[int, Task] = field(default_factory=dict)
+    enqueued: float = 0.0
+    """Seconds of the host since the step began."""
+    computed: float = 0.0
+    """The least seconds of the GPU since then."""
+    last_of_stage: dict[int, Task] = field(default_factory=dict)
+    last_is_backward: dict[int, bool] = field(default_factory=dict)
+    computes: list[ComputeTask] = field(default_factory=list)
+
+
+class StepTasks:
+    """Makes the tasks of the steps, in the order in which the ranks' hosts enqueue them."""
+
+    def __init__(self, schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> None:
+        self.schedule, self.costs, self.profile, self.rules = schedule, costs, profile, rules
+        self.tasks: list[Task] = []
+        self.names: dict[Task, tuple[int, Lane, object, int, int | None]] = {}
+        """Rank, lane, what tells its name as text, step and peer."""
+        self.ranks = [_RankTasks() for _ in range(schedule.num_ranks)]
+        self.step_ends: list[Task] = []
+        self.flows = SharedRates(profile, schedule.num_ranks)
+        self.capacities = self.flows.capacities
+        self._messages: dict[tuple[bool, int, int | None], Task] = {}
+        self._homes: dict[int, Task] = {}
+
+    def add_step(self) -> None:
+        """Append the tasks of one more step, which begins when the one before has ended."""
+        self._messages, self._homes = {}, {}
+        positions = [0] * self.schedule.num_ranks
+        # Ranks take turns, because a message must be made before what receives it.
+        while any(positions[r] < len(actions) for r, actions in enumerate(self.schedule.actions)):
+            before = list(positions)
+            for rank, actions in enumerate(self.schedule.actions):
+                while positions[rank] < len(actions) and self._add(rank, actions[positions[rank]]):
+                    positions[rank] += 1
+            assert positions != before, "a checked schedule has no deadlock"
+        ends = [state.last for state in self.ranks if state.last is not None]
+        end = self._task(None, self.profile.step_overhead, ends)
+        self.step_ends.append(end)
+        self._finish(end)
+
+    def _add(self, rank: int, action: Action) -> bool:
+        """Make the tasks of `action`; False if the message that it needs is not there yet."""
+        is_resident = self.costs[action.stage].is_resident
+        if action.kind.is_compute:
+            return self._add_compute(rank, action)
+        if action.kind is ActionKind.LOAD and not is_resident:
+            self._add_load(rank, action.stage)
+        elif action.kind is ActionKind.OFFLOAD and not is_resident:
+            self._add_offload(rank, action.stage)
+        return True
+
+    def _add_compute(self, rank: int, action: Action) -> bool:
+        state, stage, cost = self.ranks[rank], action.stage, self.costs[action.stage]
+        source = incoming(action, self.schedule.num_stages)
+        message = None
+        if source is not None:
+            message = self._messages.get((action.kind.is_backward, source, action.microbatch))
+            if message is None:
+                return False
+        # The model's last stage only keeps its input in forward.
+        needs_weights = action.kind is not ActionKind.FORWARD_LAST
+        waits = {
+            WaitFor.NEIGHBOURS: message,
+            WaitFor.OPTIMIZER: state.updates.get(stage) if needs_weights else None,
+            WaitFor.WEIGHTS: state.loads.get(stage) if needs_weights else None,
+        }
+        is_backward = action.kind.is_backward
+        ends_stage = is_backward and action.microbatch == self.schedule.num_microbatches - 1
+        seconds = cost.backward if is_backward else cost.forward
+        launch = cost.backward_launch if is_backward else cost.forward_launch
+        task = self._compute(rank, action, seconds, waits, launch=launch)
+        target = outgoing(action, self.schedule.num_stages)
+        if target is not None:
+            self._send(rank, self.schedule.rank_of(target), action, task)
+        if ends_stage:
+            task = self._compute(rank, f"seal {stage}", SEAL_BYTES * cost.parameters / self.profile.gpu_bandwidth, {})
+        state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
+        if ends_stage and cost.is_resident and self._updates_at_once(stage):
+            self._update_on_gpu(rank, stage)
+        return True
+
+    def _compute(
+        self, rank: int, name: object, seconds: float, waits: dict[WaitFor, Task | None], *, launch: float = 0.0
+    ) -> Task:
+        state = self.ranks[rank]
+        state.enqueued += launch
+        # Where the GPU has had more to do than the host so far, it does not wait for it.
+        launched = None
+        if state.enqueued > state.computed:
+            launched = self._task(None, state.enqueued, [] if state.begin is None else [state.begin])
+        state.computed += seconds
+        needs = [task for task in (state.last, state.begin, launched, *waits.values()) if task is not None]
+        task = self._task((Lane.COMPUTE, rank), seconds, needs, name=name)
+        state.computes.append(ComputeTask(task, waits, len(self.step_ends), state.begin))
+        state.last = task
+        return task
+
+    def _send(self, rank: int, target: int, action: Action, sent: Task) -> None:
+        key = (action.kind.is_backward, action.stage, action.microbatch)
+        if target == rank:
+            self._messages[key] = sent
+            return
+        work = self.flows.message(rank, target, self.rules.message_bytes)
+        self._messages[key] = self._task((Lane.SEND, rank, target), work, [sent], name=_Sent(action, target))
+
+    def _add_load(self, rank: int, stage: int) -> None:
+        state = self.ranks[rank]
+        slot = next((slot for slot in state.slots if slot.stage is None), None)
+        if slot is None:
+            slot = _Slot()
+            state.slots.append(slot)
+        needs = [task for task in (slot.free, state.begin, state.updates.get(stage)) if task is not None]
+        flow = self.flows.load(rank, self.costs[stage].parameters * self.rules.weight_bytes)
+        slot.stage = stage
+        state.loads[stage] = self._task((Lane.LOAD, rank), flow, needs, name=f"L{stage}")
+
+    def _add_offload(self, rank: int, stage: int) -> None:
+        state = self.ranks[rank]
+        slot = next(slot for slot in state.slots if slot.stage == stage)
+        last = state.last_of_stage[stage]
+        slot.stage, slot.free = None, last
+        if not self._has_gradients(rank, stage):
+            return
+        flow = self.flows.offload(rank, self.costs[stage].parameters * self.rules.gradient_bytes)
+        home = slot.free = self._task((Lane.OFFLOAD, rank), flow, [last], name=f"O{stage}")
+        self._homes[stage] = home
+        if self._updates_at_once(stage) and self.rules.overlaps_optimizer:
+            self._update_on_host(rank, stage, [home])
+
+    def _has_gradients(self, rank: int, stage: int) -> bool:
+        return self.ranks[rank].last_is_backward[stage]
+
+    def _updates_at_once(self, stage: int) -> bool:
+        """Whether neither the norm over all ranks nor a tied matrix's other half has to be waited for."""
+        waits_for_tied = self.rules.is_tied and stage in (0, self.schedule.num_stages - 1)
+        return not self.rules.clips and not waits_for_tied
+
+    def _finish(self, end: Task) -> None:
+        """What is left to update once the step has ended, in forward order; then the next step may begin."""
+        for rank, state in enumerate(self.ranks):
+            state.begin, state.enqueued, state.computed = end, 0.0, 0.0
+            for stage in self.schedule.local_stages(rank):
+                if self.costs[stage].is_resident:
+                    if not self._updates_at_once(stage):
+                        self._update_on_gpu(rank, stage)
+                elif not self._updates_at_once(stage) or not self.rules.overlaps_optimizer:
+                    self._update_on_host(rank, stage, [self._homes[stage], state.begin])
+                    if not self.rules.overlaps_optimizer and stage in state.updates:
+                        state.begin = state.updates[stage]
+
+    def _update_on_gpu(self, rank: int, stage: int) -> None:
+        self._compute(rank, f"U{stage}", self.costs[stage].parameters / self.profile.gpu_adamw, {})
+
+    def _update_on_host(self, rank: int, stage: int, needs: Sequence[Task]) -> None:
+        left = self.costs[stage].parameters
+        while left > 0:
+            piece = min(left, PIECE_PARAMETERS)
+            flow = self.flows.update(piece)
+            task = self._task((Lane.OPTIMIZER, rank), flow, needs, name=f"U{stage}", priority=stage)
+            left, needs = left - piece, [task]
+            self.ranks[rank].updates[stage] = task
+
+    def _task(
+        self, lane: Hashable | None, work: float | Flow, needs: Sequence[Task], *, name: object = "", priority: int = 0
+    ) -> Task:
+        task = Task(lane, work, tuple(dict.fromkeys(needs)), priority)
+        self.tasks.append(task)
+        if isinstance(lane, tuple):
+            peer = lane[2] if len(lane) > 2 else None
+            self.names[task] = (lane[1], lane[0], name, len(self.step_ends) + 1, peer)
+        return task

@@ -1,0 +1,107 @@
+"""A saved plan and a run: what of it a run takes, and what a run leaves for a later one.
+
+The file itself is plan_file.py's business, and whether the plan fits the blueprint's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mobius.config.config import Config, PlanningConfig, Recompute
+from mobius.config.validation import find_problems
+from mobius.errors import PlanError
+from mobius.plan.plan_file import ModelDigest, SavedPlan, read_plan
+from mobius.planning.blueprint import Blueprint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """A config with the numbers of the plan that it names, if it names one."""
+
+    config: Config
+    saved: SavedPlan | None
+
+
+def adopt_plan(config: Config, *, given: Collection[str]) -> Adopted:
+    """Read `--plan` and put its numbers into the config.
+
+    Raises PlanError for a file that cannot be used, and for every option in `given` (set by the user) that says
+    something else.
+    """
+    if config.planning.plan is None:
+        return Adopted(config, None)
+    path = Path(config.planning.plan)
+    saved = read_plan(path)
+    problems = [text for name, text in _contradictions(config, saved).items() if name in given]
+    if problems:
+        raise PlanError(
+            f"--plan {path} contradicts what else is given: {'; '.join(problems)}. Leave these options out, or make "
+            "the plan anew with them (--dry_run)."
+        )
+    plan = saved.plan
+    pipeline = replace(
+        config.pipeline,
+        batch_size=saved.batch_size,
+        num_chunks=plan.num_microbatches,
+        num_stages=plan.num_stages,
+        use_offload=plan.num_slots is not None,
+        use_prefetch=plan.num_slots != 1 or plan.stages_per_rank == 1,
+    )
+    data = replace(config.data, seq_length=saved.seq_length)
+    config = replace(config, pipeline=pipeline, data=data)
+    if problems := find_problems(replace(config, planning=PlanningConfig())):
+        raise PlanError(f"--plan {path} cannot be run: {'; '.join(problems)}. Make it anew with --dry_run.")
+    logger.info("plan taken from %s: %d stages, %d chunks", path, plan.num_stages, plan.num_microbatches)
+    return Adopted(config, saved)
+
+
+def _contradictions(config: Config, saved: SavedPlan) -> dict[str, str]:
+    """Option -> how it differs from the plan, for those that do."""
+    plan, pipeline = saved.plan, config.pipeline
+    found = {}
+    numbers = {
+        "batch_size": (pipeline.batch_size, saved.batch_size),
+        "seq_length": (config.data.seq_length, saved.seq_length),
+        "num_stages": (pipeline.num_stages, plan.num_stages),
+        "num_chunks": (pipeline.num_chunks, plan.num_microbatches),
+        "dtype": (config.model.dtype.value, saved.model.dtype),
+    }
+    for name, (own, planned) in numbers.items():
+        if own is not None and own != planned:  # None: auto, and the plan is an answer to that
+            found[name] = f"--{name} {own}, the plan has {planned}"
+    residents = {len(plan.resident.intersection(plan.stages_of(rank))) for rank in range(plan.num_ranks)}
+    wanted = plan.stages_per_rank if pipeline.resident_stages == "all" else pipeline.num_resident_stages
+    if wanted is not None and residents != {wanted}:
+        shown = " to ".join(str(number) for number in sorted({min(residents), max(residents)}))
+        found["resident_stages"] = f"--resident_stages {pipeline.resident_stages}, the plan has {shown} on each rank"
+    if not pipeline.use_offload and plan.num_slots is not None:
+        found["use_offload"] = f"--no_offload, the plan streams {plan.num_stages - len(plan.resident)} stages"
+    if not pipeline.use_prefetch and (plan.num_slots or 1) > 1:
+        found["use_prefetch"] = f"--no_prefetch, the plan has {plan.num_slots} slots"
+    if pipeline.recompute is Recompute.FULL and saved.graph_stages:
+        found["recompute"] = f"--recompute full, the plan keeps activations of {len(saved.graph_stages)} stages"
+    if pipeline.recompute is Recompute.NONE and len(saved.graph_stages) < plan.num_stages:
+        found["recompute"] = f"--recompute none, the plan keeps activations of {len(saved.graph_stages)} stages only"
+    return found
+
+
+def saved_plan_of(blueprint: Blueprint) -> SavedPlan:
+    """The plan of a run as a file keeps it; of other ranks it tells what this one knows."""
+    config, plan = blueprint.config, blueprint.plan
+    kept: set[int] = set()
+    for rank in range(plan.num_ranks):
+        streamed = plan.streamed_stages(rank)
+        kept.update(streamed[len(streamed) - plan.slots[rank] :])
+    graphs = (blueprint.graph_stages | blueprint.others_graph_stages) & (plan.resident | kept)
+    return SavedPlan(
+        ModelDigest.of(blueprint.shape, config.model.dtype),
+        plan,
+        frozenset(graphs),
+        batch_size=config.pipeline.batch_size,
+        seq_length=config.data.seq_length,
+    )

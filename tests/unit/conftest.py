@@ -1,0 +1,52 @@
+"""Whole runs in this process: one rank on the CPU, beside a tiny checkpoint and its dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness.runs import make_checkpoint, make_dataset
+
+from mobius.config.cli import parse_args
+from mobius.ranks import Ranks
+from mobius.training.run import run_training
+
+Run = Callable[..., None]
+
+SMALL = """--model_path model --dataset data.jsonl --device cpu --dtype fp32 --num_stages 2 --num_chunks 2
+    --batch_size 4 --seq_length 16 --num_iterations 3 --save_dir out"""
+
+
+@pytest.fixture(scope="session")
+def saved_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model` (4 layers) and `data.jsonl`, made once; tests link to it and do not change it."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_checkpoint(folder / "model")
+    make_dataset(folder / "data.jsonl")
+    return folder
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, saved_inputs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of a run, with a cache outside of it."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for name in ("model", "data.jsonl"):
+        (folder / name).symlink_to(saved_inputs / name)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # The run sets the number of threads for its process, which is that of the other tests too.
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    return folder
+
+
+@pytest.fixture
+def run(workplace: Path) -> Run:
+    """Train in `workplace`; arguments are appended to those of a small run, and the last word on an option wins."""
+
+    def start(*arguments: str) -> None:
+        run_training(parse_args([*SMALL.split(), *arguments], num_ranks=1), Ranks(0, 1, 0))
+
+    return start

@@ -1,0 +1,166 @@
+"""A profile of the real thing on a CPU: plausible, the same on all ranks, kept, and made anew where it is broken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.pipelines import FAMILIES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mobius.measuring import bench
+from mobius.measuring.bench import Bench
+from mobius.measuring.measure import Amounts, MicrobatchShape, measure_launches, measure_profile
+from mobius.measuring.profile_cache import cached_profile, profile_key, profile_path
+from mobius.messages.local import LocalTransport, run_rank_threads
+from mobius.messages.transport import SingleRankTransport
+from mobius.models.blocks import ModelParts
+from mobius.plan.cards import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
+from mobius.plan.profile import LayerSeconds, Profile, Source
+
+CPU = torch.device("cpu")
+SHAPE = MicrobatchShape(batch=2, seq_length=8, dtype=torch.float32, loss_chunk_tokens=64)
+SMALL = Amounts(copy_bytes=2**16, cpu_parameters=2**12, gpu_parameters=2**12)
+
+
+@pytest.fixture(autouse=True)
+def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "PART_SECONDS", 0.01)
+
+
+def parts_of(family: str) -> ModelParts:
+    return ModelParts(FAMILIES[family](), CPU)
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts what torch is asked for while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(_: Bench, work: Callable[[], object], **__: object) -> float:
+    """In the place of `Bench.seconds`: the same on a busy machine."""
+    with CountOperations() as counter:
+        work()
+    return float(counter.number)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_one_rank_measures_every_kind_of_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "seconds", operations)
+    parts = parts_of(family)
+    profile = measure_profile(parts, SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None, amounts=SMALL)
+    assert profile.source is Source.MEASURED
+    assert len(profile.kind_of_layer) == len(parts.layers)
+    assert len(profile.layer_kinds) == len({id(layer.module) for layer in parts.layers})
+    for layer in profile.layer_kinds:
+        assert 0 < layer.forward < layer.backward < layer.recomputed_backward
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_all_ranks_get_the_same_profile() -> None:
+    def measure_rank(transport: LocalTransport) -> Profile:
+        return measure_profile(parts_of("llama"), SHAPE, device=CPU, transport=transport, kernel=None, amounts=SMALL)
+
+    first, second = run_rank_threads(2, measure_rank)
+    assert first == second
+    assert first.num_ranks == 2
+    assert first.messages.bandwidth > 0
+
+
+@pytest.fixture
+def profile() -> Profile:
+    return measure_profile(
+        parts_of("llama"), SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None, amounts=SMALL
+    )
+
+
+def never() -> Profile:
+    raise AssertionError("measured again")
+
+
+def test_a_profile_is_measured_once_and_then_read(tmp_path: Path, profile: Profile) -> None:
+    path = tmp_path / "cache" / "profile.json"
+    assert cached_profile(path, lambda: profile, SingleRankTransport()) == (profile, True)
+    assert cached_profile(path, never, SingleRankTransport()) == (profile, False)
+    assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe\x00", b'{"format": 1, "loss": 1}'])
+def test_a_broken_file_is_told_of_and_measured_again(
+    tmp_path: Path, profile: Profile, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert cached_profile(path, lambda: profile, SingleRankTransport()) == (profile, True)
+    assert "measured again" in caplog.text
+    assert cached_profile(path, never, SingleRankTransport()) == (profile, False)
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line_only(
+    tmp_path: Path, profile: Profile, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with caplog.at_level(logging.WARNING):
+        assert cached_profile(tmp_path / "cache" / "p.json", lambda: profile, SingleRankTransport()) == (profile, True)
+    assert "cannot be kept" in caplog.text
+
+
+def test_if_one_rank_has_no_profile_all_measure(tmp_path: Path, profile: Profile) -> None:
+    measured = []
+
+    def rank(transport: LocalTransport) -> tuple[Profile, bool]:
+        path = tmp_path / f"rank{transport.rank}" / "profile.json"
+        if transport.rank == 0:
+            path.parent.mkdir()
+            path.write_text(profile.to_json())
+
+        def again() -> Profile:
+            measured.append(transport.rank)
+            return profile
+
+        return cached_profile(path, again, transport)
+
+    assert run_rank_threads(2, rank) == [(profile, True)] * 2
+    assert sorted(measured) == [0, 1]
+
+
+def test_another_shape_model_or_number_of_ranks_is_another_file(tmp_path: Path) -> None:
+    model = parts_of("llama").shape()
+    shapes = [SHAPE, replace(SHAPE, batch=4), replace(SHAPE, dtype=torch.bfloat16)]
+    keys = [profile_key(model, s, device=CPU, num_ranks=n, is_compiled=False) for s in shapes for n in (1, 2)]
+    keys.append(profile_key(replace(model, vocab_size=7), SHAPE, device=CPU, num_ranks=1, is_compiled=False))
+    assert len({profile_path(tmp_path, key) for key in keys}) == len(keys)
+    assert profile_path(tmp_path, keys[0]) == profile_path(tmp_path, dict(keys[0]))
+
+
+def test_a_host_that_waits_for_its_work_tells_nothing_of_launches() -> None:
+    launch = measure_launches(Bench(CPU, SingleRankTransport()), parts_of("llama"), SHAPE)
+    assert launch == LayerSeconds(0.0, 0.0, 0.0)
+    assert action_launch(launch) == ACTION_LAUNCH
+
+
+def test_layers_and_loss_count_as_long_as_they_take_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_two_seconds(self: Bench, work: object, **_: object) -> float:
+        return 2.0
+
+    monkeypatch.setattr(Bench, "seconds", of_two_seconds)
+    profile = measure_profile(
+        parts_of("llama"), SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None, amounts=SMALL
+    )
+    (layer,) = profile.layer_kinds
+    within = 2.0 / SUSTAINED_SHARE
+    assert (layer.forward, layer.recomputed_backward, profile.loss) == (within, within, within)
+    assert profile.embedding_forward == 2.0

@@ -1,0 +1,252 @@
+"""Mailboxes are opened on all ranks or on none, carry what is sent, and give everything back."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from harness.host_copies import HostCopyEngine
+
+from mobius.errors import TransportError
+from mobius.messages import mailbox_setup
+from mobius.messages.local import LocalTransport, run_rank_threads
+from mobius.messages.mailbox_setup import CopyEngine, open_mailboxes
+from mobius.messages.mailboxes import Mailboxes
+from mobius.messages.meeting import Told, told_text, told_value
+
+CPU = torch.device("cpu")
+SIZE = 12_346  # no multiple of a word, nor of a page
+
+
+class ThreadMeeting:
+    """Rank-threads that tell each other things as processes do."""
+
+    def __init__(self, transport: LocalTransport, board: list[str]) -> None:
+        self.rank, self.num_ranks = transport.rank, transport.num_ranks
+        self._transport, self._board = transport, board
+
+    def gather(self, value: Told) -> list[Any]:
+        self._board[self.rank] = told_text(value)
+        self._transport.barrier()
+        values = [told_value(told.encode(), by=rank) for rank, told in enumerate(self._board)]
+        self._transport.barrier()
+        return values
+
+
+def reach(num_ranks: int, kind: str) -> list[frozenset[int]]:
+    """The devices that each rank's device reaches, where rank r has device r + 10."""
+    reached: list[Iterable[int]] = {
+        "peers": [range(num_ranks)] * num_ranks,
+        "host": [()] * num_ranks,
+        # Half of the edges, and none of them in both directions.
+        "mixed": [((rank + 1) % num_ranks,) for rank in range(num_ranks)],
+    }[kind]
+    return [frozenset(rank + 10 for rank in ranks) for ranks in reached]
+
+
+def with_mailboxes(
+    engines: list[HostCopyEngine],
+    work: Callable[[LocalTransport, Mailboxes], None],
+    *,
+    makers: dict[int, Callable[[], CopyEngine]] | None = None,
+    patience: float = 20.0,
+) -> list[bool]:
+    """Open mailboxes in one thread per engine, work with them and close them; who had some."""
+    board = [""] * len(engines)
+
+    def run(transport: LocalTransport) -> bool:
+        make = (makers or {}).get(transport.rank, lambda: engines[transport.rank])
+        mailboxes = open_mailboxes(
+            ThreadMeeting(transport, board), make, device=CPU, message_bytes=SIZE, patience=patience
+        )
+        if mailboxes is None:
+            return False
+        work(transport, mailboxes)
+        transport.barrier()
+        mailboxes.close()
+        return True
+
+    return run_rank_threads(len(engines), run)
+
+
+def neighbours(transport: LocalTransport) -> set[int]:
+    return {(transport.rank + 1) % transport.num_ranks, (transport.rank - 1) % transport.num_ranks}
+
+
+def message(source: int, target: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * source + 100 * target + number)
+    return torch.randint(256, (SIZE,), generator=generator, dtype=torch.uint8)
+
+
+def talk(transport: LocalTransport, mailboxes: Mailboxes) -> None:
+    """Ten numbered messages to every neighbour, received two ahead."""
+    sent = []
+    for number in range(10):
+        for target in neighbours(transport):
+            tensor = message(transport.rank, target, number)
+            sent.append((tensor, mailboxes.send(tensor, target)))
+    for source in neighbours(transport):
+        posted = []
+        for number in range(12):
+            if number < 10:
+                buffer = torch.empty(SIZE, dtype=torch.uint8)
+                posted.append((buffer, mailboxes.post_receive(buffer, source)))
+            if number >= 2:
+                buffer, arrived = posted[number - 2]
+                arrived.wait()
+                assert arrived.is_completed()
+                assert torch.equal(buffer, message(source, transport.rank, number - 2))
+    for _, left in sent:
+        left.wait()
+
+
+@pytest.mark.parametrize("kind", ["peers", "host", "mixed"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_every_edge_carries_its_messages_wherever_its_mailboxes_lie(
+    num_ranks: int, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox_setup, "MIN_CHUNK_BYTES", 4096)  # several chunks, the last a short one
+    engines = [HostCopyEngine(rank + 10, peers=peers) for rank, peers in enumerate(reach(num_ranks, kind))]
+    with caplog.at_level(logging.INFO, "mobius"):
+        assert with_mailboxes(engines, talk) == [True] * num_ranks
+
+    assert [engine.num_held for engine in engines] == [0] * num_ranks
+    num_edges = 2 if num_ranks == 2 else 2 * num_ranks
+    num_peer_edges = {"peers": num_edges, "host": 0, "mixed": num_ranks}[kind]
+    assert f"{num_peer_edges} of {num_edges} edges from GPU to GPU" in caplog.text
+
+
+def fail(*arguments: object) -> Any:
+    raise RuntimeError("it is forbidden\nfor a reason")
+
+
+@pytest.mark.parametrize("operation", ["reaches", "new_queue", "register", "allocate", "export", "open_exported"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_what_one_rank_may_not_do_makes_all_ranks_go_without(
+    operation: str, victim: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = [HostCopyEngine(rank + 10, peers=peers) for rank, peers in enumerate(reach(3, "peers"))]
+    monkeypatch.setattr(engines[victim], operation, fail)
+    with caplog.at_level(logging.INFO, "mobius"):
+        assert with_mailboxes(engines, talk) == [False] * 3
+
+    assert set(caplog.messages) == {f"messages travel over NCCL: rank {victim}: it is forbidden"}
+    assert [engine.num_held for engine in engines] == [0] * 3
+
+
+def test_a_missing_driver_makes_all_ranks_go_without(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mobius"):
+        assert with_mailboxes([HostCopyEngine(0), HostCopyEngine(1)], talk, makers={1: fail}) == [False, False]
+
+    assert set(caplog.messages) == {"messages travel over NCCL: rank 1: it is forbidden"}
+
+
+def test_memory_that_cannot_be_shared_makes_all_ranks_go_without(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(13, "Permission denied", "/proc/1/fd/3")
+
+    monkeypatch.setattr(mailbox_setup.SharedMemory, "open", refuse)
+    engines = [HostCopyEngine(0), HostCopyEngine(1)]
+    with caplog.at_level(logging.INFO, "mobius"):
+        assert with_mailboxes(engines, talk) == [False, False]
+
+    assert set(caplog.messages) == {"messages travel over NCCL: rank 0: [Errno 13] Permission denied: '/proc/1/fd/3'"}
+    assert [engine.num_held for engine in engines] == [0, 0]
+
+
+def test_contents_that_change_on_the_way_are_noticed_before_training(caplog: pytest.LogCaptureFixture) -> None:
+    engines = [HostCopyEngine(0), HostCopyEngine(1, corrupts=True)]
+    with caplog.at_level(logging.INFO, "mobius"):
+        assert with_mailboxes(engines, talk) == [False, False]
+
+    assert "arrived with other contents" in caplog.text
+    assert [engine.num_held for engine in engines] == [0, 0]
+
+
+def test_a_message_that_never_comes_is_called_off_and_releases_its_stream(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1's counters' writes do not leave it, as if the device did not have the operation."""
+    engines = [HostCopyEngine(0), HostCopyEngine(1)]
+    make = engines[1].new_queue
+
+    def mute() -> Any:
+        queue = make()
+        queue.write_value = lambda address, value: None  # type: ignore[method-assign]
+        return queue
+
+    monkeypatch.setattr(engines[1], "new_queue", mute)
+    with caplog.at_level(logging.INFO, "mobius"):
+        assert with_mailboxes(engines, talk, patience=0.5) == [False, False]
+
+    assert set(caplog.messages) == {"messages travel over NCCL: rank 0: no message from rank 1 within 0.5 s"}
+    assert [engine.num_held for engine in engines] == [0, 0]
+
+
+def test_mailboxes_on_a_gpu_take_two_messages_per_incoming_edge() -> None:
+    engines = [HostCopyEngine(rank + 10, peers=peers) for rank, peers in enumerate(reach(3, "peers"))]
+    taken: dict[int, list[int]] = {}
+
+    def weigh(transport: LocalTransport, mailboxes: Mailboxes) -> None:
+        taken[transport.rank] = engines[transport.rank].allocated_bytes
+
+    with_mailboxes(engines, weigh)
+
+    pages = -(-SIZE // 4096) * 4096
+    assert taken == {rank: [2 * pages, 2 * pages] for rank in range(3)}
+
+
+def test_opening_leaves_no_descriptor_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with_mailboxes([HostCopyEngine(0), HostCopyEngine(1)], talk)
+
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Stranger:
+    """Rank 0 of two, whose neighbour answers as `script` says and not at all as a rank does."""
+
+    rank, num_ranks = 0, 2
+
+    def __init__(self, script: list[Told]) -> None:
+        self._script = [*script, None, None]
+
+    def gather(self, value: Told) -> list[Any]:
+        answer = self._script.pop(0)
+        return [told_value(told_text(each).encode(), by=rank) for rank, each in enumerate((value, answer))]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        ["hello"],
+        [[None, "eleven"]],
+        [[None, 11], [None, 0]],
+        [[None, 11], [None, [0.5]]],
+        [[None, 11], [None, []], [None, {}]],
+        [[None, 11], [None, []], [None, {"0": [1, 2, 3]}]],
+        [[None, 11], [None, []], [None, {"0": [1, -2, 3, None]}]],
+        [[None, 11], [None, []], [None, {"0": [1, 2, 3, "no hex"]}]],
+    ],
+)
+def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(script: list[Told]) -> None:
+    engine = HostCopyEngine(10)
+    with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
+        open_mailboxes(Stranger(script), lambda: engine, device=CPU, message_bytes=SIZE)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 10**30])
+def test_an_offer_of_memory_of_another_size_is_not_taken(num_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
+    engine = HostCopyEngine(10)
+    script: list[Told] = [[None, 11], [None, []], [None, {"0": [os.getpid(), 0, num_bytes, None]}]]
+    with caplog.at_level(logging.INFO, "mobius"):
+        found = open_mailboxes(Stranger([*script, [None, None]]), lambda: engine, device=CPU, message_bytes=SIZE)
+    assert found is None
+    assert f"rank 0: rank 1 offers {num_bytes} bytes for messages of another size" in caplog.text
+    assert engine.num_held == 0

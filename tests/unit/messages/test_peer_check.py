@@ -1,0 +1,215 @@
+"""Copies that arrive with other contents are found by both ends, named by their edge, and everything is given back."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from harness.host_copies import HostCopyEngine, HostQueue
+from torch.distributed import HashStore
+
+from mobius.errors import TransportError
+from mobius.messages.local import LocalTransport, run_rank_threads
+from mobius.messages.mailboxes import CopyQueue
+from mobius.messages.meeting import Told
+from mobius.messages.peer_check import PeerVerdict, check_peer_copies
+from mobius.messages.store_meeting import StoreMeeting
+
+CPU = torch.device("cpu")
+SIZES = (4096, 12_346, 200_000)
+
+Spoil = Callable[[int, int], None]
+"""Changes what has just been written: address and number of bytes."""
+
+
+class PeerQueue(HostQueue):
+    """Copies well within its device, and as it is told into another's."""
+
+    def __init__(self, engine: PeerEngine) -> None:
+        super().__init__(corrupts=False)
+        self._engine = engine
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        super().copy(target, source, num_bytes)
+        spoil = self._engine.spoil
+        if target in self._engine.targets and spoil is not None:
+            self._work.put(lambda: spoil(target, num_bytes))
+
+
+class PeerEngine(HostCopyEngine):
+    def __init__(self, device_index: int, peers: frozenset[int], spoil: Spoil | None = None) -> None:
+        super().__init__(device_index, peers=peers)
+        self.spoil = spoil
+        self.targets: set[int] = set()
+
+    def new_queue(self) -> CopyQueue:
+        return PeerQueue(self)
+
+    def open_exported(self, handle: bytes) -> int:
+        address = super().open_exported(handle)
+        self.targets.add(address)
+        return address
+
+
+def flip_last_byte(address: int, num_bytes: int) -> None:
+    ctypes.c_ubyte.from_address(address + num_bytes - 1).value ^= 0x10
+
+
+def arrive_as_zeros(address: int, num_bytes: int) -> None:
+    ctypes.memset(address, 0, num_bytes)
+
+
+def flip_in_large_messages(address: int, num_bytes: int) -> None:
+    if num_bytes == max(SIZES):
+        ctypes.c_ubyte.from_address(address + num_bytes // 2).value ^= 1
+
+
+def check(engines: list[HostCopyEngine], *, patience: float = 20.0) -> list[PeerVerdict]:
+    """What each rank found, one thread for each."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
+
+    def run(transport: LocalTransport) -> PeerVerdict:
+        rank = transport.rank
+        meeting = StoreMeeting(store, rank=rank, num_ranks=len(engines))
+        return check_peer_copies(meeting, lambda: engines[rank], device=CPU, sizes=SIZES, patience=patience)
+
+    return run_rank_threads(len(engines), run)
+
+
+def engines_of(num_ranks: int, spoils: dict[int, Spoil] | None = None) -> list[HostCopyEngine]:
+    """Ranks with devices 10, 11, ... that all reach each other; some of them copy badly."""
+    devices = frozenset(range(10, 10 + num_ranks))
+    return [PeerEngine(10 + rank, devices - {10 + rank}, (spoils or {}).get(rank)) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_edges"), [(2, 2), (3, 6), (4, 8)])
+def test_copies_that_work_are_checked_over_every_edge_of_the_ring(num_ranks: int, num_edges: int) -> None:
+    engines = engines_of(num_ranks)
+
+    verdicts = check(engines)
+
+    assert verdicts == [verdicts[0]] * num_ranks
+    assert (len(set(verdicts[0].checked)), verdicts[0].broken, verdicts[0].problem) == (num_edges, (), None)
+    assert [engine.num_held for engine in engines] == [0] * num_ranks
+
+
+@pytest.mark.parametrize("spoil", [flip_last_byte, arrive_as_zeros, flip_in_large_messages])
+def test_a_device_that_spoils_its_copies_is_found_and_all_ranks_know_its_edges(spoil: Spoil) -> None:
+    engines = engines_of(4, {2: spoil})
+
+    verdicts = check(engines)
+
+    assert verdicts == [verdicts[0]] * 4
+    assert sorted(verdicts[0].broken) == [(2, 1), (2, 3)]
+    assert [engine.num_held for engine in engines] == [0] * 4
+
+
+def test_a_copy_that_does_nothing_is_found_though_memory_is_used_again() -> None:
+    """Old contents must not pass for a message: every message has a pattern of its own."""
+
+    class LazyQueue(PeerQueue):
+        def copy(self, target: int, source: int, num_bytes: int) -> None:
+            if target not in self._engine.targets:
+                super().copy(target, source, num_bytes)
+
+    class LazyEngine(PeerEngine):
+        def new_queue(self) -> CopyQueue:
+            return LazyQueue(self)
+
+    engines: list[HostCopyEngine] = [LazyEngine(10, frozenset({11})), PeerEngine(11, frozenset({10}))]
+
+    assert [verdict.broken for verdict in check(engines)] == [((0, 1),)] * 2
+
+
+def test_a_copy_that_brings_an_earlier_message_is_found() -> None:
+    class LateQueue(PeerQueue):
+        earlier = b""
+
+        def copy(self, target: int, source: int, num_bytes: int) -> None:
+            message = ctypes.string_at(source, num_bytes)
+            super().copy(target, source, num_bytes)
+            if target in self._engine.targets:
+                earlier, self.earlier = self.earlier, message
+                self._work.put(lambda: ctypes.memmove(target, earlier, len(earlier)))
+
+    class LateEngine(PeerEngine):
+        def new_queue(self) -> CopyQueue:
+            return LateQueue(self)
+
+    engines: list[HostCopyEngine] = [LateEngine(10, frozenset({11})), PeerEngine(11, frozenset({10}))]
+
+    assert [verdict.broken for verdict in check(engines)] == [((0, 1),)] * 2
+
+
+def test_devices_that_do_not_reach_each_other_are_not_checked() -> None:
+    engines: list[HostCopyEngine] = [PeerEngine(10, frozenset({11})), PeerEngine(11, frozenset())]
+
+    assert check(engines) == [PeerVerdict(checked=((0, 1),))] * 2
+    assert check([PeerEngine(10 + rank, frozenset()) for rank in range(2)]) == [PeerVerdict()] * 2
+
+
+def test_memory_that_cannot_be_shared_is_no_broken_copy_but_a_reason() -> None:
+    class PrivateEngine(PeerEngine):
+        def open_exported(self, handle: bytes) -> int:
+            raise RuntimeError("cuIpcOpenMemHandle_v2: invalid device context (201)\nmore")
+
+    engines: list[HostCopyEngine] = [PeerEngine(10, frozenset({11})), PrivateEngine(11, frozenset({10}))]
+
+    verdicts = check(engines)
+
+    assert verdicts == [PeerVerdict(problem="rank 1: cuIpcOpenMemHandle_v2: invalid device context (201)")] * 2
+    assert [engine.num_held for engine in engines] == [0, 0]
+
+
+def test_a_copy_that_the_driver_refuses_calls_the_check_off_on_all_ranks() -> None:
+    class RefusedQueue(PeerQueue):
+        def copy(self, target: int, source: int, num_bytes: int) -> None:
+            if target in self._engine.targets and num_bytes > min(SIZES):
+                raise RuntimeError("cuMemcpyAsync: invalid argument (1)")
+            super().copy(target, source, num_bytes)
+
+    class RefusedEngine(PeerEngine):
+        def new_queue(self) -> CopyQueue:
+            return RefusedQueue(self)
+
+    engines: list[HostCopyEngine] = [PeerEngine(10, frozenset({11})), RefusedEngine(11, frozenset({10}))]
+
+    assert check(engines) == [PeerVerdict(problem="rank 1: cuMemcpyAsync: invalid argument (1)")] * 2
+    assert [engine.num_held for engine in engines] == [0, 0]
+
+
+def test_a_copy_that_never_ends_stops_the_run_with_what_to_set() -> None:
+    class DeadQueue(HostQueue):
+        def record(self) -> object:  # type: ignore[override]
+            return NeverEvent()
+
+    class NeverEvent:
+        def query(self) -> bool:
+            return False
+
+    class DeadEngine(PeerEngine):
+        def new_queue(self) -> CopyQueue:
+            return DeadQueue(corrupts=False)  # type: ignore[return-value]
+
+    engines: list[HostCopyEngine] = [DeadEngine(10 + rank, frozenset({11 - rank})) for rank in range(2)]
+
+    with pytest.raises(TransportError, match="did not end within 0.05 s. Set NCCL_P2P_DISABLE=1"):
+        check(engines, patience=0.05)
+
+
+@pytest.mark.parametrize("handles", [None, 3, [], {"0": None}, {"0": 7}, {"0": "no hex"}])
+def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(handles: Told) -> None:
+    class Stranger:
+        rank, num_ranks = 0, 2
+        script: ClassVar[list[Told]] = [[None, 11], [None, [0]], [None, handles]]
+
+        def gather(self, value: Told) -> list[Any]:
+            return [value, self.script.pop(0)]
+
+    with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
+        check_peer_copies(Stranger(), lambda: PeerEngine(10, frozenset({11})), device=CPU, sizes=SIZES)

@@ -1,0 +1,92 @@
+"""Memory that one process makes and another one opens is the same memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.forked import HANG_SECONDS
+
+from mobius.messages.shared_memory import SharedMemory, SharedName
+
+ROOT = Path(__file__).parents[3]
+SIZE = 2**20 + 4096
+
+
+def word(memory: SharedMemory, offset: int) -> int:
+    return ctypes.c_uint32.from_address(memory.address + offset).value
+
+
+def test_it_is_zero_at_first_and_begins_on_a_page() -> None:
+    memory = SharedMemory.create(SIZE)
+
+    assert ctypes.string_at(memory.address, SIZE) == bytes(SIZE)
+    assert memory.address % 4096 == 0
+    memory.close()
+
+
+def test_two_processes_see_what_the_other_writes() -> None:
+    memory = SharedMemory.create(SIZE)
+    memory.write_word(128, 2**32 - 1)
+    program = (
+        "from mobius.messages.shared_memory import SharedMemory, SharedName\n"
+        "import ctypes\n"
+        f"memory = SharedMemory.open({memory.name!r})\n"
+        "print(ctypes.c_uint32.from_address(memory.address + 128).value)\n"
+        f"memory.write_word({SIZE - 4}, 77)\n"
+        "memory.close()\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_SECONDS
+    )
+
+    assert finished.stdout == f"{2**32 - 1}\n", finished.stderr
+    assert word(memory, SIZE - 4) == 77
+    memory.close()
+
+
+def test_it_outlives_its_creator_where_it_is_open() -> None:
+    memory = SharedMemory.create(SIZE)
+    opened = SharedMemory.open(memory.name)
+    memory.write_word(0, 5)
+    memory.close()
+
+    assert word(opened, 0) == 5
+    opened.close()
+
+
+def test_memory_that_is_not_there_cannot_be_opened() -> None:
+    memory = SharedMemory.create(4096)
+    name = memory.name
+    memory.close()
+
+    with pytest.raises(OSError):
+        SharedMemory.open(SharedName(name.process, 10_000, 4096))
+
+
+def test_closing_leaves_nothing_open() -> None:
+    def counts() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:mobius")
+
+    before = counts()
+    memory = SharedMemory.create(SIZE)
+    opened = SharedMemory.open(memory.name)
+    assert counts()[1] == before[1] + 2
+    memory.close()
+    opened.close()
+
+    assert counts() == before
+
+
+@pytest.mark.parametrize("num_bytes", [0, SIZE - 1, SIZE + 1, 10**30])
+def test_memory_of_another_size_is_not_opened(num_bytes: int) -> None:
+    memory = SharedMemory.create(SIZE)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=f"no shared memory of {num_bytes} bytes"):
+        SharedMemory.open(SharedName(memory.name.process, memory.name.descriptor, num_bytes))
+    assert len(os.listdir("/proc/self/fd")) == before
+    memory.close()

@@ -1,0 +1,146 @@
+"""The summary of a run has its settings, times with the optimizer in them, and every rank's memory."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mobius.errors import CheckpointError
+from mobius.output.metrics import StepMetrics
+from mobius.output.report import RankMemory, RunTimings, write_report
+from mobius.plan.forecast import Forecast
+from mobius.plan.sensitivity import Resource
+
+GIB = 2**30
+
+
+def steps(*seconds: float) -> list[StepMetrics]:
+    return [
+        StepMetrics(
+            step=number,
+            loss=5.0 - number,
+            grad_norm=1.0,
+            learning_rate=1e-5,
+            step_seconds=each,
+            tokens_per_second=1000 / each,
+            num_tokens=1000,
+            num_targets=600,
+            peak_gpu_memory_gib=1.0,
+            reserved_gpu_memory_gib=1.0,
+            peak_host_memory_gib=1.0,
+            wait_seconds={"weights": 0.5, "optimizer": each / 4, "neighbours": 0.0},
+            skipped_steps=1,
+            loss_scale=None,
+        )
+        for number, each in enumerate(seconds, start=1)
+    ]
+
+
+def gpu_rank(rank: int) -> RankMemory:
+    return RankMemory(
+        rank=rank,
+        device="NVIDIA L20",
+        peak_allocated_bytes=12 * GIB,
+        peak_reserved_bytes=13 * GIB + GIB // 2,
+        persistent_bytes=3 * GIB,
+        peak_host_bytes=(30 + rank) * GIB,
+    )
+
+
+TIMINGS = RunTimings(load_seconds=12.5, training_seconds=20.25, save_seconds=3.0)
+
+
+def report(path: Path, per_rank: list[RankMemory]) -> str:
+    write_report(
+        path, "batch_size: 64\nnum_stages: 8\n", "stage 0: layers 0-3", steps(10.0, 4.0, 6.0), per_rank, TIMINGS
+    )
+    return path.read_text()
+
+
+def value(text: str, name: str) -> str:
+    found = re.search(rf"^{re.escape(name)} +(.+)$", text, re.MULTILINE)
+    assert found is not None, f"{name!r} is not in\n{text}"
+    return found[1]
+
+
+def test_times_are_told_as_median_mean_and_first_with_the_optimizer(tmp_path: Path) -> None:
+    text = report(tmp_path / "r.txt", [gpu_rank(0)])
+
+    assert value(text, "seconds per step, median") == "6.000 s"
+    assert value(text, "seconds per step, mean") == "6.667 s"
+    assert value(text, "seconds per step, first") == "10.000 s"
+    assert value(text, "training, optimizer included") == "20.25 s"
+    assert value(text, "tokens per second, without padding") == "150"  # 3000 tokens in 20 s
+    assert value(text, "loading") == "12.50 s"
+    assert value(text, "saving") == "3.00 s"
+
+
+def test_the_course_of_the_loss_and_skipped_steps_are_told(tmp_path: Path) -> None:
+    text = report(tmp_path / "r.txt", [gpu_rank(0)])
+
+    assert value(text, "loss, first step") == "4.0000"
+    assert value(text, "loss, last step") == "2.0000"
+    assert value(text, "skipped steps") == "1"
+
+
+def test_waits_are_told_by_cause(tmp_path: Path) -> None:
+    text = report(tmp_path / "r.txt", [gpu_rank(0)])
+
+    assert value(text, "weights").split() == ["0.500", "7.5%"]  # 1.5 of 20 s
+    assert value(text, "optimizer").split() == ["1.500", "25.0%"]
+    assert value(text, "neighbours").split() == ["0.000", "0.0%"]
+
+
+def test_every_rank_has_its_peak_and_persistent_memory(tmp_path: Path) -> None:
+    text = report(tmp_path / "r.txt", [gpu_rank(1), gpu_rank(0)])
+
+    rows = [re.split(r" {2,}", line) for line in text.splitlines() if "NVIDIA L20" in line]
+    assert rows == [
+        ["0", "NVIDIA L20", "12.00 GiB", "13.50 GiB", "3.00 GiB", "30.00 GiB"],
+        ["1", "NVIDIA L20", "12.00 GiB", "13.50 GiB", "3.00 GiB", "31.00 GiB"],
+    ]
+    assert "host memory of all ranks together: 61.00 GiB" in text
+
+
+def test_a_rank_without_a_gpu_has_no_gpu_memory(tmp_path: Path) -> None:
+    on_cpu = RankMemory(
+        rank=0,
+        device="cpu",
+        peak_allocated_bytes=None,
+        peak_reserved_bytes=None,
+        persistent_bytes=None,
+        peak_host_bytes=GIB,
+    )
+
+    text = report(tmp_path / "r.txt", [on_cpu])
+
+    assert re.search(r"^0 +cpu +- +- +- +1\.00 GiB$", text, re.MULTILINE)
+
+
+def test_settings_and_plan_are_in_the_summary_as_given(tmp_path: Path) -> None:
+    text = report(tmp_path / "r.txt", [gpu_rank(0)])
+
+    assert "batch_size: 64\nnum_stages: 8\n" in text
+    assert "stage 0: layers 0-3" in text
+
+
+def test_an_older_summary_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    (tmp_path / "r.txt").write_text("old")
+
+    assert "old" not in report(tmp_path / "r.txt", [gpu_rank(0)])
+    assert [path.name for path in tmp_path.iterdir()] == ["r.txt"]
+
+
+def test_a_place_that_cannot_be_written_is_an_error_for_the_user(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot write .*absent"):
+        report(tmp_path / "absent" / "r.txt", [gpu_rank(0)])
+
+
+def test_a_forecast_is_laid_beside_the_steady_steps(tmp_path: Path) -> None:
+    path = tmp_path / "result.txt"
+    forecast = Forecast(5.4, Resource.COMPUTE, 0.09, "estimated (4 x L20)")
+    write_report(path, "batch_size: 64\n", "stage 0", steps(10.0, 4.0, 6.0), [gpu_rank(0)], TIMINGS, forecast)
+    text = path.read_text()
+    assert value(text, "seconds per step, predicted") == "5.400 s, limited by compute"
+    assert value(text, "prediction off by") == "-10.0% of a steady step, estimated (4 x L20)"
+    assert "predicted" not in report(tmp_path / "other.txt", [gpu_rank(0)])

@@ -1,0 +1,116 @@
+"""The measured picture names what ran, in the colours of the predicted one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mobius.errors import ConfigError
+from mobius.memory.spans import MeasuredSpan, TraceLane
+from mobius.output.timeline_picture import draw_timeline
+from mobius.output.trace import Trace, TraceFacts
+from mobius.schedule import Schedule, build_schedule
+from mobius.schedule.render import render_picture
+from mobius.schedule.simulate import Lane, simulate
+
+
+def measured(schedule: Schedule, device: str = "NVIDIA H200") -> Trace:
+    """A step that went as predicted, a slot being 10 ms, and then the updates."""
+    lanes = {Lane.COMPUTE: TraceLane.COMPUTE, Lane.LOAD: TraceLane.LOAD, Lane.OFFLOAD: TraceLane.OFFLOAD}
+    ranks = []
+    for rank, spans in enumerate(simulate(schedule)):
+        end = max(span.end for span in spans)
+        own = [MeasuredSpan(TraceLane.STEP, "step 4", 4, 0, (end + 10) / 100)]
+        own += [MeasuredSpan(lanes[s.lane], str(s.action), 4, s.start / 100, s.end / 100) for s in spans]
+        own += [
+            MeasuredSpan(TraceLane.OPTIMIZER, f"U{stage}", 4, (end + index) / 100, (end + index + 1) / 100)
+            for index, stage in enumerate(schedule.local_stages(rank))
+        ]
+        ranks.append(tuple(own))
+    facts = TraceFacts(schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, schedule.num_slots, device)
+    return Trace(facts, tuple(ranks))
+
+
+def drawn(trace: Trace, folder: Path) -> str:
+    draw_timeline(trace, folder / "timeline.svg")
+    return (folder / "timeline.svg").read_text()
+
+
+def test_every_action_and_every_update_is_named(tmp_path: Path) -> None:
+    schedule = build_schedule(2, 3, 2, 2)
+    svg = drawn(measured(schedule), tmp_path)
+    for actions in schedule.actions:
+        for action in actions:
+            if action.kind.is_compute or action.kind == "load":
+                assert f">{action}<" in svg
+    for stage in range(6):
+        assert f">U{stage}<" in svg
+        # Sending gradients home takes time; giving up a slot does not, and is not drawn.
+        assert f">O{stage}<" in svg
+    assert "GPU 1" in svg
+    assert "2 weight slots per GPU" in svg
+
+
+def test_where_bars_are_too_narrow_their_stage_is_named_once(tmp_path: Path) -> None:
+    svg = drawn(measured(build_schedule(2, 16, 16, 2)), tmp_path)
+    assert ">F6.3<" not in svg
+    assert svg.count(">F6<") == 1
+    assert svg.count(">B6<") == 1
+
+
+def test_it_has_the_colours_of_the_predicted_picture(tmp_path: Path) -> None:
+    schedule = build_schedule(2, 3, 2, 2)
+    render_picture(schedule, tmp_path / "predicted.svg")
+    predicted = set(re.findall(r"fill: (#[0-9a-f]{6})", (tmp_path / "predicted.svg").read_text()))
+    own = set(re.findall(r"fill: (#[0-9a-f]{6})", drawn(measured(schedule), tmp_path)))
+    assert predicted <= own
+    assert len(own - predicted) == 1, "that of the updates"
+
+
+def test_only_what_was_recorded_has_a_lane_and_a_place_in_the_legend(tmp_path: Path) -> None:
+    svg = drawn(measured(build_schedule(1, 2, 2, None)), tmp_path)
+    assert "load weights" not in svg
+    assert "waits for" not in svg
+    assert "all weights on the GPU" in svg
+
+
+def test_waits_are_told_by_their_cause(tmp_path: Path) -> None:
+    trace = measured(build_schedule(1, 2, 2, 1))
+    wait = MeasuredSpan(TraceLane.WAIT, "weights", 4, 0.0, 0.02)
+    svg = drawn(Trace(trace.facts, ((*trace.spans[0], wait),)), tmp_path)
+    assert "waits for weights" in svg
+    assert "waits for neighbours" not in svg
+
+
+def test_the_share_of_time_that_a_rank_computed_stands_beside_it(tmp_path: Path) -> None:
+    spans = (
+        MeasuredSpan(TraceLane.STEP, "step 1", 1, 0.0, 0.100),
+        MeasuredSpan(TraceLane.COMPUTE, "F0.0", 1, 0.010, 0.035),
+        MeasuredSpan(TraceLane.COMPUTE, "B0.0", 1, 0.050, 0.100),
+    )
+    svg = drawn(Trace(TraceFacts(1, 1, 1, None, "cpu"), (spans,)), tmp_path)
+    assert "busy 75 %" in svg
+    assert "rank 0" in svg
+    assert "GPU" not in svg
+
+
+def test_the_png_is_a_png_and_the_same_trace_gives_the_same_svg(tmp_path: Path) -> None:
+    trace = measured(build_schedule(2, 2, 2, 2))
+    draw_timeline(trace, tmp_path / "timeline.png", step=4)
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert drawn(trace, tmp_path) == drawn(trace, tmp_path)
+
+
+def test_a_step_in_which_nothing_computed_is_drawn_empty(tmp_path: Path) -> None:
+    spans = (MeasuredSpan(TraceLane.STEP, "step 1", 1, 0.0, 0.1),)
+    assert "busy 0 %" in drawn(Trace(TraceFacts(1, 1, 1, None, "cpu"), (spans,)), tmp_path)
+
+
+def test_another_suffix_and_another_step_are_refused(tmp_path: Path) -> None:
+    trace = measured(build_schedule(1, 1, 1, None))
+    with pytest.raises(ConfigError, match=r"ends in \.png or \.svg"):
+        draw_timeline(trace, tmp_path / "timeline.pdf")
+    with pytest.raises(ConfigError, match="not step 5"):
+        draw_timeline(trace, tmp_path / "timeline.png", step=5)

@@ -1,0 +1,292 @@
+"""The bytes that a run needs, by hand for Llama-2-7B, and what a user is told when they are not there."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from mobius.config.config import Dtype
+from mobius.errors import GpuMemoryError, HostMemoryError
+from mobius.plan.budget import (
+    GIB,
+    ByteSizes,
+    GpuNeed,
+    HostNeed,
+    StepTokens,
+    check_gpu_memory,
+    check_host_memory,
+    fullest,
+    gpu_need,
+    gpu_process_bytes,
+    host_need,
+    waiting_stages,
+)
+from mobius.plan.plan import Plan, make_plan
+from mobius.plan.shape import ModelShape
+
+BF16, FP16, FP32 = (ByteSizes.of(dtype) for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32))
+LAYER = 202_383_360  # of Llama-2-7B
+EMBEDDING = 131_072_000
+HEAD = 131_076_096
+# Four ranks with two stages of four layers each, two slots, 128 sequences of 512 tokens in 4 microbatches.
+NODE: dict[str, Any] = {
+    "num_ranks": 4,
+    "num_slots": 2,
+    "batch_tokens": 128 * 512,
+    "microbatch_tokens": 32 * 512,
+    "loss_chunk_tokens": 2048,
+}
+ALL_WAIT = frozenset(range(32))
+
+
+def plan_of(shape: ModelShape, *, num_stages: int, num_ranks: int = 4, num_slots: int | None = 2) -> Plan:
+    return make_plan(shape, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=4, num_slots=num_slots)
+
+
+def need_of(
+    shape: ModelShape,
+    *,
+    num_stages: int = 8,
+    sizes: ByteSizes = BF16,
+    resident: tuple[int, ...] = (),
+    rank: int | None = None,
+    waiting: frozenset[int] = ALL_WAIT,
+    **changes: Any,
+) -> GpuNeed:
+    """Of `rank`, or of the fullest; the first `resident[rank]` stages of each rank stay."""
+    given = NODE | changes
+    plan = plan_of(shape, num_stages=num_stages, num_ranks=given["num_ranks"], num_slots=given["num_slots"])
+    if resident:
+        plan = plan.with_resident(resident, given["num_slots"])
+    tokens = StepTokens(given["batch_tokens"], given["microbatch_tokens"], given["loss_chunk_tokens"])
+    ranks = range(plan.num_ranks) if rank is None else (rank,)
+    return fullest(gpu_need(plan, shape, sizes, tokens, rank=r, waiting=waiting) for r in ranks)
+
+
+def host_need_of(plan: Plan, shape: ModelShape, **changes: Any) -> HostNeed:
+    given: dict[str, Any] = {"process_bytes": GIB, "waiting": ALL_WAIT, "on_cpu": False}
+    return host_need(plan, shape, BF16, **(given | changes))
+
+
+def test_a_parameter_takes_14_bytes_of_host_memory_in_bf16_and_16_in_fp16_and_fp32() -> None:
+    # bf16: weight 2, gradient 2, remainder 2, moments 8. fp16: a whole master of 4. fp32: weight and master in one 4.
+    assert BF16.host == 2 + 2 + 2 + 8
+    assert FP16.host == 2 + 2 + 4 + 8
+    assert FP32.host == 4 + 4 + 8
+
+
+def test_gradients_that_travel_in_fp32_take_two_bytes_more_of_host_memory_and_none_of_the_gpu() -> None:
+    for dtype, num_bytes in ((Dtype.BF16, 16), (Dtype.FP16, 18), (Dtype.FP32, 16)):
+        sizes = ByteSizes.of(dtype, has_fp32_gradients=True)
+        assert sizes.host == num_bytes
+        assert sizes.resident(keeps_gradients=False) == ByteSizes.of(dtype).resident(keeps_gradients=False)
+
+
+def test_a_resident_parameter_takes_12_bytes_of_gpu_memory_in_bf16_and_14_where_gradients_are_kept() -> None:
+    # bf16: weight 2, remainder 2, moments 8, kept gradient 2. fp16: a whole master of 4. fp32: weight and master in 4.
+    assert [BF16.resident(keeps_gradients=keeps) for keeps in (False, True)] == [2 + 2 + 8, 2 + 2 + 8 + 2]
+    assert FP16.resident(keeps_gradients=True) == 2 + 4 + 8 + 2
+    assert [FP32.resident(keeps_gradients=keeps) for keeps in (False, True)] == [4 + 8, 4 + 8 + 4]
+    assert ByteSizes.of(Dtype.BF16, has_fp32_gradients=True).resident(keeps_gradients=True) == 2 + 2 + 8 + 4
+
+
+def test_gradients_are_kept_where_an_update_waits() -> None:
+    nothing: dict[str, bool] = {"clips": False, "scales_loss": False, "is_tied": False}
+    assert waiting_stages(4, **nothing) == set()
+    assert waiting_stages(4, **(nothing | {"is_tied": True})) == {0, 3}
+    for reason in ("clips", "scales_loss"):
+        assert waiting_stages(4, **(nothing | {reason: True})) == {0, 1, 2, 3}
+
+
+def test_llama_7b_on_four_ranks_needs_its_parameters_and_a_gib_per_process(llama_7b: ModelShape) -> None:
+    assert host_need_of(plan_of(llama_7b, num_stages=8), llama_7b).total == 6_738_415_616 * 14 + 4 * 2**30
+
+
+def test_resident_stages_take_no_host_memory_but_that_of_a_cpu(llama_7b: ModelShape) -> None:
+    # Of eight stages of four layers the first of the first two ranks stay: embedding and eight layers.
+    plan = plan_of(llama_7b, num_stages=8).with_resident((1, 1, 0, 0), 2)
+    staying = EMBEDDING + 8 * LAYER
+
+    assert host_need_of(plan, llama_7b).total == (6_738_415_616 - staying) * 14 + 4 * 2**30
+    on_cpu = host_need_of(plan, llama_7b, on_cpu=True, waiting=frozenset({1}))
+    first, second = EMBEDDING + 4 * LAYER, 4 * LAYER
+    assert on_cpu.resident == first * 12 + second * 14
+    assert on_cpu.total == host_need_of(plan, llama_7b).total + on_cpu.resident
+
+
+def test_a_rank_that_streams_or_has_measured_is_larger() -> None:
+    assert gpu_process_bytes(streams=False, measures=False) == int(2.15 * GIB)
+    assert gpu_process_bytes(streams=False, measures=True) == pytest.approx(2.65 * GIB)
+    for measures in (False, True):
+        assert gpu_process_bytes(streams=True, measures=measures) == pytest.approx(2.38 * GIB)
+
+
+def test_exactly_enough_host_memory_is_enough_and_a_byte_less_is_not(llama_7b: ModelShape) -> None:
+    need = host_need_of(plan_of(llama_7b, num_stages=8), llama_7b)
+
+    check_host_memory(need, available_bytes=need.total)
+    with pytest.raises(HostMemoryError):
+        check_host_memory(need, available_bytes=need.total - 1)
+
+
+def test_too_little_host_memory_is_told_with_the_arithmetic_and_a_way_out(llama_7b: ModelShape) -> None:
+    need = host_need_of(plan_of(llama_7b, num_stages=8), llama_7b)
+    with pytest.raises(HostMemoryError) as caught:
+        check_host_memory(need, available_bytes=80 * GIB)
+
+    message = str(caught.value)
+    # 98,632,785,920 bytes are 91.86 GiB.
+    assert "4 rank(s) need 91.9 GiB of host memory" in message
+    assert "(6.74e+09 parameters x 14 bytes + 4 x 1 GiB for the processes)" in message
+    assert "80.0 GiB is available" in message
+    assert "--host_memory_limit" in message
+
+
+def test_the_arithmetic_of_a_mixture_on_a_cpu_names_both_parts(llama_7b: ModelShape) -> None:
+    plan = plan_of(llama_7b, num_stages=8).with_resident((1, 1, 1, 1), 2)
+    text = host_need_of(plan, llama_7b, on_cpu=True).describe()
+    assert text == (
+        "3.37e+09 parameters x 14 bytes + 3.37e+09 resident parameters x 14 bytes + 4 x 1 GiB for the processes"
+    )
+
+
+def test_a_tied_matrix_is_budgeted_twice_because_both_ends_hold_it(small: ModelShape) -> None:
+    plan = plan_of(small, num_stages=2, num_ranks=1)
+
+    assert host_need_of(plan, small).total == (240 + 500 + 244) * 14 + GIB
+
+
+def test_streamed_llama_7b_by_hand(llama_7b: ModelShape) -> None:
+    stage, activation = 4 * LAYER + EMBEDDING, (32 * 512) * 4096 * 2
+
+    need = need_of(llama_7b)
+    # A layer's parameters beside its feed-forward matrices are four times 4096 squared, and two norms.
+    work = (32 * 512) * (11 * 4096 + 2 + 6 * 11008) * 2
+    moment = (32 + 2 + 6) * activation + work
+    assert need == GpuNeed(
+        rank=0,  # the last stage's rank keeps one microbatch of it only
+        weights=2 * stage * 2,  # two slots
+        gradients=stage * 4,  # one fp32 buffer
+        optimizer=0,
+        stash=32 * activation,  # the inputs of eight layers for four microbatches
+        messages=(2 + 6) * activation,  # two are received ahead; sent and kept are the microbatches and two more
+        working_set=work,
+        libraries=2**27 + 128 * 512 * 16 + int(0.03 * moment),  # tokens and labels are int64
+    )
+
+
+def test_resident_llama_7b_by_hand(llama_7b: ModelShape) -> None:
+    held, stage = 8 * LAYER + HEAD, 4 * LAYER + HEAD
+
+    need = need_of(llama_7b, num_slots=None, rank=3)
+    # Gradients: kept in bf16, and one fp32 buffer in which those of the largest stage add up.
+    assert (need.weights, need.gradients, need.optimizer) == (held * 2, held * 2 + stage * 4, held * 10)
+
+    need = need_of(llama_7b, num_slots=None, waiting=frozenset(), rank=3)
+    assert (need.weights, need.gradients, need.optimizer) == (held * 2, stage * 4, held * 10)
+
+
+def test_a_mixture_by_hand_for_each_rank(llama_7b: ModelShape) -> None:
+    # Sixteen stages of two layers, four per rank; the first ones stay: two of rank 0, none of rank 1, all of rank 3.
+    resident = (2, 0, 1, 4)
+    first, inner, last = EMBEDDING + 2 * LAYER, 2 * LAYER, 2 * LAYER + HEAD
+    expected = {
+        # two slots and the resident stages; one sum and kept gradients; remainder 2 and moments 8
+        0: ((2 * inner + first + inner) * 2, first * 4 + (first + inner) * 2, (first + inner) * 10),
+        1: (2 * inner * 2, inner * 4, 0),
+        2: ((2 * inner + inner) * 2, inner * 4 + inner * 2, inner * 10),
+        3: ((3 * inner + last) * 2, last * 4 + (3 * inner + last) * 2, (3 * inner + last) * 10),
+    }
+    for rank, categories in expected.items():
+        need = need_of(llama_7b, num_stages=16, resident=resident, rank=rank)
+        assert (need.weights, need.gradients, need.optimizer) == categories, rank
+
+
+def test_gradients_in_fp32_add_up_where_they_are_kept_or_in_two_sums_of_which_streamed_ones_leave(
+    llama_7b: ModelShape,
+) -> None:
+    sizes = ByteSizes.of(Dtype.BF16, has_fp32_gradients=True)
+    held, inner = 8 * LAYER + HEAD, 4 * LAYER
+    assert need_of(llama_7b, num_slots=None, sizes=sizes, rank=3).gradients == held * 4
+    mixed = need_of(llama_7b, resident=(1, 1, 1, 1), sizes=sizes, rank=1)
+    assert mixed.gradients == 2 * inner * 4 + inner * 4
+
+
+def test_a_slot_is_as_large_as_the_largest_streamed_stage(llama_7b: ModelShape) -> None:
+    # The embedding is resident with its stage, and takes no slot.
+    need = need_of(llama_7b, num_stages=16, resident=(1, 1, 1, 1), rank=0)
+    assert need.weights == (EMBEDDING + 2 * LAYER + 2 * 2 * LAYER) * 2
+
+
+def test_with_one_stage_per_rank_a_second_slot_takes_nothing(llama_7b: ModelShape) -> None:
+    assert need_of(llama_7b, num_stages=4) == need_of(llama_7b, num_stages=4, num_slots=1)
+    assert need_of(llama_7b, num_stages=4, rank=3).weights == (8 * LAYER + HEAD) * 2
+
+
+@pytest.mark.parametrize(
+    ("category", "changes", "factor"),
+    [
+        ("messages", {"microbatch_tokens": 2 * NODE["microbatch_tokens"]}, 2),
+        ("working_set", {"microbatch_tokens": 2 * NODE["microbatch_tokens"]}, 2),
+        ("weights", {"num_slots": 1}, 0.5),
+        ("weights", {"sizes": FP32}, 2),
+        ("gradients", {"sizes": FP32}, 1),
+        ("stash", {"sizes": FP32}, 2),
+        ("stash", {"num_ranks": 2}, 2),
+    ],
+)
+def test_each_category_grows_with_what_it_depends_on(
+    llama_7b: ModelShape, category: str, changes: dict[str, Any], factor: float
+) -> None:
+    assert getattr(need_of(llama_7b, **changes), category) == factor * getattr(need_of(llama_7b), category)
+
+
+def test_smaller_stages_need_less(llama_7b: ModelShape) -> None:
+    totals = [need_of(llama_7b, num_stages=num_stages).total for num_stages in (4, 8, 16, 32)]
+
+    assert all(larger > smaller for larger, smaller in pairwise(totals))
+
+
+def test_a_large_vocabulary_makes_the_loss_the_largest_work(small: ModelShape) -> None:
+    wide = replace(small, vocab_size=1_000_000)
+    given = {"num_stages": 4, "loss_chunk_tokens": 100, "rank": 3, "batch_tokens": 600, "microbatch_tokens": 150}
+    need = need_of(wide, **given)
+
+    # 100 tokens' logits and their gradient in bf16; 4 wide: normed states with their gradient, that of a chunk; then
+    # the stage's output [150, 4].
+    assert need.working_set == 1_000_000 * 100 * 4 + (2 * 150 + 100) * 4 * 2 + 150 * 4 * 2
+
+
+def test_a_microbatch_smaller_than_the_loss_chunk_bounds_the_logits(small: ModelShape) -> None:
+    wide = replace(small, vocab_size=1_000_000)
+    given = {"num_stages": 4, "loss_chunk_tokens": 4096, "rank": 3, "batch_tokens": 200, "microbatch_tokens": 50}
+
+    assert need_of(wide, **given).working_set == 1_000_000 * 50 * 4 + (2 * 50 + 50) * 4 * 2 + 50 * 4 * 2
+
+
+GIBS = GpuNeed(rank=2, weights=2 * GIB, gradients=3 * GIB, optimizer=0, stash=4 * GIB, working_set=GIB // 2)
+
+
+def test_exactly_enough_gpu_memory_is_enough_and_a_byte_less_is_not() -> None:
+    check_gpu_memory(GIBS, available_bytes=9 * GIB + GIB // 2, is_offloading=True)
+
+    with pytest.raises(GpuMemoryError):
+        check_gpu_memory(GIBS, available_bytes=9 * GIB + GIB // 2 - 1, is_offloading=True)
+
+
+@pytest.mark.parametrize(("is_offloading", "advice"), [(True, "raise --num_stages"), (False, "use --use_offload")])
+def test_too_little_gpu_memory_is_told_with_the_sum_and_what_to_change(is_offloading: bool, advice: str) -> None:
+    with pytest.raises(GpuMemoryError) as caught:
+        check_gpu_memory(GIBS, available_bytes=8 * GIB, is_offloading=is_offloading)
+
+    message = str(caught.value)
+    assert "rank 2 needs 9.5 GiB of GPU memory" in message
+    assert (
+        "weights 2.00 + gradients 3.00 + optimizer 0.00 + stashed activations 4.00 + kept activations 0.00 "
+        "+ messages 0.00 + one layer's work 0.50 + libraries 0.00 = 9.50 GiB" in message
+    )
+    assert "8.0 GiB is available" in message
+    assert f"To fit: {advice}" in message
+    assert "--num_chunks" in message
+    assert "--batch_size" in message

@@ -1,0 +1,105 @@
+"""Estimates are arithmetic over data sheets, reproduce what they were calibrated with, and order cards sensibly."""
+
+from dataclasses import replace
+
+import pytest
+
+from mobius.errors import PlanError
+from mobius.plan import cards
+from mobius.plan.cards import CARDS, Host, estimate_profile, find_card
+from mobius.plan.model_files import shape_of_model
+from mobius.plan.profile import Profile, Source
+from mobius.plan.shape import ModelShape
+
+
+def estimate(shape: ModelShape, card: str = "H200", *, num_ranks: int = 1, tokens: int = 4096) -> Profile:
+    return estimate_profile(CARDS[card], shape, microbatch_tokens=tokens, seq_length=512, num_ranks=num_ranks)
+
+
+def test_the_calibration_gives_back_what_was_measured_on_an_h200(llama_7b: ModelShape) -> None:
+    profile = estimate(llama_7b)
+    (layer,) = profile.layer_kinds
+    alone = cards.SUSTAINED_SHARE  # measured alone, estimated as within a step
+    assert layer.forward * alone == pytest.approx(2.47e-3, rel=0.02)
+    assert (layer.forward + layer.backward) * alone == pytest.approx(8.40e-3, rel=0.02)
+    assert profile.loss * alone == pytest.approx(5.41e-3, rel=0.02)
+    assert profile.cpu_adamw == pytest.approx(5.36e9, rel=0.01)
+
+
+def test_a_narrow_layer_takes_what_was_measured_and_a_wide_one_what_its_operations_do(llama_7b: ModelShape) -> None:
+    narrow, wide = shape_of_model("1b"), shape_of_model("30b")
+    for tokens, seq_length, measured in ((4096, 1024, 2.375e-3), (2048, 128, 1.205e-3)):
+        profile = estimate_profile(CARDS["H200"], narrow, microbatch_tokens=tokens, seq_length=seq_length, num_ranks=1)
+        (layer,) = profile.layer_kinds
+        assert (layer.forward + layer.backward) * cards.SUSTAINED_SHARE == pytest.approx(measured, rel=0.01)
+    (layer,), (seven,) = estimate(wide).layer_kinds, estimate(llama_7b).layer_kinds
+    operations = [2 * shape.layer_parameters[0] + 2 * 512 * shape.hidden_size for shape in (wide, llama_7b)]
+    assert layer.forward / seven.forward == pytest.approx(operations[0] / operations[1])
+
+
+def test_four_gpus_at_once_copy_as_fast_as_was_measured(llama_7b: ModelShape) -> None:
+    copies = estimate(llama_7b, num_ranks=4).copies
+    assert (copies.down_together, copies.up_together) == (pytest.approx(41e9), pytest.approx(34e9))
+    assert copies.both_down + copies.both_up == pytest.approx(47e9)
+
+
+def test_an_estimate_says_so(llama_7b: ModelShape) -> None:
+    profile = estimate(llama_7b)
+    assert profile.source is Source.ESTIMATED
+    assert "H200" in profile.basis
+
+
+@pytest.mark.parametrize("card", sorted(CARDS))
+def test_every_card_gives_a_profile_that_can_be_stored(llama_7b: ModelShape, card: str) -> None:
+    profile = estimate(llama_7b, card, num_ranks=4)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_twice_the_tokens_take_twice_the_time(llama_7b: ModelShape) -> None:
+    once, twice = estimate(llama_7b), estimate(llama_7b, tokens=8192)
+    assert twice.layer_kinds[0].forward == pytest.approx(2 * once.layer_kinds[0].forward)
+    assert twice.loss == pytest.approx(2 * once.loss)
+
+
+def test_an_older_slot_slows_copies_and_a_newer_one_does_not_speed_them_up(llama_7b: ModelShape) -> None:
+    def down(pcie: int) -> float:
+        profile = estimate_profile(
+            CARDS["L20"], llama_7b, microbatch_tokens=4096, seq_length=512, num_ranks=1, pcie=pcie
+        )
+        return profile.copies.down
+
+    assert down(3) < down(4) == down(5)
+    with pytest.raises(PlanError, match="generation 2"):
+        down(2)
+
+
+def test_layers_of_two_sizes_are_two_kinds(llama_7b: ModelShape) -> None:
+    small, large = 10**8, 2 * 10**8
+    shape = replace(llama_7b, layer_parameters=(small, large, large, small))
+    profile = estimate(shape)
+    assert profile.kind_of_layer == (0, 1, 1, 0)
+    assert profile.of_layer(1).forward > 1.9 * profile.of_layer(0).forward
+
+
+def test_cores_or_memory_bound_the_cpu_optimizer(llama_7b: ModelShape) -> None:
+    def rate(cores: int) -> float:
+        host = Host(cores_per_rank=cores)
+        profile = estimate_profile(
+            CARDS["H200"], llama_7b, microbatch_tokens=4096, seq_length=512, num_ranks=1, host=host
+        )
+        return profile.cpu_adamw
+
+    assert rate(8) == pytest.approx(rate(16) / 2)
+    assert rate(64) * cards.CPU_ADAMW_BYTES == pytest.approx(cards.HOST_BANDWIDTH)
+
+
+@pytest.mark.parametrize(("name", "card"), [("h200", "H200"), ("rtx 4090", "RTX4090"), ("4090", "RTX4090"),
+                                            ("NVIDIA L20", "L20"), ("A100-80", "A100-80")])  # fmt: skip
+def test_a_card_is_found_in_any_spelling(name: str, card: str) -> None:
+    assert find_card(name).name == card
+
+
+@pytest.mark.parametrize("name", ["", "B300", "A100"])
+def test_a_card_that_is_not_known_is_an_error_with_those_that_are(name: str) -> None:
+    with pytest.raises(PlanError, match=r"H200"):
+        find_card(name)

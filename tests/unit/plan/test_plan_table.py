@@ -1,0 +1,21 @@
+"""The table of a plan says of every stage what it holds and where it is."""
+
+from __future__ import annotations
+
+from mobius.plan.plan import make_plan
+from mobius.plan.plan_table import describe_stages
+from mobius.plan.shape import ModelShape
+
+
+def test_each_stage_has_a_line_and_those_without_parameters_say_so(llama_7b: ModelShape) -> None:
+    plan = make_plan(llama_7b, num_ranks=4, num_stages=36, num_microbatches=8, num_slots=2).with_resident([1] * 4, 2)
+
+    head, _, *lines = describe_stages(plan, llama_7b, graph_stages={34}).splitlines()
+
+    assert head == "36 stages on 4 rank(s), 8 microbatches, 2 slot(s) per rank"
+    cells = [line.split() for line in lines]
+    assert cells[0] == ["0", "0", "embedding", "131.1M", "resident", "-"]
+    assert cells[1] == ["1", "1", "none", "0.0M", "-", "-"]
+    assert cells[3] == ["3", "3", "0-0", "202.4M", "resident", "recomputed"]
+    assert cells[34] == ["34", "2", "31-31", "202.4M", "streamed", "kept"]
+    assert cells[35] == ["35", "3", "head", "131.1M", "streamed", "-"]

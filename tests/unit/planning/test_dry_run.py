@@ -1,0 +1,274 @@
+"""The answer before the run: what a dry run prints and saves, and that a run trains by it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness.runs import ROOT, make_checkpoint, make_dataset, run_main
+
+from mobius.config.cli import given_options, parse_args
+from mobius.errors import CheckpointError, ConfigError, PlanError
+from mobius.machine import placement
+from mobius.machine.topology import Topology
+from mobius.models import families
+from mobius.planning import dry_run
+from mobius.planning.dry_run import run_dry
+from mobius.planning.planned import adopt_plan
+from mobius.ranks import Ranks
+
+SMALL = [
+    *("--model_path", "model", "--dtype", "fp32", "--num_stages", "4"),
+    *("--num_chunks", "2", "--batch_size", "4", "--seq_length", "16"),
+]
+LLAMA_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+NODE = [
+    "--model_path",
+    "large",
+    "--card",
+    "H200",
+    "--num_ranks",
+    "4",
+    "--host_memory_limit",
+    "400",
+    "--batch_size",
+    "64",
+]
+
+
+@pytest.fixture
+def large(workplace: Path) -> Path:
+    """The configuration of Llama-2-7B's shape, without weights."""
+    folder = workplace / "large"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_7B))
+    return workplace
+
+
+def dry(*arguments: str) -> bool:
+    return run_dry(parse_args(["--dry_run", *arguments], num_ranks=1), Ranks(0, 1, 0))
+
+
+def told(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+def test_a_plan_is_printed_with_bytes_by_category_a_predicted_step_and_whether_it_fits(
+    large: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert dry(*NODE, "--num_stages", "32", "--num_chunks", "8", "--gpu_memory_limit", "12", "--max_grad_norm", "0")
+    text = told(caplog)
+    for part in ("32 stages on 4 rank(s), 8 microbatches", "embedding, 0-0", "31-31, head", "limited by", "bubble"):
+        assert part in text
+    assert "GPU memory in GiB, 12 of H200 may be used" in text
+    for category in ("weights", "gradients", "optimizer", "inputs", "kept", "messages", "work", "libraries"):
+        assert category in text
+    assert "estimated: 4 x H200" in text
+    assert text.endswith("the run fits")
+    saved = json.loads((large / "plan.json").read_text())
+    assert (saved["version"], saved["num_ranks"], len(saved["spans"])) == (2, 4, 32)
+    assert not (large / "save_ckpt").exists()
+
+
+def test_this_machine_s_memory_counts_unless_the_plan_is_for_another_one(
+    workplace: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "available_host_bytes", lambda: 2**28)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    caplog.set_level("INFO", "mobius")
+    elsewhere = [*SMALL, "--num_ranks", "2", "--card", "L20"]
+
+    assert dry(*elsewhere)
+    assert "not compared with this machine's" in told(caplog)
+    assert "that may be used (" not in told(caplog)
+    caplog.clear()
+    assert not dry(*elsewhere, "--host_memory_limit", "0.01")
+    assert "GiB of 10.2 MiB that may be used" in told(caplog)
+    caplog.clear()
+    assert not dry(*SMALL, "--num_ranks", "2")
+    assert "need 1.0 GiB of host memory" in told(caplog)
+    assert "256.0 MiB is available" in told(caplog)
+
+
+def test_a_model_of_the_hub_that_cannot_be_had_is_planned_for_by_its_known_shape(
+    large: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(model_path: str) -> Path:
+        raise OSError("you have no access to it")
+
+    monkeypatch.setattr(families, "_fetch", refuse)
+    caplog.set_level("INFO", "mobius")
+    plan = [*NODE[2:], "--num_stages", "16", "--num_chunks", "4", "--resident_stages", "0"]
+
+    assert dry("--config", str(ROOT / "configs/fine_tune.yaml"), *plan, "--plan_output", "of_hub.json")
+    assert "meta-llama/Llama-2-7b-hf cannot be had here: the plan is for its shape, which is known" in told(caplog)
+    caplog.clear()
+    assert dry("--model_path", "large", *plan, "--seq_length", "128", "--plan_output", "of_folder.json")
+    assert "cannot be had" not in told(caplog)
+    assert Path("of_hub.json").read_text() == Path("of_folder.json").read_text()
+
+    with pytest.raises(ConfigError, match="--num_layers 40 is more than the 32 layers"):
+        dry("--model_path", "llama-2-7b-hf", "--num_layers", "40", *plan)
+    with pytest.raises(CheckpointError, match="not found.*no access"):
+        dry("--model_path", "somebody/Llama-2-7b-hf", *plan)
+
+
+def test_a_shape_is_a_model_for_plans_only_and_a_folder_of_its_name_goes_first(
+    workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mobius")
+    small = [*SMALL[2:], "--num_ranks", "2", "--card", "L20"]
+    assert dry("--model_path", "1b", "--num_layers", "4", *small)
+    assert "plan of 1b: 3.33e+08 parameters" in told(caplog)  # 2 x 32000 x 2048 + 4 x 50.6e6
+    with pytest.raises(CheckpointError, match="1b: that is a shape to plan for .*, and there is no folder .*/1b"):
+        families.locate_model("1b")
+
+    Path("1b").symlink_to("model")
+    caplog.clear()
+    assert dry("--model_path", "1b", *small)
+    assert "plan of 1b: 2.99e+05 parameters" in told(caplog)
+    assert families.locate_model("1b") == Path("1b")
+
+
+BOX = Topology.from_json((Path(__file__).parents[1] / "machine/topologies/two_per_root_complex.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("listed", "options", "expected"),
+    [
+        (None, [], "0, 2, 1, 3"),
+        ("4,5,6,7", [], "4, 6, 5, 7"),
+        ("4,5,6,7", ["--no_cross_mapping"], "4, 5, 6, 7"),
+    ],
+)
+def test_the_gpus_of_the_ranks_are_told_where_they_are_here(
+    large: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    listed: str | None,
+    options: list[str],
+    expected: str,
+) -> None:
+    if listed is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA L20")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=48 * 2**30))
+    monkeypatch.setattr(placement, "read_topology", lambda num_gpus: BOX)
+    caplog.set_level("INFO")
+    here = [argument for argument in NODE if argument not in ("--card", "H200")]
+    assert dry(*here, "--num_stages", "32", "--num_chunks", "8", *options)
+    assert f"GPUs of ranks 0 to 3: {expected}\n" in told(caplog)
+    caplog.clear()
+    assert dry(*NODE, "--num_stages", "32", "--num_chunks", "8", *options)
+    assert "GPUs of ranks" not in told(caplog)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--num_stages", "8", "--num_chunks", "1"], ["--num_stages", "32", "--gpu_memory_limit", "2"]]
+)
+def test_what_does_not_fit_is_told_with_the_arithmetic_and_leaves_no_plan(
+    large: Path, caplog: pytest.LogCaptureFixture, arguments: Sequence[str]
+) -> None:
+    assert not dry(*NODE[:3], "RTX4090", *NODE[4:], "--seq_length", "2048", *arguments)
+    text = told(caplog)
+    assert "does not fit: rank" in text
+    assert "stashed activations" in text
+    assert "Any of these alone fits: " in text or "To fit: " in text
+    assert not (large / "plan.json").exists()
+
+
+def test_too_little_host_memory_is_told_and_the_plan_is_there_to_look_at(
+    large: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not dry(
+        *NODE, "--num_stages", "32", "--num_chunks", "8", "--host_memory_limit", "40", "--resident_stages", "0"
+    )
+    assert "of host memory" in told(caplog)
+    assert (large / "plan.json").exists()
+
+
+def test_a_card_that_is_not_known_is_refused_with_those_that_are(large: Path) -> None:
+    with pytest.raises(PlanError, match="'H2000' is not known.*Known are"):
+        dry(*NODE, "--card", "H2000")
+
+
+def test_stages_that_do_not_fit_the_planned_ranks_are_refused(workplace: Path) -> None:
+    with pytest.raises(ConfigError, match="`--num_stages` 4 is not a multiple of the number of ranks, 3"):
+        dry(*SMALL, "--num_ranks", "3")
+
+
+@pytest.mark.parametrize("arguments", [["--card", "H200"], ["--num_ranks", "4"], ["--dry_run", "--plan", "plan.json"]])
+def test_what_only_a_dry_run_or_only_a_run_takes_is_refused_elsewhere(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match="dry_run"):
+        parse_args(arguments, num_ranks=1)
+
+
+def test_a_plans_numbers_take_the_place_of_defaults_but_not_of_what_is_given(workplace: Path) -> None:
+    dry(*SMALL, "--num_ranks", "1", "--resident_stages", "1")
+    taken = ["--model_path", "model", "--dtype", "fp32", "--plan", "plan.json"]
+
+    def adopted(*arguments: str) -> object:
+        argv = [*taken, *arguments]
+        return adopt_plan(parse_args(argv, num_ranks=1), given=given_options(argv)).config
+
+    config = adopt_plan(parse_args(taken, num_ranks=1), given=given_options(taken)).config
+    pipeline = config.pipeline
+    assert (pipeline.num_stages, pipeline.num_chunks, pipeline.batch_size, config.data.seq_length) == (4, 2, 4, 16)
+    adopted("--num_stages", "4", "--resident_stages", "1")  # says the same
+    adopted("--num_stages", "auto")  # the plan is an answer to that
+    for arguments, problem in (
+        (("--num_stages", "2"), "--num_stages 2, the plan has 4"),
+        (("--num_stages", "8"), "--num_stages 8, the plan has 4"),  # the default, but typed
+        (
+            ("--seq_length", "32", "--batch_size", "8"),
+            "--batch_size 8, the plan has 4; --seq_length 32, the plan has 16",
+        ),
+        (("--resident_stages", "0"), "--resident_stages 0, the plan has 1 on each rank"),
+        (("--no_offload",), "--no_offload, the plan streams 3 stages"),
+        (("--no_prefetch",), "--no_prefetch, the plan has 2 slots"),
+    ):
+        with pytest.raises(PlanError, match="contradicts what else is given") as caught:
+            adopted(*arguments)
+        assert problem in str(caught.value)
+
+
+def test_a_dry_run_and_then_two_ranks_that_train_by_its_plan(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    make_dataset(tmp_path / "data.jsonl")
+    result = run_main(1, tmp_path, "--dry_run", *SMALL, "--num_ranks", "2", "--plan_output", "plans/p.json")
+    assert result.returncode == 0, result.stdout
+    assert "the run fits" in result.stdout
+
+    trains = ["--model_path", "model", "--dtype", "fp32", "--dataset", "data.jsonl", "--num_iterations", "1"]
+    result = run_main(2, tmp_path, *trains, "--plan", "plans/p.json")
+    assert result.returncode == 0, result.stdout
+    assert "plan taken from plans/p.json: 4 stages, 2 chunks" in result.stdout
+    assert (tmp_path / "save_ckpt" / "plan.json").read_text() == (tmp_path / "plans" / "p.json").read_text()
+
+    result = run_main(1, tmp_path, *trains, "--plan", "plans/p.json", "--overwrite_output_dir")
+    assert result.returncode == 1
+    assert "is for 2 rank(s), 1 are started" in result.stdout
+
+
+def test_a_plan_of_a_step_that_no_machine_holds_is_refused_before_anything_is_made(workplace: Path) -> None:
+    assert dry(*SMALL, "--num_ranks", "1")
+    fields = json.loads(Path("plan.json").read_text())
+    Path("plan.json").write_text(json.dumps({**fields, "batch_size": 2 * 10**9}))
+    argv = ["--model_path", "model", "--dtype", "fp32", "--plan", "plan.json"]
+
+    with pytest.raises(PlanError, match=r"--plan plan\.json cannot be run: .*`--batch_size`"):
+        adopt_plan(parse_args(argv, num_ranks=1), given=given_options(argv))

@@ -1,0 +1,152 @@
+"""Only where the number of stages was left open and there are GPUs is anything measured; then the plan goes by it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from mobius.config.cli import parse_args
+from mobius.measuring import bench, measure
+from mobius.messages.local import LocalTransport, run_rank_threads
+from mobius.messages.transport import SingleRankTransport
+from mobius.plan.budget import GIB
+from mobius.plan.cards import CARDS, estimate_profile
+from mobius.plan.model_files import shape_of_model
+from mobius.plan.profile import Profile, Source
+from mobius.planning import measured_plan
+from mobius.planning.auto import Gpu, estimate_of, resolve_auto
+from mobius.planning.blueprint import Blueprint, draw_blueprint, redraw
+from mobius.planning.measured_plan import is_to_be_measured, measured_profile, plan_by_measurement
+from mobius.ranks import Ranks
+
+SHAPE = replace(shape_of_model("1b"), layer_parameters=shape_of_model("1b").layer_parameters[:8])
+AUTO = ("--num_stages", "auto", "--num_chunks", "auto")
+
+
+def blueprint_of(*arguments: str, num_ranks: int = 1) -> Blueprint:
+    words = ["--model_path", "model", "--device", "cpu", "--fp32", "--batch_size", "4", "--seq_length", "16"]
+    config = parse_args([*words, *arguments], num_ranks=num_ranks)
+    return draw_blueprint(config, Ranks(0, num_ranks, 0), AutoConfig.from_pretrained("model"))
+
+
+def measured_like(card: str, tokens: int) -> Profile:
+    profile = estimate_profile(CARDS[card], SHAPE, microbatch_tokens=tokens, seq_length=512, num_ranks=2)
+    return replace(profile, source=Source.MEASURED, basis="2 x Some Future GPU")
+
+
+@pytest.mark.usefixtures("workplace")
+def test_on_a_cpu_nothing_is_measured_and_the_plan_stays() -> None:
+    for arguments in (AUTO, ("--num_stages", "4")):
+        blueprint = blueprint_of(*arguments)
+        assert not is_to_be_measured(blueprint)
+        assert plan_by_measurement(blueprint, SingleRankTransport()) is blueprint
+        assert blueprint.forecast is None
+
+
+@pytest.mark.usefixtures("workplace")
+def test_on_gpus_open_stages_are_measured_and_given_ones_are_not() -> None:
+    on_gpu = replace(blueprint_of(*AUTO), device=torch.device("cuda", 0))
+    assert is_to_be_measured(on_gpu)
+    given = replace(blueprint_of("--num_stages", "4"), device=torch.device("cuda", 0))
+    assert not is_to_be_measured(given)
+
+
+def test_the_measured_profile_is_kept_and_all_ranks_get_the_same(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "PART_SECONDS", 0.01)
+    small = measure.Amounts(copy_bytes=2**16, cpu_parameters=2**12, gpu_parameters=2**12)
+    monkeypatch.setattr(measure, "Amounts", lambda: small)
+    blueprints = [blueprint_of("--num_chunks", "2", "--num_stages", "2", num_ranks=2) for _ in range(2)]
+
+    def work(transport: LocalTransport) -> tuple[Profile, bool]:
+        return measured_profile(blueprints[transport.rank], transport)
+
+    (first, is_new), second = run_rank_threads(2, work)
+    assert (first, is_new) == second
+    assert is_new
+    assert run_rank_threads(2, work) == [(first, False)] * 2
+    assert first.source is Source.MEASURED
+    assert first.microbatch_tokens == 2 * 16
+    files = list((workplace.parent / "cache").rglob("profile-*.json"))
+    assert len(files) == 1
+
+    files[0].write_text("{")
+    monkeypatch.setattr(measured_plan, "_measure", lambda *_: first)
+    assert run_rank_threads(2, work) == [(first, True)] * 2
+    assert Profile.from_json(files[0].read_text()) == first
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize("is_new", [True, False])
+def test_the_host_is_looked_at_once(monkeypatch: pytest.MonkeyPatch, is_new: bool) -> None:
+    blueprint = replace(blueprint_of(*AUTO), device=torch.device("cuda", 0))
+    looked = []
+
+    def with_host(profile: Profile, *_: object) -> Profile:
+        looked.append(profile)
+        return profile
+
+    monkeypatch.setattr(measured_plan, "measured_profile", lambda *_: (measured_like("H200", 16), is_new))
+    monkeypatch.setattr(measured_plan, "_with_host", with_host)
+    monkeypatch.setattr(measured_plan, "redraw", lambda blueprint, _: blueprint)
+    plan_by_measurement(blueprint, SingleRankTransport())
+    assert len(looked) == (0 if is_new else 1)
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_plan_drawn_again_keeps_the_microbatches() -> None:
+    blueprint = blueprint_of(*AUTO)
+    profile = replace(
+        measured_like("H200", 16), num_ranks=1, kind_of_layer=(0,) * blueprint.shape.num_layers, microbatch_tokens=16
+    )
+    again = redraw(blueprint, profile)
+    assert again.plan.num_microbatches == blueprint.plan.num_microbatches
+    assert again.asked.pipeline.num_stages is None
+    assert again.message_shape == blueprint.message_shape
+    assert again.forecast is not None
+    assert again.forecast.basis == "measured (2 x Some Future GPU)"
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "Some Future GPU"])
+def test_stages_go_by_what_was_measured_also_on_a_gpu_that_is_not_known(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = parse_args(
+        ["--batch_size", "16", "--seq_length", "512", "--num_stages", "auto", "--num_chunks", "4"], num_ranks=2
+    )
+    with caplog.at_level(logging.INFO):
+        resolved = resolve_auto(
+            config, SHAPE, num_ranks=2, gpu=Gpu(name, 24 * GIB), measured=measured_like("RTX4090", 2048)
+        )
+    assert resolved.config.pipeline.num_chunks == 4
+    assert resolved.spans is not None
+    assert len(resolved.spans) % 2 == 0
+    assert "by measured: 2 x Some Future GPU" in caplog.text
+
+
+def test_an_estimate_is_there_for_known_cards_in_short_formats_only() -> None:
+    config = parse_args(["--batch_size", "16", "--seq_length", "512"], num_ranks=2)
+    known = estimate_of(config, SHAPE, num_ranks=2, gpu=Gpu("NVIDIA L20", 48 * GIB))
+    assert known is not None
+    assert known.microbatch_tokens == config.pipeline.microbatch_size * 512
+    assert estimate_of(config, SHAPE, num_ranks=2, gpu=Gpu("Some Future GPU", 48 * GIB)) is None
+    assert estimate_of(config, SHAPE, num_ranks=2, gpu=None) is None
+
+
+def test_messages_are_taken_to_go_through_the_host_where_peer_copies_are_forbidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = parse_args(["--batch_size", "16", "--seq_length", "512"], num_ranks=2)
+    gpu = Gpu("NVIDIA H200", 141 * GIB)
+    direct = estimate_of(config, SHAPE, num_ranks=2, gpu=gpu)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    by_host = estimate_of(config, SHAPE, num_ranks=2, gpu=gpu)
+    assert direct is not None
+    assert by_host is not None
+    assert (direct.messages.is_through_host, by_host.messages.is_through_host) == (False, True)
