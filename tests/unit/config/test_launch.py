@@ -180,10 +180,7 @@ def project_that_shows_its_arguments(folder: Path) -> Path:
     """A copy of the launcher whose ranks print what reaches them instead of training."""
     shutil.copy(ROOT / "train.sh", folder)
     for name in ("mobius", "scripts"):
-        (folder / name).mkdir()
-        for file in (ROOT / name).glob("*"):
-            if file.is_file():
-                shutil.copy(file, folder / name)
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "requirements.txt").touch()
     (folder / "scripts/run_ranks.py").write_text("import sys\nprint('\\n'.join(sys.argv[1:]))\n")
     return folder
