@@ -95,6 +95,6 @@ done
 if [ ${#folders[@]} -gt 0 ]; then
     losses=()
     [ -f "$WORK/losses.json" ] && losses=(--losses "$WORK/losses.json")
-    $PYTHON scripts/compare_runs.py "${folders[@]}" "${losses[@]}"
+    $PYTHON benchmarks/compare_runs.py "${folders[@]}" "${losses[@]}"
 fi
 exit $failed

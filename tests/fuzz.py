@@ -27,7 +27,7 @@ from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT / "benchmarks")]
 
 from mobius.ranks import Ranks, prepare_environment  # noqa: E402
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from benchmark_launch import free_port
 from harness.forked import HANG_SECONDS
 from harness.runs import command, environment, make_checkpoint, make_dataset
+from launch import free_port
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = """--model_path model --dataset data.jsonl --fp32 --num_stages 4 --num_chunks 2 --batch_size 4 --seq_length 16

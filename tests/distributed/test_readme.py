@@ -22,6 +22,7 @@ NEEDS = {
     "CUDA_VISIBLE_DEVICES=0,1,2,3 torchrun": "GPUs and a gated model",
     "bash train.sh configs/fine_tune.yaml": "GPUs and a gated model",
     "docker ": "docker",
+    "python benchmarks/benchmark.py 7b": "GPUs",
     "python scripts/benchmark.py 7b": "GPUs",
     "python scripts/show_topology.py": "GPUs",
     "bash scripts/test": "nothing: it runs this test",

@@ -17,7 +17,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from benchmark_launch import free_port
+from launch import free_port
 
 from mobius.ranks import prepare_environment
 

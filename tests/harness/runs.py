@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from benchmark_launch import free_port
 from harness.forked import HANG_SECONDS, ROOT, Ranks
+from launch import free_port
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 TOKENIZER = ROOT / "assets" / "tiny-llama"

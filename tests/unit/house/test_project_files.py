@@ -77,5 +77,5 @@ def test_the_image_has_everything_that_it_copies() -> None:
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     kept = [line.removeprefix("!") for line in ignore if line.startswith("!")]
 
-    assert {"main.py", "train.sh", "requirements.txt", "mobius", "configs", "assets", "scripts"} <= set(kept)
+    assert {"main.py", "train.sh", "requirements.txt", "mobius", "configs", "assets", "scripts", "benchmarks"} <= set(kept)
     assert [name for name in kept if not (ROOT / name).exists()] == []

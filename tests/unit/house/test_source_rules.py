@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MODULES = sorted((ROOT / "mobius").rglob("*.py"))
-SOURCE_FOLDERS = ("mobius", "scripts", "tests", "configs", "docs", "assets", ".ci")
+SOURCE_FOLDERS = ("mobius", "scripts", "benchmarks", "tests", "configs", "docs", "assets", ".ci")
 SOURCE_SUFFIXES = {".py", ".c", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".jinja", ".sh", ""}
 
-SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+SCRIPTS = sorted(path for folder in ("scripts", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 PICKLERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 PICKLED_COLLECTIVES = {
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),

@@ -1,6 +1,6 @@
 """A peer for benchmark.py: torch's FSDP2 on a Llama-shaped model with random weights and tokens; run by torchrun.
 
-    torchrun --nproc_per_node 4 scripts/peers/fsdp2.py FOLDER --batch_size 64 --seq_length 512 --output row.json
+    torchrun --nproc_per_node 4 benchmarks/peers/fsdp2.py FOLDER --batch_size 64 --seq_length 512 --output row.json
 
 Layers are sharded one by one and recomputed in backward, weights move in bf16 and gradients in fp32, masters are fp32,
 as the FSDP2 tutorial recommends; with --offload parameters, gradients and optimizer states are in page-locked memory.
@@ -11,7 +11,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from common import choose_device, fill, make_parser, read_config, time_steps, write_result
+from peer import choose_device, fill, make_parser, read_config, time_steps, write_result
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel

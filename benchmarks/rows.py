@@ -81,7 +81,7 @@ class Row:
 
 
 def mobius_measurement(output: Mapping[str, Any], workload: Workload, machine_bytes: int) -> Measurement:
-    """From what benchmark_worker.py wrote: a dictionary of every step's metrics."""
+    """From what worker.py wrote: a dictionary of every step's metrics."""
     steps = output["steps"]
     steady, last = steps[workload.warmup :], steps[-1]
     return _measurement(

@@ -1,6 +1,6 @@
 """A peer for benchmark.py: RoundPipe, one process for all GPUs, with its default: weights that are one step stale.
 
-    python scripts/peers/roundpipe_async.py FOLDER --batch_size 64 --seq_length 512 --output row.json
+    python benchmarks/peers/roundpipe_async.py FOLDER --batch_size 64 --seq_length 512 --output row.json
 
 Set OMP_NUM_THREADS to nearly all cores. Its steps overlap, so that single ones cannot be timed: after a warm-up, in
 which it also measures its layers, all steps are timed as one and every step is given their mean.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import fill, limit_gpu_memory, make_parser, read_config, seconds_since_launch, write_result
+from peer import fill, limit_gpu_memory, make_parser, read_config, seconds_since_launch, write_result
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
 

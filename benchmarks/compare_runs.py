@@ -1,6 +1,6 @@
 """Prints one table row per finished run: losses against a yardstick, seconds per step and where they go, memory.
 
-    python scripts/compare_runs.py RUN_FOLDER... [--losses losses.json]
+    python benchmarks/compare_runs.py RUN_FOLDER... [--losses losses.json]
 
 A run folder is a --save_dir (or its .partial); medians leave the first two steps out.
 """

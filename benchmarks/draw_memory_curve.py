@@ -2,8 +2,8 @@
 
 The memory is what a run reserved on its fullest GPU. Rows without a measurement are left out. Needs matplotlib.
 
-    bash scripts/gpu_benchmarks.sh memory
-    python scripts/draw_memory_curve.py benchmark_rows.jsonl --output docs/images/memory_7b.png
+    bash benchmarks/gpu.sh memory
+    python benchmarks/draw_memory_curve.py rows.jsonl --output docs/images/memory_7b.png
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Makes one run of benchmark_worker.py after the other in the same processes, which saves most of each one's start.
+"""Makes one run of worker.py after the other in the same processes, which saves most of each one's start.
 
 A run that fails or takes too long ends the processes, and the next one starts new ones; that the planner refuses one
 changes nothing.
@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmark_launch import GRACE_SECONDS, POLL_SECONDS, RunResult, end_ranks, free_port, start_ranks, used_host_bytes
+from launch import GRACE_SECONDS, POLL_SECONDS, RunResult, end_ranks, free_port, start_ranks, used_host_bytes
 
-WORKER = Path(__file__).parent / "benchmark_worker.py"
+WORKER = Path(__file__).parent / "worker.py"
 LOG, LOG_LINES = "log.txt", 25
 """What all ranks print, and how many of its last lines are told."""
 
@@ -54,7 +54,7 @@ class Service:
         self._end()
 
     def run(self, options: Sequence[str], *, timeout_seconds: float) -> RunResult:
-        """One run with `options`, which are those of benchmark_worker.py behind its output."""
+        """One run with `options`, which are those of worker.py behind its output."""
         if self._is_always_new:
             self._end()
         start, before = time.monotonic(), used_host_bytes()

@@ -9,16 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.forked import HANG_SECONDS, Ranks
+from launch import RunResult
+from make_model import write_config
+from service import Service
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import benchmark_service  # noqa: E402
-from benchmark_launch import RunResult  # noqa: E402
-from benchmark_service import Service  # noqa: E402
-from harness.forked import HANG_SECONDS, Ranks  # noqa: E402
-from make_model import write_config  # noqa: E402
-
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 ALONE = {"OMP_NUM_THREADS": "1"}
 
 
@@ -43,7 +39,7 @@ def losses(result: RunResult) -> list[float]:
 
 def test_runs_in_the_same_processes_train_as_new_ones_do(tmp_path: Path, words: list[str], service: Service) -> None:
     new = Ranks(
-        "benchmark_worker",
+        "worker",
         "main",
         ["output.json", *words, "--num_stages", "4"],
         num_ranks=2,
@@ -112,7 +108,7 @@ def test_runs_share_their_processes_unless_they_are_to_be_new(play: Path) -> Non
 
 
 def test_after_a_run_that_failed_the_next_one_goes_on(play: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark_service, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("service.GRACE_SECONDS", 0.2)
     with Service(num_ranks=2, environment={}, worker=play) as service:
         first = service.run(["first"], timeout_seconds=HANG_SECONDS)
         failed = service.run(["fail"], timeout_seconds=HANG_SECONDS)
@@ -132,14 +128,14 @@ def test_a_run_that_takes_too_long_is_ended(play: Path) -> None:
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, play: Path) -> None:
     play.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(SCRIPTS)!r})\n"
-        f"from benchmark_launch import end_with\nend_with(os.getppid())\n{play.read_text()}"
+        f"import os, sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\n"
+        f"from launch import end_with\nend_with(os.getppid())\n{play.read_text()}"
     )
     script = f"""
 import sys
 from pathlib import Path
-sys.path.insert(0, {str(SCRIPTS)!r})
-from benchmark_service import Service
+sys.path.insert(0, {str(BENCHMARKS)!r})
+from service import Service
 with Service(num_ranks=2, environment={{}}, worker=Path({str(play)!r})) as service:
     service.run(["word"], timeout_seconds=100)
     print(*(process.pid for process in service._ranks), flush=True)

@@ -1,4 +1,4 @@
-"""What the runs of scripts/sweep.py gave: one result per run, and the tables made of them."""
+"""What the runs of benchmarks/sweep.py gave: one result per run, and the tables made of them."""
 
 import functools
 import json
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmark_launch import RunResult
-from benchmark_rows import GIB
+from launch import RunResult
+from rows import GIB
 from sweep_settings import Options
 
 ERROR_LINES = 2
@@ -27,7 +27,7 @@ class Result:
     all_step_seconds: list[float]
     """Empty if it failed."""
     plan: dict[str, Any]
-    """What benchmark_worker.py tells of the plan."""
+    """What worker.py tells of the plan."""
     gpu_gib: float | None
     host_gib: float | None
     """Of the ranks' processes."""

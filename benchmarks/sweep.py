@@ -1,12 +1,12 @@
 """How far `auto` is from the best setting that a sweep finds, and how far predictions are from what is measured.
 
-    python scripts/sweep.py choice --gpus 4 --output sweep.jsonl        # auto beside stages, chunks and residency swept
-    python scripts/sweep.py prediction --gpus 4 --output sweep.jsonl    # predicted and measured memory and seconds
-    python scripts/sweep.py report --output sweep.jsonl                 # both tables, of all runs on record
+    python benchmarks/sweep.py choice --gpus 4 --output sweep.jsonl      # auto beside stages, chunks, residency swept
+    python benchmarks/sweep.py prediction --gpus 4 --output sweep.jsonl  # predicted and measured memory and seconds
+    python benchmarks/sweep.py report --output sweep.jsonl               # both tables, of all runs on record
 
 `choice` starts from what auto has chosen and changes one thing at a time, keeping what is faster: the number of stages,
 then of chunks, then residency; first what is nearest, then the same with what is farther. Every run is a few steps of
-scripts/benchmark_worker.py on random weights and tokens, by median without the first and the last; the same processes
+benchmarks/worker.py on random weights and tokens, by median without the first and the last; the same processes
 make all of them unless one fails or --new_processes is given. A setting ends at --runs runs or --seconds seconds; what
 was not tried is told. SETTING... takes only those whose name contains one of the words.
 `report` runs nothing: of each setting it takes the last auto run and what was tried after it, so that settings may be
@@ -23,10 +23,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # make_model
+
 from benchmark import gpu_names
-from benchmark_launch import end_runs_when_terminated
-from benchmark_service import Service
+from launch import end_runs_when_terminated
 from make_model import SIZES, write_config
+from service import Service
 from sweep_results import TITLES, Result, choice_row, describe, faster, prediction_cells, print_table, report, result_of
 from sweep_settings import CHOICE, PREDICTION, Options, Setting
 

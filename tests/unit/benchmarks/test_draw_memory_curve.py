@@ -1,14 +1,10 @@
 """The picture of speed against memory, from rows as benchmark.py writes them."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
-
 from draw_memory_curve import main, points_of
 
 

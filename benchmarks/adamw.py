@@ -3,7 +3,7 @@
 Torch's is timed twice: in three passes over a whole fp32 master, and as it stands in for the kernel, on a split one.
 The last line compares the kernel with the former.
 
-python scripts/benchmark_adamw.py [--parameters 1e8] [--threads 16] [--gradients fp32]
+python benchmarks/adamw.py [--parameters 1e8] [--threads 16] [--gradients fp32]
 """
 
 import argparse

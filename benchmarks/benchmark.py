@@ -1,6 +1,6 @@
 """Times Mobius on a Llama shape with random weights and tokens, with other options, and beside its peers.
 
-    python scripts/benchmark.py 7b --batch_size 64 --seq_length 512 --peer fsdp2-offload --output rows.jsonl \\
+    python benchmarks/benchmark.py 7b --batch_size 64 --seq_length 512 --peer fsdp2-offload --output rows.jsonl \\
         --variant no_offload="--no_offload" [-- the options of main.py, such as --num_stages 32 --num_chunks 4]
 
 Each row is a run of its own with one process per GPU; it is printed as soon as it is known, and all of them as a
@@ -34,8 +34,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmark_launch import RunResult, end_runs_when_terminated, run_ranks
-from benchmark_rows import (
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # make_model
+
+from launch import RunResult, end_runs_when_terminated, run_ranks
+from make_model import SIZES, num_parameters, write_config
+from rows import (
     Measurement,
     Row,
     Workload,
@@ -46,12 +49,11 @@ from benchmark_rows import (
     peer_measurement,
     record,
 )
-from benchmark_service import Service
-from make_model import SIZES, num_parameters, write_config
+from service import Service
 
-SCRIPTS = Path(__file__).parent
+FOLDER = Path(__file__).parent
 WORKER_WORDS = 3
-"""Of a command of Mobius's: Python, benchmark_worker.py and its output; what follows are options."""
+"""Of a command of Mobius's: Python, worker.py and its output; what follows are options."""
 ABLATION = {
     "optimizer not hidden": "--no_overlap_optimizer",
     "no prefetch": "--no_prefetch",
@@ -166,7 +168,7 @@ def plan_runs(arguments: argparse.Namespace, *, model: Path, output: Path, num_c
         variants.insert(0, ("Mobius", ""))
     runs = []
     for name, options in variants:
-        command = [sys.executable, str(SCRIPTS / "benchmark_worker.py"), str(output), "--model_path", str(model)]
+        command = [sys.executable, str(FOLDER / "worker.py"), str(output), "--model_path", str(model)]
         command += ["--num_iterations", str(arguments.steps), *shared, *arguments.mobius_options, *shlex.split(options)]
         runs.append(Run(name, options, command, arguments.ranks, threads, None, mobius_measurement))
     for name in arguments.peer:
@@ -174,7 +176,7 @@ def plan_runs(arguments: argparse.Namespace, *, model: Path, output: Path, num_c
         options = peer.options
         if not peer.is_one_process and arguments.peer_accumulations > 1:
             options = f"{options} --accumulations {arguments.peer_accumulations}".strip()
-        command = [sys.executable, str(SCRIPTS / "peers" / peer.script), str(model), "--output", str(output)]
+        command = [sys.executable, str(FOLDER / "peers" / peer.script), str(model), "--output", str(output)]
         command += ["--steps", str(arguments.steps), *shared, *shlex.split(options)]
         processes, cores = (1, num_cores) if peer.is_one_process else (arguments.ranks, threads)
         runs.append(Run(name, options, command, processes, cores, peer.package, peer_measurement))
@@ -241,7 +243,7 @@ def main() -> None:
     facts = {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "hardware": describe_machine(names, num_cores),
-        "command": shlex.join(["python", "scripts/benchmark.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/benchmark.py", *sys.argv[1:]]),
     }
     workload = Workload(
         num_parameters=num_parameters(arguments.size, arguments.layers),

@@ -1,10 +1,10 @@
 """One benchmark run of Mobius on random tokens, for benchmark.py or torchrun. Nothing is saved but the numbers.
 
-torchrun --nproc_per_node 4 scripts/benchmark_worker.py OUTPUT.json [--torch_adamw] [the options of main.py]
+torchrun --nproc_per_node 4 benchmarks/worker.py OUTPUT.json [--torch_adamw] [the options of main.py]
 
 With --trace, the trace and its picture go to --save_dir. Weights are random and made on the GPU, which takes seconds
 where transformers' own initialization takes minutes. With `--serve FOLDER` it makes one run after the other without
-starting anew, as the folder tells (benchmark_service.py).
+starting anew, as the folder tells (service.py).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ prepare_environment()  # before torch is imported
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from benchmark_launch import end_with  # noqa: E402
+from launch import end_with  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from mobius.config.cli import parse_args  # noqa: E402

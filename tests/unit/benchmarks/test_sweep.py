@@ -1,22 +1,17 @@
-"""scripts/sweep.py: one thing is changed at a time from what auto chose, and a run that fails is never the best."""
+"""benchmarks/sweep.py: one thing is changed at a time from what auto chose, and a run that fails is never the best."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import sweep  # noqa: E402
-import sweep_results  # noqa: E402
-import sweep_settings  # noqa: E402
-from benchmark_launch import RunResult  # noqa: E402
-from sweep_results import Result  # noqa: E402
-from sweep_settings import Options  # noqa: E402
+import sweep
+import sweep_results
+import sweep_settings
+from launch import RunResult
+from sweep_results import Result
+from sweep_settings import Options
 
 
 def result(options: Options, seconds: float | None, stages: int = 8, chunks: int = 4) -> Result:

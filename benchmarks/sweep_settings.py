@@ -1,4 +1,4 @@
-"""What scripts/sweep.py runs: settings that are asked for, and what of a run can be swept."""
+"""What benchmarks/sweep.py runs: settings that are asked for, and what of a run can be swept."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""scripts/benchmark.py: what it plans to run, its arithmetic, and a whole run of the smallest model on the CPU."""
+"""benchmarks/benchmark.py: what it plans to run, its arithmetic, and a whole run of the smallest model on the CPU."""
 
 import json
 import shlex
@@ -8,16 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import benchmark
 import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
-SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import benchmark  # noqa: E402
-import benchmark_launch  # noqa: E402
-from benchmark_launch import free_port, run_ranks  # noqa: E402
-from benchmark_rows import (  # noqa: E402
+from harness.forked import HANG_SECONDS
+from launch import free_port, run_ranks
+from make_model import num_parameters, write_config
+from rows import (
     Measurement,
     Row,
     Workload,
@@ -29,9 +25,8 @@ from benchmark_rows import (  # noqa: E402
     peer_measurement,
     record,
 )
-from harness.forked import HANG_SECONDS  # noqa: E402
-from make_model import num_parameters, write_config  # noqa: E402
 
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 GIB = 2**30
 WORKLOAD = Workload(num_parameters=10**9, tokens=1000, num_gpus=2, gpu_name="NVIDIA H200", warmup=2)
 PEER_OUTPUT = {
@@ -203,7 +198,7 @@ def test_ranks_find_each_other_and_the_result_is_read(tmp_path: Path) -> None:
 
 
 def test_a_failing_rank_ends_the_run_and_its_words_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark_launch, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("launch.GRACE_SECONDS", 0.2)
     result = run_program(tmp_path, "sys.exit('out of luck') if rank == 1 else time.sleep(100)")
 
     assert result.problem == "failed"
@@ -247,11 +242,11 @@ def test_every_part_of_the_gpu_benchmarks_is_a_command_that_benchmark_understand
     fake.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" "$@" >{tmp_path}/words\n')
     fake.chmod(0o755)
     environment = {"PYTHON": str(fake), "PATH": "/usr/bin:/bin", "HOST_GIB": "400"}
-    subprocess.run(["bash", SCRIPTS / "gpu_benchmarks.sh", part], env=environment, check=True, capture_output=True)
+    subprocess.run(["bash", BENCHMARKS / "gpu.sh", part], env=environment, check=True, capture_output=True)
     script, *argv = (tmp_path / "words").read_text().splitlines()
 
     arguments = benchmark.parse(argv)
-    assert script == "scripts/benchmark.py"
+    assert script == "benchmarks/benchmark.py"
     assert arguments.size == (part[:3] if part[0].isdecimal() else "7b")
     assert arguments.mobius_options[-2:] == ["--host_memory_limit", "400"]
     assert arguments.env == ([("NCCL_P2P_DISABLE", "1")] if part == "nop2p" else [])
@@ -265,7 +260,7 @@ def test_the_smallest_model_is_measured_beside_a_peer_on_the_cpu(tmp_path: Path)
     mobius = "--device cpu --num_stages 2 --num_chunks 2 --compile off"
     more = ["--variant", "wrong=--no_such_option", "--output", rows]
     finished = subprocess.run(
-        [sys.executable, SCRIPTS / "benchmark.py", *options.split(), *more, "--", *mobius.split()],
+        [sys.executable, BENCHMARKS / "benchmark.py", *options.split(), *more, "--", *mobius.split()],
         capture_output=True,
         text=True,
         check=False,

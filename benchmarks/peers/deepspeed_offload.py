@@ -1,6 +1,6 @@
 """A peer for benchmark.py: DeepSpeed's ZeRO with the optimizer on the CPU, on random weights and tokens; by torchrun.
 
-    torchrun --nproc_per_node 4 scripts/peers/deepspeed_offload.py FOLDER --zero_stage 2 --batch_size 64 ...
+    torchrun --nproc_per_node 4 benchmarks/peers/deepspeed_offload.py FOLDER --zero_stage 2 --batch_size 64 ...
 
 Stage 2 keeps bf16 weights on the GPU, stage 3 in page-locked memory; both keep fp32 masters and moments there and
 update them with DeepSpeed's CPU Adam, which is built at the first use (about 40 s). Settings are those of its
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import choose_device, make_parser, read_config, split_batch, time_steps, write_result
+from peer import choose_device, make_parser, read_config, split_batch, time_steps, write_result
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -1,6 +1,6 @@
 """Times the parts of a step on one device: forward and backward of a layer, recomputed and not, and head with loss.
 
-    python scripts/benchmark_layer.py 7b --batch_size 4 8 16 --seq_length 512 [--compile off] [--sdpa cudnn]
+    python benchmarks/layer.py 7b --batch_size 4 8 16 --seq_length 512 [--compile off] [--sdpa cudnn]
 
 For each part: milliseconds (median) and the TFLOP/s of its matrix products, 2 operations per parameter and token
 forward and 4 backward, without those of attention. --back_to_back enqueues one after the other, as within a step, and
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scripts"))
 
 from mobius.ranks import prepare_environment
 

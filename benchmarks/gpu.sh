@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The measurements of docs/benchmarks.md on the GPUs of this machine:  bash scripts/gpu_benchmarks.sh PART...
+# The measurements of docs/benchmarks.md on the GPUs of this machine:  bash benchmarks/gpu.sh PART...
 #
 #   main       Llama-2-7B's shape, batch 64 x 512, all stages streamed under 12 GiB, without clipping, beside peers
 #   stale      the same beside RoundPipe, whose start takes minutes
@@ -14,13 +14,13 @@
 #   13b48      13B, 64 x 128, what fits stays under 48 GiB
 #   30b        Llama-30B's shape, 64 x 512, under 24 GiB per GPU; needs 403 GiB of host memory
 #
-# PYTHON (default python3) must have the requirements installed. ROWS (default benchmark_rows.jsonl) is appended to, row by
+# PYTHON (default python3) must have the requirements installed. ROWS (default rows.jsonl) is appended to, row by
 # row. Each part takes minutes; RUN_SECONDS ends a run that hangs. Whatever is set below can be set in the environment.
 # Lists of peers may be empty. Stages are for four GPUs: 36 of 7B are too many for two.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
-ROWS=${ROWS:-benchmark_rows.jsonl}
+ROWS=${ROWS:-rows.jsonl}
 RUN_SECONDS=${RUN_SECONDS:-240}
 STEPS=${STEPS:-8}
 HOST_GIB=${HOST_GIB:-0}                                    # 0: what is available; else Mobius's --host_memory_limit
@@ -62,7 +62,7 @@ benchmark() {
     shift 2
     [ "$HOST_GIB" != 0 ] && mobius="$mobius --host_memory_limit $HOST_GIB"
     # shellcheck disable=SC2086 # options are words
-    $PYTHON scripts/benchmark.py "$size" --steps "$STEPS" --timeout "$RUN_SECONDS" --output "$ROWS" $BENCHMARK "$@" \
+    $PYTHON benchmarks/benchmark.py "$size" --steps "$STEPS" --timeout "$RUN_SECONDS" --output "$ROWS" $BENCHMARK "$@" \
         -- $mobius $MOBIUS
 }
 
