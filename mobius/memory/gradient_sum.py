@@ -43,9 +43,9 @@ class GradientSum:
             buffer = self._buffers[0]
             if buffer.free is not None:
                 buffer.free.wait()
-            own = buffer.elements[: layout.num_elements]
+            own = buffer.elements[: layout.num_trained]
             own.zero_()
-            self._views = layout.views(own)
+            self._views = layout.trained_views(own)
         return self._views
 
     def end(self) -> None:
@@ -53,8 +53,8 @@ class GradientSum:
         self._stage = None
 
     def flat(self, layout: StageLayout) -> Tensor:
-        """The elements of the sum that was ended last, [layout.num_elements]."""
-        return self._buffers[0].elements[: layout.num_elements]
+        """The elements of the sum that was ended last, [layout.num_trained]."""
+        return self._buffers[0].elements[: layout.num_trained]
 
     def keep_until(self, event: Event) -> None:
         """Leave the sum where it is until `event`; the next one takes the other buffer."""

@@ -1,6 +1,6 @@
-"""Owns the host memory of this rank's streamed stages, in mappings of exactly their size.
+"""Host memory of this rank's streamed stages, in mappings of exactly their size.
 
-Those that the GPU copies from and to are registered with CUDA. Who copies when is weight_slots.py's business.
+What the GPU copies from and to is registered with CUDA.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mobius.errors import HostMemoryError
 from mobius.memory.layout import StageLayout
-from mobius.memory.stage_state import Remainder, StageState
+from mobius.memory.stage_state import StageState
 from mobius.units import bytes_text
 
 _MADV_COLLAPSE = 25
@@ -51,17 +51,9 @@ class HostArena:
             raise
 
     def _allocate(self, layout: StageLayout, dtype: torch.dtype, gradient_dtype: torch.dtype) -> StageState:
-        count = layout.num_elements
-        weights = self._lock(_map(count, dtype))
-        gradients = self._lock(_map(count, gradient_dtype))
-        master: Tensor | Remainder
-        if dtype == torch.float32:
-            master = weights
-        elif dtype == torch.bfloat16:
-            master = Remainder(_map(count, torch.int16))
-        else:  # fp16 is no high half of fp32
-            master = _map(count, torch.float32)
-        return StageState(layout, weights, gradients, master, _map(count, torch.float32), _map(count, torch.float32))
+        weights = self._lock(_map(layout.num_elements, dtype))
+        gradients = self._lock(_map(layout.num_trained, gradient_dtype))
+        return StageState.around(layout, weights, gradients, _map)
 
     def _lock(self, tensor: Tensor) -> Tensor:
         if not self._register or tensor.numel() == 0:

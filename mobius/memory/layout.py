@@ -1,8 +1,8 @@
-"""The layout of a stage's flat buffer: parameter name -> slice. It owns no memory."""
+"""The layout of a stage's flat buffers: parameter name -> slice."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ it.
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A contiguous run of parameters that share one weight decay."""
+    """A contiguous run of trained parameters that share one weight decay."""
 
     start: int
     end: int
@@ -25,34 +25,39 @@ class FlatRange:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Offsets of a stage's parameters in one flat buffer; the same for weights, gradients, master and moments."""
+    """Offsets of a stage's parameters in its flat buffers. Frozen parameters lie behind those that are trained.
+
+    weights                       | trained: matrices, then vectors | frozen |
+    gradients, master, moments    | trained: matrices, then vectors |
+    """
 
     offsets: Mapping[str, tuple[int, tuple[int, ...]]]
     """Name -> (offset in elements, shape), in the stage's own order of parameters."""
     num_elements: int
-    """Length of the flat buffer, padding included."""
-    num_parameters: int
-    """Elements that belong to parameters."""
+    """Length of the flat weights, padding included."""
+    num_trained: int
+    """Length of the trained part, padding included: of gradients, master and moments."""
     ranges: tuple[FlatRange, ...]
-    """Matrices (decayed) first, then vectors: norms and biases are not decayed."""
+    """The trained part: matrices (decayed) first, then vectors: norms and biases are not decayed."""
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> StageLayout:
-        """Lay out `shapes` (name -> shape)."""
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], *, frozen: Collection[str] = frozenset()) -> StageLayout:
+        """Lay out `shapes` (name -> shape); the parameters named in `frozen` are not trained."""
+        trained = [name for name in shapes if name not in frozen]
+        matrices = [name for name in trained if len(shapes[name]) >= 2]
+        vectors = [name for name in trained if len(shapes[name]) < 2]
         offsets: dict[str, tuple[int, tuple[int, ...]]] = {}
-        ranges = []
-        position = 0
-        for has_decay in (True, False):
-            start = position
-            for name, shape in shapes.items():
-                if (len(shape) >= 2) == has_decay:
-                    offsets[name] = (position, shape)
-                    position += -(-torch.Size(shape).numel() // ALIGNMENT) * ALIGNMENT
-            if position > start:
-                ranges.append(FlatRange(start, position, has_decay))
-        in_order = {name: offsets[name] for name in shapes}
-        num_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
-        return cls(in_order, position, num_parameters, tuple(ranges))
+        ends = [0]
+        for names in (matrices, vectors, [name for name in shapes if name in frozen]):
+            position = ends[-1]
+            for name in names:
+                offsets[name] = (position, shapes[name])
+                position += -(-torch.Size(shapes[name]).numel() // ALIGNMENT) * ALIGNMENT
+            ends.append(position)
+        _, matrices_end, num_trained, num_elements = ends
+        both = (FlatRange(0, matrices_end, has_decay=True), FlatRange(matrices_end, num_trained, has_decay=False))
+        ranges = tuple(part for part in both if part.end > part.start)
+        return cls({name: offsets[name] for name in shapes}, num_elements, num_trained, ranges)
 
     def pieces(self, max_elements: int) -> tuple[tuple[FlatRange, ...], ...]:
         """`ranges` in as few groups as their order allows, each of at most `max_elements`."""
@@ -71,8 +76,17 @@ class StageLayout:
         return tuple(tuple(group) for group in groups)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Name -> view of `flat` [num_elements or more] in the parameter's shape."""
-        return {
-            name: flat[offset : offset + torch.Size(shape).numel()].view(shape)
-            for name, (offset, shape) in self.offsets.items()
-        }
+        """Name -> view of the flat weights `flat` [num_elements or more] in the parameter's shape."""
+        return {name: self._view(flat, name) for name in self.offsets}
+
+    def trained_views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Name -> view of `flat` [num_trained or more] in the parameter's shape, for trained parameters only."""
+        return {name: self._view(flat, name) for name in self.offsets if self.is_trained(name)}
+
+    def is_trained(self, name: str) -> bool:
+        """Whether the optimizer updates the parameter."""
+        return self.offsets[name][0] < self.num_trained
+
+    def _view(self, flat: Tensor, name: str) -> Tensor:
+        offset, shape = self.offsets[name]
+        return flat[offset : offset + torch.Size(shape).numel()].view(shape)

@@ -24,7 +24,7 @@ from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.layout import StageLayout
 from mobius.memory.norms import cast_gradients, squared_norm
 from mobius.memory.stage_memory import Departure
-from mobius.memory.stage_state import Remainder, StageState
+from mobius.memory.stage_state import StageState
 
 ROUNDED_ELEMENTS = 2**24
 """Gradients rounded at a time: bounds what it takes beside them to 32 MiB."""
@@ -54,12 +54,12 @@ class ResidentStages:
         assert dtype != torch.float16 or self._waiting.issuperset(layouts), "loss scaling waits for every norm"
         self._gradient_dtype = gradient_dtype or dtype
         if gradient_sum is None and not self._adds_in_place(layouts):
-            gradient_sum = GradientSum(max(layout.num_elements for layout in layouts.values()), device=device)
+            gradient_sum = GradientSum(max(layout.num_trained for layout in layouts.values()), device=device)
         self._sum = gradient_sum
         self._states = {stage: self._allocate(stage, layout, dtype) for stage, layout in layouts.items()}
         self._weights = {stage: state.layout.views(state.weights) for stage, state in self._states.items()}
         self._own_gradients = {
-            stage: state.layout.views(state.gradients)
+            stage: state.layout.trained_views(state.gradients)
             for stage, state in self._states.items()
             if self._adds_in_place((stage,))
         }
@@ -136,20 +136,13 @@ class ResidentStages:
         return self._gradient_dtype == torch.float32 and self._waiting.issuperset(stages)
 
     def _allocate(self, stage: int, layout: StageLayout, dtype: torch.dtype) -> StageState:
-        def zeros(kind: torch.dtype) -> Tensor:
-            return torch.zeros(layout.num_elements, dtype=kind, device=self._device)
+        def zeros(num_elements: int, kind: torch.dtype) -> Tensor:
+            return torch.zeros(num_elements, dtype=kind, device=self._device)
 
-        weights = zeros(dtype)
+        weights = zeros(layout.num_elements, dtype)
         if stage in self._waiting:
-            gradients = zeros(self._gradient_dtype)
+            gradients = zeros(layout.num_trained, self._gradient_dtype)
         else:
             assert self._sum is not None
             gradients = self._sum.flat(layout)
-        master: Tensor | Remainder
-        if dtype == torch.float32:
-            master = weights
-        elif dtype == torch.bfloat16:
-            master = Remainder(zeros(torch.int16))
-        else:  # fp16 is no high half of fp32
-            master = zeros(torch.float32)
-        return StageState(layout, weights, gradients, master, zeros(torch.float32), zeros(torch.float32))
+        return StageState.around(layout, weights, gradients, zeros)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,17 +25,32 @@ class Remainder:
 
 @dataclass(frozen=True)
 class StageState:
-    """Flat tensors of `layout.num_elements` elements each; all on one device."""
+    """Flat tensors of one stage, all on one device: `layout.num_elements` weights, the others `layout.num_trained`."""
 
     layout: StageLayout
     weights: Tensor
-    """Working copy in the compute dtype: the master rounded."""
+    """Working copy in the compute dtype: the master rounded, and frozen parameters, which have no master."""
     gradients: Tensor
-    """Streamed: as they came from the GPU, in the dtype of `weights` or fp32. Resident: fp32."""
+    """Streamed: as they came from the GPU, in the dtype of `weights` or fp32. Resident: in one of these or fp32."""
     master: Tensor | Remainder
     """fp32, or the remainder that makes it up with bf16 weights; in an fp32 run the same tensor as `weights`."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
+
+    @classmethod
+    def around(
+        cls, layout: StageLayout, weights: Tensor, gradients: Tensor, zeros: Callable[[int, torch.dtype], Tensor]
+    ) -> StageState:
+        """State with `weights` and `gradients`; `zeros` (length, dtype) makes what else their format needs."""
+        count = layout.num_trained
+        master: Tensor | Remainder
+        if weights.dtype == torch.float32:
+            master = weights
+        elif weights.dtype == torch.bfloat16:
+            master = Remainder(zeros(count, torch.int16))
+        else:  # fp16 is no high half of fp32
+            master = zeros(count, torch.float32)
+        return cls(layout, weights, gradients, master, zeros(count, torch.float32), zeros(count, torch.float32))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -45,34 +60,35 @@ class StageState:
         return (self.weights, self.gradients, *own_master, self.exp_avg, self.exp_avg_sq)
 
     def read_master(self, part: slice = slice(None)) -> Tensor:
-        """The fp32 master of the elements in `part`: a view where it is stored whole, else new memory."""
+        """The fp32 master of the trained elements in `part`: a view where it is stored whole, else new memory."""
+        trained = slice(0, self.layout.num_trained)
         if not isinstance(self.master, Remainder):
-            return self.master[part]
-        weights = self.weights[part]
+            return self.master[trained][part]
+        weights = self.weights[trained][part]
         return join_master(weights, self.master.bits[part], out=torch.empty_like(weights, dtype=torch.float32))
 
     def write_master(self, part: slice, values: Tensor) -> None:
-        """Set the master of the elements in `part`, and their working copy, from flat `values` of any dtype and device.
+        """Set the master of the trained elements in `part`, and their working copy, from flat `values`.
 
-        A master that is stored split can move by one step of fp32 (`split_master.py`).
+        These are of any dtype and device. A master that is stored split can move by one step of fp32
+        (`split_master.py`).
         """
-        weights, master = self.weights[part], self.master
+        trained = slice(0, self.layout.num_trained)
+        weights, master = self.weights[trained][part], self.master
         if isinstance(master, Remainder):
-            remainder = master.bits[part]
-            for chunk in _chunks(values.numel()):
-                whole = values[chunk].to(weights.device, torch.float32)
-                split_master(whole, weights=weights[chunk], remainder=remainder[chunk])
+            chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (values, weights, master.bits[part]))
+            for chunk, rounded, remainder in zip(*chunks, strict=True):
+                split_master(chunk.to(weights.device, torch.float32), weights=rounded, remainder=remainder)
             return
-        master[part].copy_(values)
+        master[trained][part].copy_(values)
         if master is not self.weights:
             weights.copy_(master[part])
 
     def set_parameter(self, name: str, value: Tensor) -> None:
-        """Set one parameter's master and working copy from `value` of any dtype and device."""
+        """Set one parameter's working copy, and its master if it is trained, from `value` of any dtype and device."""
         offset, _ = self.layout.offsets[name]
-        self.write_master(slice(offset, offset + value.numel()), value.reshape(-1))
-
-
-def _chunks(num_elements: int) -> Iterator[slice]:
-    for start in range(0, num_elements, CHUNK_ELEMENTS):
-        yield slice(start, min(start + CHUNK_ELEMENTS, num_elements))
+        part = slice(offset, offset + value.numel())
+        if self.layout.is_trained(name):
+            self.write_master(part, value.reshape(-1))
+        else:
+            self.weights[part].copy_(value.reshape(-1))

@@ -99,14 +99,14 @@ class FlatAdamW:
 
         Within a step that could wait for the device, which a posted receive may hold up. Changes none of them.
         """
-        by_size = sorted(states, key=lambda state: state.layout.num_elements)
+        by_size = sorted(states, key=lambda state: state.layout.num_trained)
         kinds = {(state.weights.dtype, state.gradients.dtype): state for state in by_size if state.weights.is_cuda}
         for state in kinds.values():
             if self._fused is not None and self._fused.supports(state):
                 self._fused.warm_up(state)
                 if self._fused.supports(state):
                     continue
-            count = min(state.layout.num_elements, GPU_CHUNK_ELEMENTS)
+            count = min(state.layout.num_trained, GPU_CHUNK_ELEMENTS)
             layout = StageLayout({}, count, count, (FlatRange(0, count, has_decay=True),))
             weights, gradients, exp_avg, exp_avg_sq = (
                 torch.zeros_like(tensor[:count])

@@ -55,7 +55,7 @@ class FusedUpdate:
         If that fails, it supports none from then on, and a line says so.
         """
         found = torch.ones((), dtype=torch.float32, device=state.weights.device)
-        part = slice(0, state.weights.numel())
+        part = slice(0, state.layout.num_trained)
         try:
             self.update(
                 state,

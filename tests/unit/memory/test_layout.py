@@ -26,8 +26,17 @@ def test_names_keep_the_order_of_the_stage() -> None:
     assert list(StageLayout.of(SHAPES).offsets) == ["norm", "up", "bias", "down"]
 
 
-def test_padding_is_not_counted_as_parameters() -> None:
-    assert StageLayout.of(SHAPES).num_parameters == 5 + 150 + 130 + 128
+def test_frozen_parameters_lie_behind_those_that_are_trained() -> None:
+    layout = StageLayout.of(SHAPES, frozen={"up", "bias"})
+    assert layout.num_elements == StageLayout.of(SHAPES).num_elements
+    assert list(layout.offsets) == list(SHAPES), "in the stage's own order"
+    assert {name for name in SHAPES if layout.is_trained(name)} == {"norm", "down"}
+    assert layout.ranges == (FlatRange(0, 128, has_decay=True), FlatRange(128, layout.num_trained, has_decay=False))
+    assert [piece for group in layout.pieces(100) for piece in group][-1].end == layout.num_trained
+    assert list(layout.trained_views(torch.zeros(layout.num_trained))) == ["norm", "down"]
+    flat = torch.zeros(layout.num_elements)
+    layout.views(flat)["up"].fill_(1)
+    assert flat[: layout.num_trained].count_nonzero() == 0
 
 
 def test_tensors_of_more_than_two_dimensions_are_decayed() -> None:
