@@ -197,9 +197,9 @@ def _with_full_model_name(values: dict[str, OptionValue]) -> dict[str, OptionVal
 
 def _help_text() -> str:
     """All options by topic, with their texts and defaults."""
+    program = "main.py" if Path(sys.argv[0]).name == "main.py" else "-m mobius"
     parser = argparse.ArgumentParser(
-        prog="main.py",
-        usage="torchrun --nproc_per_node N main.py [--config FILE.yaml] [options]",
+        usage=f"torchrun --nproc_per_node N {program} [--config FILE.yaml] [options]",
         description=_DESCRIPTION,
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),

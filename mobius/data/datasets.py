@@ -8,7 +8,7 @@ import json
 import logging
 import multiprocessing
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -201,7 +201,7 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: SampleEncoder, num_workers:
     # Not fork: by now torch and the tokenizer may have threads, and a fork keeps their locks but not the threads.
     context = multiprocessing.get_context("spawn")
     pending: deque[Future[list[Encoded]]] = deque()
-    with ProcessPoolExecutor(num_workers, context, _start_worker, (encoder,)) as pool:
+    with ProcessPoolExecutor(num_workers, context, _start_worker, (_ChildOfParent(), encoder)) as pool:
         try:
             for chunk in chunks:
                 with workers_not_interrupted():  # it starts workers as they are needed
@@ -227,8 +227,14 @@ def _encode_chunk(encoder: SampleEncoder, chunk: Chunk) -> list[Encoded]:
 _worker_state: list[SampleEncoder] = []
 
 
-def _start_worker(encoder: SampleEncoder) -> None:
-    end_with_parent()
+class _ChildOfParent:
+    """Makes a worker end with its parent as soon as it arrives there: before the tokenizer, which takes seconds."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return end_with_parent, ()
+
+
+def _start_worker(_: None, encoder: SampleEncoder) -> None:
     _worker_state[:] = [encoder]
 
 

@@ -1,0 +1,66 @@
+"""The program: `mobius`, `python -m mobius` and main.py, alone or under torchrun; see --help."""
+
+import logging
+import os
+import sys
+import time
+
+from mobius.errors import MobiusError
+from mobius.interruption import Interruption, Standing, end_with_launcher
+from mobius.log import setup_logging
+from mobius.ranks import Ranks, prepare_environment
+
+ECHO_SECONDS = 3.0
+"""How long a rank other than the first waits before it tells an error.
+
+An error that all ranks share is then told once: the end of the first rank has ended the others.
+"""
+
+
+def main() -> None:
+    """Parse, train, and turn an error that the user can mend into one message and an exit code."""
+    prepare_environment()
+    rank = 0
+    standing = Standing()
+    interruption = Interruption(standing)
+    try:
+        ranks = Ranks.from_environment()
+        rank = ranks.rank
+        end_with_launcher()
+        interruption.watch(speaks=ranks.is_first)
+        setup_logging(rank)
+        # Imported behind the watch, because Ctrl-C may come while they load; torch only where it is needed.
+        from mobius.config.cli import given_options, parse_args
+
+        config = parse_args(sys.argv[1:], num_ranks=ranks.num_ranks)
+        if config.planning.dry_run:
+            from mobius.planning.dry_run import run_dry
+
+            sys.exit(0 if run_dry(config, ranks, given=given_options(sys.argv[1:])) else 1)
+        from mobius.training.run import run_training
+
+        run_training(config, ranks, given=given_options(sys.argv[1:]), standing=standing)
+        interruption.stand_down()
+    except MobiusError as error:
+        interruption.goes_first()
+        setup_logging(rank)
+        if rank != 0:
+            time.sleep(ECHO_SECONDS)
+        logging.getLogger("mobius").error("%s", "\n".join([str(error), *getattr(error, "__notes__", [])]))
+        _end_now(error.exit_code)
+    except Exception:
+        interruption.goes_first()
+        logging.getLogger("mobius").exception("rank %d ends with an error of Mobius itself:", rank)
+        _end_now(1)
+
+
+def _end_now(exit_code: int) -> None:
+    """End without the usual cleaning up: it can wait for a GPU that waits for a neighbour, and then no rank ends."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()
