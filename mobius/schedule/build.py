@@ -1,7 +1,4 @@
-"""Owns the way from four numbers to a checked schedule: compute order, then transfers, then the check.
-
-Does not own any of the three passes.
-"""
+"""Owns the way from a few numbers to a checked schedule: compute order, then transfers, then the check."""
 
 from collections.abc import Collection, Sequence
 
@@ -32,7 +29,15 @@ def build_schedule(
     streams = [not staying.issuperset(range(rank, num_stages, num_ranks)) for rank in range(num_ranks)]
     slots = tuple(number if streaming else 0 for number, streaming in zip(given, streams, strict=True))
     least = min((number for number, streaming in zip(slots, streams, strict=True) if streaming), default=1)
-    _require_positive(num_ranks, stages_per_rank, num_microbatches, least)
+    numbers = {
+        "ranks": num_ranks,
+        "stages per rank (--num_stages / ranks)": stages_per_rank,
+        "microbatches (--num_chunks)": num_microbatches,
+        "GPU slots": least,
+    }
+    wrong = [f"{number} {what}" for what, number in numbers.items() if number < 1]
+    if wrong:
+        raise ScheduleError(f"a schedule needs at least 1 of each, it was given {', '.join(wrong)}")
 
     def actions_of(rank: int) -> tuple[Action, ...]:
         order = compute_order(rank, num_ranks, num_stages, num_microbatches)
@@ -43,15 +48,3 @@ def build_schedule(
     schedule = Schedule(num_ranks, num_stages, num_microbatches, slots, actions, staying)
     check(schedule)
     return schedule
-
-
-def _require_positive(num_ranks: int, stages_per_rank: int, num_microbatches: int, num_slots: int) -> None:
-    given = {
-        "ranks": num_ranks,
-        "stages per rank (--num_stages / ranks)": stages_per_rank,
-        "microbatches (--num_chunks)": num_microbatches,
-        "GPU slots": num_slots,
-    }
-    wrong = [f"{number} {what}" for what, number in given.items() if number < 1]
-    if wrong:
-        raise ScheduleError(f"a schedule needs at least 1 of each, it was given {', '.join(wrong)}")

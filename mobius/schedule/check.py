@@ -1,6 +1,6 @@
 """Owns the rules that every schedule obeys before it is played, one function per rule.
 
-Does not own how schedules are made, nor the simulation behind the last rule (rendezvous.py).
+The last rule asks whether the ranks can play their lists to the end (schedule.py).
 """
 
 from collections import Counter
@@ -8,8 +8,7 @@ from enum import StrEnum
 
 from mobius.errors import ScheduleError
 from mobius.schedule.action import ActionKind, describe_misfit
-from mobius.schedule.rendezvous import find_conflict
-from mobius.schedule.schedule import Schedule
+from mobius.schedule.schedule import Schedule, take_turns
 
 
 class Rule(StrEnum):
@@ -41,7 +40,7 @@ def check(schedule: Schedule) -> None:
     for rank in range(schedule.num_ranks):
         for rule in (_check_form, _check_data, _check_complete, _check_order, _check_residency):
             rule(schedule, rank)
-    conflict = find_conflict(schedule)
+    _, conflict = take_turns(schedule)
     if conflict is not None:
         rule_broken = Rule.DEADLOCK if conflict.is_deadlock else Rule.ORDER
         raise _violation(schedule, conflict.rank, conflict.index, rule_broken, conflict.text)
@@ -116,10 +115,16 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_residency(schedule: Schedule, rank: int) -> None:
-    _check_no_transfers(schedule, rank)
     loaded: set[int] = set()
     num_backwards: Counter[int] = Counter()
     for index, action in enumerate(schedule.actions[rank]):
+        is_transfer = action.kind in (ActionKind.LOAD, ActionKind.OFFLOAD)
+        if is_transfer and schedule.num_slots is None:
+            text = "the schedule has no slots, all weights stay on the GPU"
+            raise _violation(schedule, rank, index, Rule.BUDGET, text)
+        if is_transfer and action.stage in schedule.resident:
+            text = f"stage {action.stage} is resident, its weights stay on the GPU"
+            raise _violation(schedule, rank, index, Rule.RESIDENT, text)
         if action.kind is ActionKind.GENERATE_DATA or action.stage in schedule.resident:
             continue
         is_loaded = action.stage in loaded
@@ -146,16 +151,3 @@ def _check_residency(schedule: Schedule, rank: int) -> None:
             f"the gradients of the stages {sorted(loaded)} have not gone home: each needs an offload after its backward"
         )
         raise _violation(schedule, rank, len(schedule.actions[rank]), Rule.GRADIENTS, text)
-
-
-def _check_no_transfers(schedule: Schedule, rank: int) -> None:
-    """Nothing moves without slots, nor what is resident."""
-    for index, action in enumerate(schedule.actions[rank]):
-        if action.kind not in (ActionKind.LOAD, ActionKind.OFFLOAD):
-            continue
-        if schedule.num_slots is None:
-            text = "the schedule has no slots, all weights stay on the GPU"
-            raise _violation(schedule, rank, index, Rule.BUDGET, text)
-        if action.stage in schedule.resident:
-            text = f"stage {action.stage} is resident, its weights stay on the GPU"
-            raise _violation(schedule, rank, index, Rule.RESIDENT, text)

@@ -1,11 +1,16 @@
-"""Owns the type of a finished schedule: one tuple of actions per rank, and which rank runs which stage.
+"""Owns the type of a schedule, and the order in which its ranks can play it.
 
-Does not own how the actions are made (build.py) or what makes them valid (check.py).
+    rank 0   compute, send ->  [messages from 0 to 1, in the order of their sending]  -> receive, compute   rank 1
+
+A rank hands each send to the queue of its edge and goes on; it waits only for what it must receive. There is one queue
+for each pair of ranks and direction, as the runtime has one communicator for each: with fewer, a send could block the
+receive that it waits for, because NCCL buffers no large messages.
 """
 
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
-from mobius.schedule.action import Action
+from mobius.schedule.action import Action, incoming, outgoing
 
 
 @dataclass(frozen=True)
@@ -39,3 +44,61 @@ class Schedule:
     def streamed_stages(self, rank: int) -> list[int]:
         """The stages of `rank` whose weights come and go, ascending."""
         return [stage for stage in self.local_stages(rank) if stage not in self.resident]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Where a rank gets stuck (`is_deadlock`), or would receive another message than the one it needs."""
+
+    rank: int
+    index: int
+    """Into the actions of the rank."""
+    is_deadlock: bool
+    text: str
+
+
+def take_turns(schedule: Schedule) -> tuple[list[tuple[int, Action]], Conflict | None]:
+    """All actions with their ranks, every receiver behind its sender, as far as they can be played; what stops them.
+
+    The ranks take turns; each goes on until a message is missing. The conflict is None if all reach the end.
+    """
+    order: list[tuple[int, Action]] = []
+    positions = [0] * schedule.num_ranks
+    edges: dict[tuple[int, int], deque[tuple[int, int, int | None]]] = defaultdict(deque)
+    num_before = -1
+    while num_before < len(order):
+        num_before = len(order)
+        for rank, actions in enumerate(schedule.actions):
+            for index, action in enumerate(actions[positions[rank] :], start=positions[rank]):
+                source, target = incoming(action, schedule.num_stages), outgoing(action, schedule.num_stages)
+                if source is not None:
+                    wanted, arriving = (source, action.stage, action.microbatch), edges[schedule.rank_of(source), rank]
+                    if not arriving:
+                        break
+                    if arriving[0] != wanted:
+                        text = f"it needs {_describe(*wanted)}, but the edge delivers {_describe(*arriving[0])} first"
+                        return order, Conflict(rank, index, False, text)
+                    arriving.popleft()
+                if target is not None:
+                    edges[rank, schedule.rank_of(target)].append((action.stage, target, action.microbatch))
+                order.append((rank, action))
+                positions[rank] += 1
+    return order, _deadlock(schedule, positions)
+
+
+def _describe(source: int, target: int, microbatch: int | None) -> str:
+    return f"microbatch {microbatch} from stage {source} to stage {target}"
+
+
+def _deadlock(schedule: Schedule, positions: list[int]) -> Conflict | None:
+    """The conflict of the ranks that are not at their end, where none of them can go on."""
+    stuck = {rank: a[positions[rank]] for rank, a in enumerate(schedule.actions) if positions[rank] < len(a)}
+    if not stuck:
+        return None
+    waits = []
+    for rank, action in stuck.items():
+        source = incoming(action, schedule.num_stages)
+        assert source is not None, "only an action that receives can be stuck"
+        waits.append(f"rank {rank} at {action} for stage {source} on rank {schedule.rank_of(source)}")
+    first = min(stuck)
+    return Conflict(first, positions[first], True, f"nobody can go on; waiting: {'; '.join(waits)}")

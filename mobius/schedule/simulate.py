@@ -1,7 +1,5 @@
 """Owns when each action of a schedule starts and ends under given costs: the timeline behind the grid and the picture.
 
-Does not own measured costs, nor how a timeline is drawn (render.py).
-
 Per rank three lanes run side by side: compute, load and offload. Within a lane actions keep their order, and
 
     compute   waits for its stage's load and for the message of the neighbouring stage
@@ -13,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from mobius.schedule.action import Action, ActionKind, incoming
-from mobius.schedule.schedule import Schedule
+from mobius.schedule.schedule import Schedule, take_turns
 
 
 class Lane(StrEnum):
@@ -69,27 +67,21 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
     clocks = [_RankClock() for _ in range(schedule.num_ranks)]
     computed: dict[tuple[bool, int, int | None], int] = {}
-    remaining = sum(len(actions) for actions in schedule.actions)
-    while remaining:
-        before = remaining
-        for rank, actions in enumerate(schedule.actions):
-            for action in actions[len(spans[rank]) :]:
-                source = incoming(action, schedule.num_stages)
-                key = (action.kind.is_backward, source, action.microbatch) if source is not None else None
-                if key is not None and key not in computed:
-                    break
-                span = _play(clocks[rank], action, computed[key] if key else 0, schedule.slots[rank], costs)
-                if action.kind.is_compute:
-                    computed[action.kind.is_backward, action.stage, action.microbatch] = span.end
-                spans[rank].append(span)
-                remaining -= 1
-        assert remaining < before, "a checked schedule has no deadlock"
+    order, conflict = take_turns(schedule)
+    assert conflict is None, "the schedule has not passed the check"
+    for rank, action in order:
+        source = incoming(action, schedule.num_stages)
+        arrival = 0 if source is None else computed[action.kind.is_backward, source, action.microbatch]
+        span = _play(clocks[rank], action, arrival, schedule.slots[rank], costs)
+        if action.kind.is_compute:
+            computed[action.kind.is_backward, action.stage, action.microbatch] = span.end
+        spans[rank].append(span)
     return tuple(tuple(rank_spans) for rank_spans in spans)
 
 
-def _play(clock: _RankClock, action: Action, message_arrives: int, num_slots: int, costs: Costs) -> Span:
+def _play(clock: _RankClock, action: Action, arrival: int, num_slots: int, costs: Costs) -> Span:
     lane = _LANES.get(action.kind, Lane.COMPUTE)
-    start = max(clock.lane_free[lane], message_arrives)
+    start = max(clock.lane_free[lane], arrival)
     duration = 0
     if action.kind is ActionKind.LOAD:
         if clock.num_loads >= num_slots:
