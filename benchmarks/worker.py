@@ -40,10 +40,10 @@ from mobius.machine.available import huge_page_share, own_host_bytes  # noqa: E4
 from mobius.machine.devices import set_host_threads  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.output.recordings import Recordings  # noqa: E402
-from mobius.plan.budget import GIB  # noqa: E402
 from mobius.planning.blueprint import Blueprint, draw_blueprint  # noqa: E402
 from mobius.planning.measured_plan import plan_by_measurement  # noqa: E402
 from mobius.training.build import assemble, connect, load_state, rehearse, trace_facts  # noqa: E402
+from mobius.units import GIB  # noqa: E402
 
 POLL_SECONDS = 0.05
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+GIB = 2**30
+_UNITS = (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def bytes_text(num_bytes: float, *, digits: int = 1) -> str:
@@ -29,7 +30,7 @@ def bytes_sum(parts: Sequence[tuple[str, int]]) -> str:
 
 def gib_cell(num_bytes: int) -> str:
     """A cell of a table in GiB: two digits behind the point, and `<0.01` for what they would make zero."""
-    gib = num_bytes / 2**30
+    gib = num_bytes / GIB
     return "<0.01" if num_bytes and not _shows(gib, 2) else f"{gib:.2f}"
 
 

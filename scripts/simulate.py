@@ -21,12 +21,12 @@ if importlib.util.find_spec("mobius") is None:
 from mobius.config.config import Recompute
 from mobius.errors import GpuMemoryError, MobiusError
 from mobius.log import drop, printable
-from mobius.plan.budget import GIB
 from mobius.plan.cards import CARDS, HOST_BANDWIDTH, PCIE_BYTES, Host, find_card
 from mobius.plan.model_files import LLAMA_SHAPES, shape_of_model
 from mobius.plan.profile import Profile, ProfileError
 from mobius.plan.step_tasks import WaitFor
 from mobius.plan.what_if import Answer, Machine, Run, answer
+from mobius.units import GIB
 
 HEADER = (
     *("model", "GPUs", "PCIe", "GiB", "stages", "chunks", "slots", "resident", "kept", "s/step", "tokens/s", "MFU"),

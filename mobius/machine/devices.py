@@ -12,8 +12,8 @@ from mobius.config.config import Device, Dtype
 from mobius.errors import GpuMemoryError
 from mobius.machine.available import peak_host_bytes
 from mobius.machine.numa_binding import bind_to_gpu_node, num_nodes
-from mobius.plan.budget import GIB
 from mobius.ranks import Ranks, omp_num_threads
+from mobius.units import GIB
 
 SPARED_THREADS = 2
 MIN_THREADS_TO_SPARE = 8

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mobius.errors import NonFiniteLossError
+from mobius.limits import PIECE_ELEMENTS
 from mobius.memory.layout import FlatRange
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
 from mobius.memory.stage_memory import Departure, StageMemory
@@ -35,8 +36,6 @@ from mobius.runtime.waits import WaitCause, WaitClock
 logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 10
-PIECE_ELEMENTS = 2**26
-"""Parameters that a streamed stage is updated by before a more urgent one may come between; about 30 ms."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from mobius.plan.gpu_peak import MicrobatchBytes, largest_moment
 from mobius.plan.plan import Plan
 from mobius.plan.shape import ModelShape
 from mobius.plan.working_set import embedding_bytes, estimate_layer, loss_bytes, with_measured
-from mobius.units import bytes_sum, bytes_text
+from mobius.units import GIB, bytes_sum, bytes_text
 
-GIB = 2**30
 MOMENTS_BYTES = 8
 """The two fp32 moments of AdamW, per parameter."""
 GPU_PROCESS_BYTES = int(2.15 * GIB)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from mobius.errors import PlanError
 from mobius.plan.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
 from mobius.plan.shape import ModelShape
+from mobius.units import GIB
 
-GIGA, TERA, GIB = 1e9, 1e12, 2**30
+GIGA, TERA = 1e9, 1e12
 
 # Calibration: one H200, 4096 tokens of Llama-2-7B, compiled layers. A layer is 1.658 TFLOP forward.
 GEMM_SHARE = 0.805

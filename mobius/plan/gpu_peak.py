@@ -15,22 +15,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from mobius.limits import RECEIVES_AHEAD, max_sends_under_way
 from mobius.plan.plan import Plan
 from mobius.plan.working_set import LayerBytes
-
-RECEIVES_AHEAD = 2
-"""Messages for which a rank has posted a receive (runtime/executor.py)."""
-SENDS_BEYOND_MICROBATCHES = 2
-
-
-def max_sends_under_way(num_microbatches: int) -> int:
-    """Sent messages that a rank keeps at most; before the next one, compute waits for the first of them.
-
-    No receiver is ever further behind than the microbatches of one stage (a test reads that off the schedules), so
-    that compute does not wait in a steady pipeline. Without a bound the host, which is as much as a thousand launches
-    ahead of the GPU, kept every message of half a step: 4 GiB of 11 for Llama-2-7B at 64 x 512.
-    """
-    return num_microbatches + SENDS_BEYOND_MICROBATCHES
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from mobius.limits import INCOMING_EDGES, NUM_MAILBOXES
 from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, GpuNeed, HostNeed
 from mobius.plan.cards import Card
 from mobius.plan.plan import Plan
 from mobius.plan.shape import ModelShape
 from mobius.plan.step_tasks import WaitFor
-from mobius.plan.what_if import MAILBOXES, Answer
+from mobius.plan.what_if import Answer
 from mobius.units import bytes_text, gib_cell
 
 _CATEGORIES = (
@@ -90,7 +91,7 @@ def outside_bytes(*, num_ranks: int, message_bytes: int) -> int:
     if num_ranks == 1:
         return CONTEXT_BYTES
     edges = 2 if num_ranks == 2 else 4
-    return CONTEXT_BYTES + (edges + 1) * COMMUNICATOR_BYTES + MAILBOXES * message_bytes
+    return CONTEXT_BYTES + (edges + 1) * COMMUNICATOR_BYTES + INCOMING_EDGES * NUM_MAILBOXES * message_bytes
 
 
 def describe_host(need: HostNeed, available_bytes: int | None) -> str:

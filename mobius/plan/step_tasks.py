@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from mobius.limits import PIECE_ELEMENTS
 from mobius.plan.profile import Profile
 from mobius.plan.shared_rates import SharedRates
 from mobius.plan.stage_costs import StageCost, StepRules
@@ -16,8 +17,6 @@ from mobius.plan.tasks import Flow, Task
 from mobius.schedule.action import Action, ActionKind, incoming, outgoing
 from mobius.schedule.schedule import Schedule
 
-PIECE_PARAMETERS = 2**26
-"""As optim/stepper.py cuts an update."""
 SEAL_BYTES = 14
 """GPU memory traffic per parameter behind a stage's last backward, when its message has left: norm 4, rounded to the
 format in which gradients travel 6, sums cleared 4."""
@@ -235,7 +234,7 @@ class StepTasks:
     def _update_on_host(self, rank: int, stage: int, needs: Sequence[Task]) -> None:
         left = self.costs[stage].parameters
         while left > 0:
-            piece = min(left, PIECE_PARAMETERS)
+            piece = min(left, PIECE_ELEMENTS)
             flow = self.flows.update(piece)
             task = self._task((Lane.OPTIMIZER, rank), flow, needs, name=f"U{stage}", priority=stage)
             left, needs = left - piece, [task]

@@ -12,8 +12,8 @@ from functools import cache, partial
 
 from mobius.config.config import Dtype, Recompute
 from mobius.errors import PlanError
+from mobius.limits import INCOMING_EDGES, NUM_MAILBOXES
 from mobius.plan.budget import (
-    GIB,
     ByteSizes,
     StepTokens,
     fullest,
@@ -41,11 +41,10 @@ from mobius.plan.shape import ModelShape
 from mobius.plan.simulation import simulated_seconds, without_collector
 from mobius.plan.stage_costs import StepRules, stage_costs
 from mobius.plan.working_set import estimate_layer
+from mobius.units import GIB
 
 OUTSIDE_BYTES = GIB
 """Of a card's memory, what the driver and communicators take. A guess."""
-MAILBOXES = 4
-"""Messages that the mailboxes of both incoming edges hold on a GPU (messages/mailbox_setup.py)."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +258,7 @@ def _request(machine: Machine, run: Run, spans: tuple[StageSpan, ...], num_chunk
         recompute=run.recompute,
         num_resident=plan.stages_per_rank if slots is None else run.num_resident,
         waiting=waiting_of(run, len(spans)),
-        reserved_bytes=MAILBOXES * message,
+        reserved_bytes=INCOMING_EDGES * NUM_MAILBOXES * message,
     )
 
 

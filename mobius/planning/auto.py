@@ -17,7 +17,7 @@ import torch
 from mobius.config.config import Config, Dtype, PipelineConfig
 from mobius.errors import PlanError
 from mobius.messages.transport import Transport
-from mobius.plan.budget import CPU_PROCESS_BYTES, GIB, gpu_process_bytes
+from mobius.plan.budget import CPU_PROCESS_BYTES, gpu_process_bytes
 from mobius.plan.cards import Card, Host, card_of_device
 from mobius.plan.choice import choose_stages_and_chunks
 from mobius.plan.partition import StageSpan
@@ -27,6 +27,7 @@ from mobius.plan.shape import ModelShape
 from mobius.plan.stage_costs import StepRules
 from mobius.plan.what_if import Machine, Run, machine_profile, make_job
 from mobius.ranks import allows_peer_copies
+from mobius.units import GIB
 
 logger = logging.getLogger(__name__)
 

@@ -10,15 +10,13 @@ import torch
 from transformers import PretrainedConfig
 
 from mobius.config.config import Compile, Config, Dtype
+from mobius.limits import INCOMING_EDGES, NUM_MAILBOXES
 from mobius.machine.available import available_host_bytes, own_host_bytes
+from mobius.machine.device_order import order_devices
 from mobius.machine.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
-from mobius.machine.placement import order_devices
-from mobius.messages.mailbox_setup import NUM_MAILBOXES
-from mobius.messages.meeting import Meeting
-from mobius.messages.store_meeting import meet_at_store
+from mobius.messages.meeting import Meeting, meet_at_store
 from mobius.models.blocks import ModelParts
 from mobius.plan.budget import (
-    GIB,
     ByteSizes,
     HostNeed,
     StepTokens,
@@ -41,9 +39,7 @@ from mobius.ranks import Ranks, separate_device_queues
 from mobius.runtime.stage import measure_layer_bytes
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
-
-MAX_INCOMING_EDGES = 2
-"""From the ranks before and behind."""
+from mobius.units import GIB
 
 
 @dataclass(frozen=True)
@@ -204,7 +200,7 @@ def _draw(
             scales_loss=config.model.dtype is Dtype.FP16,
             is_tied=parts.is_tied,
         ),
-        reserved_bytes=MAX_INCOMING_EDGES * NUM_MAILBOXES * math.prod(message) * dtype.itemsize,
+        reserved_bytes=INCOMING_EDGES * NUM_MAILBOXES * math.prod(message) * dtype.itemsize,
         compiled=_compiles(config, device),
     )
     # By guess: what cannot fit is refused before anything is compiled.

@@ -19,15 +19,13 @@ from mobius.config.validation import validate
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.machine.available import available_host_bytes
 from mobius.machine.cpu_dtype import settle_on_cpus
-from mobius.machine.device_order import device_names
-from mobius.machine.placement import order_devices
+from mobius.machine.device_order import device_names, order_devices
 from mobius.messages.meeting import Told, told_text, told_value
 from mobius.models.blocks import ModelParts
 from mobius.models.known_shapes import load_planned_config
 from mobius.models.weights import check_model_weights
 from mobius.output.output_folder import replaced_whole
 from mobius.plan.budget import (
-    GIB,
     HostNeed,
     StepTokens,
     check_host_memory,
@@ -44,6 +42,7 @@ from mobius.plan.shape import ModelShape
 from mobius.plan.what_if import Answer, Machine, Run, answer, waiting_of
 from mobius.planning.auto import resolve_auto, run_of, usual_process_bytes
 from mobius.ranks import Ranks, cpu_share, visible_devices
+from mobius.units import GIB
 
 logger = logging.getLogger(__name__)
 

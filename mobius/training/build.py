@@ -13,11 +13,12 @@ from tqdm import tqdm
 
 from mobius.config.config import Dtype
 from mobius.data.batches import Batch, Batches
+from mobius.limits import max_sends_under_way
 from mobius.machine.devices import (
     MemoryMeter,
     optimizer_threads,
 )
-from mobius.machine.placement import send_by_host_if_broken
+from mobius.machine.peer_check import send_by_host_if_broken
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.mixed import take_memory
@@ -26,8 +27,7 @@ from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
 from mobius.messages.cuda_copies import CudaCopyEngine
 from mobius.messages.distributed import DistributedTransport
-from mobius.messages.mailbox_setup import open_mailboxes
-from mobius.messages.mailboxes import Mailboxes
+from mobius.messages.mailboxes import Mailboxes, open_mailboxes
 from mobius.messages.meeting import Meeting
 from mobius.messages.rehearsal import RehearsalTransport
 from mobius.messages.transport import SingleRankTransport, Transport
@@ -42,7 +42,6 @@ from mobius.optim.stepper import Stepper
 from mobius.optim.tied import TiedPair
 from mobius.output.recordings import StepWatch
 from mobius.output.trace import TraceFacts
-from mobius.plan.gpu_peak import max_sends_under_way
 from mobius.planning.blueprint import Blueprint
 from mobius.ranks import allows_peer_copies, cache_folder
 from mobius.runtime.executor import Executor, StepBatch

@@ -30,7 +30,6 @@ from mobius.output.metrics import MetricsLog, StepMetrics, step_line
 from mobius.output.output_folder import OutputFolder
 from mobius.output.recordings import Recordings
 from mobius.output.report import RankMemory, RunTimings, write_report
-from mobius.plan.budget import GIB
 from mobius.planning.blueprint import Blueprint, draw_blueprint
 from mobius.planning.measured_plan import plan_by_measurement
 from mobius.planning.planned import adopt_plan, saved_plan_of
@@ -38,6 +37,7 @@ from mobius.ranks import Ranks, cache_folder
 from mobius.training.build import RankState, assemble, connect, load_state, rehearse, trace_facts
 from mobius.training.export import check_result, export_bytes, export_model, write_single_file
 from mobius.training.trainer import Trainer
+from mobius.units import GIB
 
 logger = logging.getLogger(__name__)
 

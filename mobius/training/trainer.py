@@ -18,9 +18,9 @@ from mobius.optim.lr_schedule import learning_rate_at
 from mobius.optim.stepper import StepOutcome, Stepper
 from mobius.output.metrics import StepMetrics
 from mobius.output.recordings import StepWatch
-from mobius.plan.budget import GIB
 from mobius.runtime.executor import Executor, StepBatch
 from mobius.runtime.waits import WaitCause, WaitClock
+from mobius.units import GIB
 
 
 class Trainer:

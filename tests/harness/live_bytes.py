@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
+from mobius.limits import max_sends_under_way
 from mobius.memory.layout import StageLayout
 from mobius.memory.mixed import take_memory
 from mobius.messages.rehearsal import RehearsalTransport
 from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.graph import backward, run_with_graph
-from mobius.plan.gpu_peak import max_sends_under_way
 from mobius.plan.plan import Plan
 from mobius.plan.working_set import LayerBytes
 from mobius.runtime.executor import Executor, StepBatch

@@ -9,7 +9,6 @@ import pytest
 from mobius.config.config import Dtype
 from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.plan.budget import (
-    GIB,
     ByteSizes,
     GpuNeed,
     HostNeed,
@@ -24,6 +23,7 @@ from mobius.plan.budget import (
 )
 from mobius.plan.plan import Plan, make_plan
 from mobius.plan.shape import ModelShape
+from mobius.units import GIB
 
 BF16, FP16, FP32 = (ByteSizes.of(dtype) for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32))
 LAYER = 202_383_360  # of Llama-2-7B

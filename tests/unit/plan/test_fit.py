@@ -7,12 +7,13 @@ import pytest
 
 from mobius.config.config import Dtype, Recompute
 from mobius.errors import GpuMemoryError, PlanError
-from mobius.plan.budget import GIB, ByteSizes, StepTokens
+from mobius.plan.budget import ByteSizes, StepTokens
 from mobius.plan.fit import FittedPlan, fit_plan
 from mobius.plan.fit_request import FitRequest
 from mobius.plan.plan import make_plan
 from mobius.plan.preference import Candidate, Rates, Score, estimated_seconds
 from mobius.plan.shape import ModelShape
+from mobius.units import GIB
 
 BF16 = ByteSizes.of(Dtype.BF16)
 TOKENS = StepTokens(step=64 * 512, microbatch=16 * 512, loss_chunk=2048)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from mobius.plan.budget import GIB
 from mobius.plan.cards import CARDS, estimate_profile
 from mobius.plan.forecast import Forecast, forecast, steady_seconds
 from mobius.plan.memory_use import StepModel
@@ -15,6 +14,7 @@ from mobius.plan.plan import make_plan
 from mobius.plan.preference import Candidate
 from mobius.plan.sensitivity import Resource
 from mobius.plan.stage_costs import StepRules
+from mobius.units import GIB
 
 FORECAST = Forecast(2.0, Resource.PCIE, 0.05, "estimated (2 x L20)")
 

@@ -3,27 +3,24 @@
 import pytest
 
 from mobius.config.config import Dtype
-from mobius.plan.budget import GIB, ByteSizes, StepTokens, gpu_need, microbatch_bytes
-from mobius.plan.gpu_peak import RECEIVES_AHEAD, Held, MicrobatchBytes, largest_moment, max_sends_under_way
+from mobius.limits import max_sends_under_way
+from mobius.plan.budget import ByteSizes, StepTokens, gpu_need, microbatch_bytes
+from mobius.plan.gpu_peak import Held, MicrobatchBytes, largest_moment
 from mobius.plan.model_files import shape_of_model
 from mobius.plan.partition import partition_of
 from mobius.plan.plan import Plan, make_plan
 from mobius.plan.shape import ModelShape
 from mobius.plan.working_set import LayerBytes
-from mobius.runtime import executor
 from mobius.schedule.action import incoming
 from mobius.schedule.build import build_schedule
 from mobius.schedule.simulate import Costs, simulate
+from mobius.units import GIB
 
 SIZE = MicrobatchBytes(activation=10, layer=LayerBytes(graph=100, peak=150), loss=70, embedding=500)
 
 
 def plan_of(sizes: list[int], *, num_ranks: int, num_microbatches: int) -> Plan:
     return Plan(num_ranks, num_microbatches, (0,) * num_ranks, partition_of(sizes), frozenset(range(len(sizes))))
-
-
-def test_the_executor_receives_as_far_ahead_as_the_model_counts() -> None:
-    assert executor.RECEIVES_AHEAD == RECEIVES_AHEAD
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 import pytest
 
 from mobius.config.config import Dtype, Recompute
-from mobius.plan.budget import GIB, ByteSizes, StepTokens
+from mobius.plan.budget import ByteSizes, StepTokens
 from mobius.plan.cards import CARDS, estimate_profile
 from mobius.plan.fit import fit_plan, memory_uses
 from mobius.plan.fit_request import FitRequest
@@ -21,6 +21,7 @@ from mobius.plan.simulation import simulate_steps
 from mobius.plan.stage_costs import StepRules, stage_costs
 from mobius.schedule.build import build_schedule
 from mobius.schedule.check import check
+from mobius.units import GIB
 
 BF16 = ByteSizes.of(Dtype.BF16)
 

@@ -6,12 +6,13 @@ import pytest
 
 from mobius.config.config import Dtype, Recompute
 from mobius.errors import GpuMemoryError
-from mobius.plan.budget import GIB, ByteSizes, Remedy, StepTokens
+from mobius.plan.budget import ByteSizes, Remedy, StepTokens
 from mobius.plan.fit import fit_plan
 from mobius.plan.fit_request import FitRequest
 from mobius.plan.plan import make_plan
 from mobius.plan.remedies import find_remedies
 from mobius.plan.shape import ModelShape
+from mobius.units import GIB
 
 
 def request_for(shape: ModelShape, *, slots: int | None = 2, recompute: Recompute = Recompute.AUTO) -> FitRequest:

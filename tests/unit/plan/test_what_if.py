@@ -8,11 +8,11 @@ import pytest
 
 from mobius.config.config import Recompute
 from mobius.errors import GpuMemoryError, PlanError
-from mobius.plan.budget import GIB
 from mobius.plan.cards import CARDS, Host
 from mobius.plan.sensitivity import Resource
 from mobius.plan.shape import ModelShape
 from mobius.plan.what_if import Answer, Machine, Run, answer
+from mobius.units import GIB
 
 
 def ask(

@@ -14,12 +14,12 @@ from mobius.config.cli import parse_args
 from mobius.config.config import Config
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.messages.local import LocalTransport, run_rank_threads
-from mobius.plan.budget import GIB
 from mobius.plan.cards import card_of_device
 from mobius.plan.model_files import shape_of_model
 from mobius.plan.partition import partition_of
 from mobius.plan.plan import Plan
 from mobius.planning.auto import Gpu, check_agreement, measures_at_start, resolve_auto
+from mobius.units import GIB
 
 RTX4090 = Gpu("NVIDIA GeForce RTX 4090", 24 * GIB)
 SHAPE = replace(shape_of_model("1b"), layer_parameters=shape_of_model("1b").layer_parameters[:8])

@@ -11,7 +11,7 @@ from harness.runs import ROOT, make_checkpoint, make_dataset, run_main
 
 from mobius.config.cli import given_options, parse_args
 from mobius.errors import CheckpointError, ConfigError, PlanError
-from mobius.machine import placement
+from mobius.machine import device_order
 from mobius.machine.topology import Topology
 from mobius.models import families
 from mobius.planning import dry_run
@@ -167,7 +167,7 @@ def test_the_gpus_of_the_ranks_are_told_where_they_are_here(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA L20")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=48 * 2**30))
-    monkeypatch.setattr(placement, "read_topology", lambda num_gpus: BOX)
+    monkeypatch.setattr(device_order, "read_topology", lambda num_gpus: BOX)
     caplog.set_level("INFO")
     here = [argument for argument in NODE if argument not in ("--card", "H200")]
     assert dry(*here, "--num_stages", "32", "--num_chunks", "8", *options)

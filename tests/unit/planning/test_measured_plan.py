@@ -14,7 +14,6 @@ from mobius.config.cli import parse_args
 from mobius.measuring import bench, measure
 from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.messages.transport import SingleRankTransport
-from mobius.plan.budget import GIB
 from mobius.plan.cards import CARDS, estimate_profile
 from mobius.plan.model_files import shape_of_model
 from mobius.plan.profile import Profile, Source
@@ -23,6 +22,7 @@ from mobius.planning.auto import Gpu, estimate_of, resolve_auto
 from mobius.planning.blueprint import Blueprint, draw_blueprint, redraw
 from mobius.planning.measured_plan import is_to_be_measured, measured_profile, plan_by_measurement
 from mobius.ranks import Ranks
+from mobius.units import GIB
 
 SHAPE = replace(shape_of_model("1b"), layer_parameters=shape_of_model("1b").layer_parameters[:8])
 AUTO = ("--num_stages", "auto", "--num_chunks", "auto")
