@@ -16,8 +16,9 @@ if importlib.util.find_spec("mobius") is None:
 
 from mobius.errors import MobiusError, ScheduleError
 from mobius.log import drop, printable
+from mobius.output.schedule_picture import draw_schedule
 from mobius.schedule import Schedule, build_schedule
-from mobius.schedule.render import render_picture, render_text
+from mobius.schedule.render import render_text
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.actions:
             print(format_actions(schedule))
         if arguments.output is not None:
-            render_picture(schedule, arguments.output)
+            draw_schedule(schedule, arguments.output)
             print(printable(f"\npicture written to {arguments.output}", sys.stdout))
         sys.stdout.flush()
     except BrokenPipeError:

@@ -1,7 +1,4 @@
-"""Owns the picture of one measured step, in the style of the predicted one: a band per rank, its lanes beneath.
-
-Does not own the spans (timeline.py) nor the colours (schedule/style.py).
-"""
+"""Owns the picture of one measured or predicted step of a trace: a band for each rank, with its lanes beneath."""
 
 from __future__ import annotations
 
@@ -13,42 +10,29 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from mobius.memory.spans import MeasuredSpan, TraceLane
-from mobius.output.trace import Trace, TraceFacts, take_apart
-from mobius.runtime.waits import WaitCause
-from mobius.schedule.style import (
+from mobius.output.picture_style import (
     IDLE_COLOUR,
-    LOAD_COLOUR,
-    OFFLOAD_COLOUR,
+    LANES,
     Colour,
     check_picture_name,
     describe_sizes,
+    draw_frame,
+    draw_legend,
     font_size_for,
     save_picture,
     stage_colour,
     text_colour,
 )
+from mobius.output.trace import Trace, TraceFacts, take_apart
+from mobius.runtime.waits import WaitCause
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-_UPDATE_COLOUR, _SEND_COLOUR = (0.76, 0.30, 0.30), (0.45, 0.45, 0.45)
 _WAIT_COLOURS = {
     WaitCause.WEIGHTS.value: (0.99, 0.88, 0.70),
     WaitCause.NEIGHBOURS.value: (0.85, 0.85, 0.85),
     WaitCause.OPTIMIZER.value: (0.95, 0.80, 0.80),
-}
-_LANE_COLOURS = {
-    TraceLane.LOAD: LOAD_COLOUR,
-    TraceLane.OFFLOAD: OFFLOAD_COLOUR,
-    TraceLane.OPTIMIZER: _UPDATE_COLOUR,
-    TraceLane.SEND: _SEND_COLOUR,
-}
-_LANE_TEXTS = {
-    TraceLane.LOAD: "L s  load weights",
-    TraceLane.OFFLOAD: "O s  offload: gradients go home",
-    TraceLane.OPTIMIZER: "U s  update of stage s",
-    TraceLane.SEND: "message on its way",
 }
 _COMPUTE_HEIGHT, _LANE_HEIGHT, _SEND_HEIGHT, _GAP, _BAND_GAP = 0.50, 0.17, 0.07, 0.04, 0.16
 _INCHES_PER_UNIT = 0.85
@@ -77,11 +61,12 @@ def draw_timeline(trace: Trace, path: Path, *, step: int | None = None) -> None:
     step = trace.choose_step(step)
     # Imported here: matplotlib takes half a second and training does not need it.
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     start, end = trace.window(step)
     bands = [_bars(trace.within(rank, step), trace.facts, start) for rank in range(trace.facts.num_ranks)]
-    lanes = [TraceLane.COMPUTE, *(lane for lane in _LANE_COLOURS if any(lane in band for band in bands))]
-    places, pitch = _places(lanes)
+    lanes = [lane for lane in map(TraceLane, LANES) if any(lane in band for band in bands)]
+    places, pitch = _places([TraceLane.COMPUTE, *lanes])
     duration = 1000 * (end - start)
     width = _width(bands, duration)
     height = 1.4 + _INCHES_PER_UNIT * pitch * len(bands)
@@ -91,12 +76,37 @@ def draw_timeline(trace: Trace, path: Path, *, step: int | None = None) -> None:
     for rank, band in enumerate(bands):
         axes.barh(rank * pitch + places[TraceLane.COMPUTE][0], duration, _COMPUTE_HEIGHT, align="edge",
                   color=IDLE_COLOUR)  # fmt: skip
-        for lane in (TraceLane.WAIT, *lanes):
+        for lane in (TraceLane.WAIT, TraceLane.COMPUTE, *lanes):
             place, thickness = places[lane]
             _draw_lane(axes, band.get(lane, []), rank * pitch + place, thickness, points_per_ms, lane)
-    _draw_frame(axes, trace.facts, bands, pitch, duration, step)
-    _draw_legend(figure, trace.facts, bands, lanes, duration)
+    name = "rank" if trace.facts.device == "cpu" else "GPU"
+    shares = [100 * sum(bar.length for bar in band.get(TraceLane.COMPUTE, [])) / duration for band in bands]
+    middles = [rank * pitch + _GAP + _COMPUTE_HEIGHT / 2 for rank in range(len(bands))]
+    draw_frame(
+        axes,
+        duration,
+        pitch * len(bands) - _BAND_GAP,
+        {place: f"{name} {rank}\nbusy {shares[rank]:.0f} %" for rank, place in enumerate(middles)},
+        title=_title(trace.facts, step, duration),
+        x_label="time in ms",
+        size=9,
+    )
+    waits = [bar for band in bands for bar in band.get(TraceLane.WAIT, [])]
+    told = [
+        Patch(color=colour, label=f"waits for {cause}")
+        for cause, colour in _WAIT_COLOURS.items()
+        if sum(bar.length for bar in waits if bar.colour == colour) > _VISIBLE_SHARE * duration
+    ]
+    draw_legend(figure, trace.facts, lanes, told, num_rows=2)
     save_picture(figure, path)
+
+
+def _title(facts: TraceFacts, step: int, duration: float) -> str:
+    sizes = describe_sizes(facts)
+    if facts.device == "cpu":
+        sizes = sizes.replace("GPUs", "CPU processes").replace("GPU", "CPU process")
+    how = "as predicted" if facts.is_predicted else "as measured"
+    return f"Step {step} {how} ({facts.device}), {duration:,.0f} ms: {sizes}"
 
 
 def _bars(spans: Sequence[MeasuredSpan], facts: TraceFacts, origin: float) -> dict[TraceLane, list[_Bar]]:
@@ -116,13 +126,11 @@ def _colour(span: MeasuredSpan, facts: TraceFacts) -> Colour | None:
     if span.lane is TraceLane.WAIT:
         return _WAIT_COLOURS.get(span.name)
     if span.lane is not TraceLane.COMPUTE:
-        return _LANE_COLOURS.get(span.lane)
+        return LANES[span.lane][0] if span.lane in LANES else None
     action = take_apart(span.name)
     if action is None or action.letter not in "FB":
         return None
-    return stage_colour(
-        action.stage, num_ranks=facts.num_ranks, num_stages=facts.num_stages, is_backward=action.letter == "B"
-    )
+    return stage_colour(facts, action.stage, is_backward=action.letter == "B")
 
 
 def _places(lanes: Sequence[TraceLane]) -> tuple[dict[TraceLane, tuple[float, float]], float]:
@@ -183,64 +191,3 @@ def _labelled(bars: list[_Bar], points_per_ms: float) -> list[_Bar]:
             members = [row] if sum(bar.length for bar in members) > _FILLED_SHARE * row.length else members
         labelled += members
     return labelled
-
-
-def _draw_frame(
-    axes: Axes,
-    facts: TraceFacts,
-    bands: Sequence[dict[TraceLane, list[_Bar]]],
-    pitch: float,
-    duration: float,
-    step: int,
-) -> None:
-    axes.set_xlim(0, duration)
-    axes.set_ylim(pitch * len(bands) - _BAND_GAP, 0)
-    name = "rank" if facts.device == "cpu" else "GPU"
-    shares = [100 * sum(bar.length for bar in band.get(TraceLane.COMPUTE, [])) / duration for band in bands]
-    axes.set_yticks(
-        [rank * pitch + _GAP + _COMPUTE_HEIGHT / 2 for rank in range(len(bands))],
-        [f"{name} {rank}\nbusy {share:.0f} %" for rank, share in enumerate(shares)],
-    )
-    axes.tick_params(axis="y", length=0, labelsize=9)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.set_xlabel("time in ms", fontsize=9)
-    for side in ("left", "right", "top"):
-        axes.spines[side].set_visible(False)
-    sizes = describe_sizes(
-        num_ranks=facts.num_ranks,
-        num_stages=facts.num_stages,
-        num_microbatches=facts.num_microbatches,
-        num_slots=facts.num_slots,
-    )
-    if facts.device == "cpu":
-        sizes = sizes.replace("GPUs", "CPU processes").replace("GPU", "CPU process")
-    how = "as predicted" if facts.is_predicted else "as measured"
-    axes.set_title(f"Step {step} {how} ({facts.device}), {duration:,.0f} ms: {sizes}", fontsize=11, loc="left")
-
-
-def _draw_legend(
-    figure: Figure,
-    facts: TraceFacts,
-    bands: Sequence[dict[TraceLane, list[_Bar]]],
-    lanes: Sequence[TraceLane],
-    duration: float,
-) -> None:
-    from matplotlib.patches import Patch
-
-    def of_stage_0(*, is_backward: bool) -> Colour:
-        return stage_colour(0, num_ranks=facts.num_ranks, num_stages=facts.num_stages, is_backward=is_backward)
-
-    handles = [
-        Patch(color=of_stage_0(is_backward=False), label="F s.m  forward of stage s, microbatch m"),
-        Patch(color=of_stage_0(is_backward=True), label="B s.m  backward"),
-        *(Patch(color=_LANE_COLOURS[lane], label=_LANE_TEXTS[lane]) for lane in lanes if lane in _LANE_COLOURS),
-    ]
-    waits = [bar for band in bands for bar in band.get(TraceLane.WAIT, [])]
-    handles += [
-        Patch(color=colour, label=f"waits for {cause}")
-        for cause, colour in _WAIT_COLOURS.items()
-        if sum(bar.length for bar in waits if bar.colour == colour) > _VISIBLE_SHARE * duration
-    ]
-    figure.legend(
-        handles=handles, loc="lower center", ncols=(len(handles) + 1) // 2, frameon=False, fontsize=8, handlelength=1.2
-    )

@@ -9,10 +9,10 @@ import pytest
 
 from mobius.errors import ConfigError
 from mobius.memory.spans import MeasuredSpan, TraceLane
+from mobius.output.schedule_picture import draw_schedule
 from mobius.output.timeline_picture import draw_timeline
 from mobius.output.trace import Trace, TraceFacts
 from mobius.schedule import Schedule, build_schedule
-from mobius.schedule.render import render_picture
 from mobius.schedule.simulate import Lane, simulate
 
 
@@ -62,7 +62,7 @@ def test_where_bars_are_too_narrow_their_stage_is_named_once(tmp_path: Path) -> 
 
 def test_it_has_the_colours_of_the_predicted_picture(tmp_path: Path) -> None:
     schedule = build_schedule(2, 3, 2, 2)
-    render_picture(schedule, tmp_path / "predicted.svg")
+    draw_schedule(schedule, tmp_path / "predicted.svg")
     predicted = set(re.findall(r"fill: (#[0-9a-f]{6})", (tmp_path / "predicted.svg").read_text()))
     own = set(re.findall(r"fill: (#[0-9a-f]{6})", drawn(measured(schedule), tmp_path)))
     assert predicted <= own

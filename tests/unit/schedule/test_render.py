@@ -1,13 +1,11 @@
-"""The grid and the picture show every action, and the grid shows where a run failed."""
+"""The grid shows every action, and where a run failed."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from mobius.errors import ConfigError
 from mobius.schedule import Schedule, build_schedule
-from mobius.schedule.render import render_picture, render_text
+from mobius.schedule.render import render_text
 
 
 def test_the_grid_is_the_one_drawn_by_hand() -> None:
@@ -64,29 +62,3 @@ def test_a_failed_batch_is_not_hidden_by_the_first_forward() -> None:
 def test_without_offload_the_grid_has_no_rows_for_transfers() -> None:
     text = render_text(build_schedule(2, 2, 2, None))
     assert "load" not in text
-
-
-def test_the_svg_names_every_action(tmp_path: Path) -> None:
-    schedule = build_schedule(2, 3, 2, 2)
-    render_picture(schedule, tmp_path / "schedule.svg")
-    svg = (tmp_path / "schedule.svg").read_text()
-    for actions in schedule.actions:
-        for action in actions[1:]:
-            assert f">{action}<" in svg
-    assert "GPU 1" in svg
-
-
-def test_the_same_schedule_gives_the_same_svg(small: Schedule, tmp_path: Path) -> None:
-    render_picture(small, tmp_path / "one.svg")
-    render_picture(small, tmp_path / "two.svg")
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
-
-
-def test_the_png_is_a_png(tmp_path: Path) -> None:
-    render_picture(build_schedule(1, 1, 1, None), tmp_path / "schedule.PNG")
-    assert (tmp_path / "schedule.PNG").read_bytes().startswith(b"\x89PNG")
-
-
-def test_another_suffix_is_refused(small: Schedule, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ends in \.png or \.svg"):
-        render_picture(small, tmp_path / "schedule.jpg")
