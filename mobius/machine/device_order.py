@@ -1,7 +1,7 @@
-"""Has all ranks agree on which GPU each of them gets: the first decides by the topology, and tells the others.
+"""Has all ranks agree on which GPU each gets: the first decides by the topology (mapping.py) and tells the others.
 
-The deciding is machine/mapping.py's. Ranks keep the GPUs that the user listed, rank r one of the first N of them; only
-their order among the ranks changes, so nothing in the environment does.
+Ranks keep the GPUs that the user listed, rank r one of the first N of them; only their order among the ranks changes,
+so nothing in the environment does.
 """
 
 from __future__ import annotations
@@ -11,11 +11,34 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from mobius.config.config import Config
+from mobius.machine.load_probe import add_measurement, measure_in_process
 from mobius.machine.mapping import choose_order
+from mobius.machine.read_topology import read_topology
 from mobius.machine.topology import Topology
 from mobius.messages.meeting import Meeting, read_numbers, read_told
+from mobius.ranks import cache_folder, visible_devices
 
 logger = logging.getLogger(__name__)
+
+_MIN_RANKS = 3
+"""One rank, or two, are the same in any order."""
+_USUAL_CHUNKS = 2
+"""Microbatches per rank where `--num_chunks auto` is still to be chosen, for which the devices must be known."""
+
+
+def order_devices(config: Config, meeting: Meeting) -> tuple[int, ...]:
+    """The index of every rank's GPU; collective. Makes no context on any GPU."""
+    pipeline = config.pipeline
+    if not pipeline.cross_mapping or meeting.num_ranks < _MIN_RANKS:
+        return tuple(range(meeting.num_ranks))
+
+    def survey(num_gpus: int) -> Topology:
+        topology = read_topology(num_gpus)
+        return add_measurement(topology, cache_folder(), measure_in_process) if pipeline.probe_topology else topology
+
+    num_microbatches = pipeline.num_chunks or _USUAL_CHUNKS * meeting.num_ranks
+    return agree_on_order(meeting, survey, listed=visible_devices(), num_microbatches=num_microbatches)
 
 
 def agree_on_order(

@@ -1,35 +1,151 @@
-"""Copy queues and shareable memory of one GPU, for mailboxes: torch's streams and events, the driver's operations.
-
-Owns streams; memory is given back by whoever asked for it.
-"""
+"""One GPU's copies, counters and shareable memory, for mailboxes: torch's streams and the driver's operations."""
 
 from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from typing import Any
 
 import torch
 
 from mobius.memory.streams import CudaEvent, Event
-from mobius.messages.cuda_driver import CudaDriver
-from mobius.messages.mailboxes import CopyQueue
+from mobius.messages.copy_engine import CopyQueue
 
+_LIBRARY = "libcuda.so.1"
 _EXPORT_GRANULE = 2 * 2**20
 """A smaller piece of device memory may share its block with others, which would be exported along with it."""
 _HIGH_PRIORITY = -1
 """Such streams come from a pool of their own, so that they share no hardware queue with compute and other copies."""
 
+_WAIT_UNTIL_NOT_BEFORE = 0x0  # CU_STREAM_WAIT_VALUE_GEQ: cyclic, (int32)(*address - value) >= 0
+_WRITE_BEHIND_A_FENCE = 0x0  # CU_STREAM_WRITE_VALUE_DEFAULT: what the stream did before is visible to everybody
+_REGISTER_FOR_DEVICES = 0x1 | 0x2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+_ENABLE_PEER_ACCESS = 0x1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
-class CudaCopyEngine:
-    """One GPU's copy engines; one thread uses it."""
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which travels by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+_PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
+    "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
+    "cuMemFree_v2": (c_uint64,),
+    "cuIpcGetMemHandle": (POINTER(_Handle), c_uint64),
+    "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _Handle, c_uint),
+    "cuIpcCloseMemHandle": (c_uint64,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuMemHostGetDevicePointer_v2": (POINTER(c_uint64), c_void_p, c_uint),
+}
+
+
+class DriverError(RuntimeError):
+    """A call that the driver refused, or a driver that does not have it."""
+
+
+class CudaDriver:
+    """The few calls of the CUDA driver that torch does not offer; a refused one raises DriverError in its own words.
+
+    Addresses and handles are plain numbers. Every call works in the calling thread's current context, which torch sets.
+    """
+
+    def __init__(self, library: str = _LIBRARY) -> None:
+        """Open the driver's library; raises DriverError if it, or one of its functions, is missing."""
+        try:
+            opened = ctypes.CDLL(library)
+        except OSError as error:
+            raise DriverError(f"the CUDA driver cannot be opened: {error}") from error
+        self._functions: dict[str, Any] = {}
+        for name, arguments in _PROTOTYPES.items():
+            try:
+                function = getattr(opened, name)
+            except AttributeError as error:
+                raise DriverError(f"the CUDA driver is too old: it has no {name}") from error
+            function.argtypes, function.restype = arguments, c_int
+            self._functions[name] = function
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        """Hold the stream up until the uint32 at a device address is not before `value`, cyclically."""
+        self._call("cuStreamWaitValue32_v2", stream, address, value, _WAIT_UNTIL_NOT_BEFORE)
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """Let the stream write a uint32, behind a fence for all that it did before."""
+        self._call("cuStreamWriteValue32_v2", stream, address, value, _WRITE_BEHIND_A_FENCE)
+
+    def copy(self, stream: int, target: int, source: int, num_bytes: int) -> None:
+        """Copy between two addresses of any devices or page-locked host memory; returns at once."""
+        self._call("cuMemcpyAsync", target, source, num_bytes, stream)
+
+    def allocate(self, num_bytes: int) -> int:
+        """Device memory that can be exported; its address."""
+        address = c_uint64()
+        self._call("cuMemAlloc_v2", byref(address), num_bytes)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Give `allocate`d memory back; no other process may have it open."""
+        self._call("cuMemFree_v2", address)
+
+    def export(self, address: int) -> bytes:
+        """The handle by which another process opens `allocate`d memory."""
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", byref(handle), address)
+        return bytes(handle)
+
+    def open_exported(self, handle: bytes) -> int:
+        """Map another process's memory for the current device; its address here."""
+        address = c_uint64()
+        if len(handle) != ctypes.sizeof(_Handle):
+            raise DriverError(f"a handle of {len(handle)} bytes opens no memory")
+        self._call("cuIpcOpenMemHandle_v2", byref(address), _Handle.from_buffer_copy(handle), _ENABLE_PEER_ACCESS)
+        return address.value
+
+    def close_exported(self, address: int) -> None:
+        """Undo `open_exported`."""
+        self._call("cuIpcCloseMemHandle", address)
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Page-lock host memory for all devices; the address by which the current device knows it."""
+        self._call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_FOR_DEVICES)
+        device_address = c_uint64()
+        try:
+            self._call("cuMemHostGetDevicePointer_v2", byref(device_address), address, 0)
+        except DriverError:
+            self.unregister(address)
+            raise
+        return device_address.value
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`, by the host's address."""
+        self._call("cuMemHostUnregister", address)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        result = self._functions[name](*arguments)
+        if result != 0:
+            text = c_char_p()
+            told = self._functions["cuGetErrorString"](result, byref(text)) == 0 and text.value
+            raise DriverError(f"{name}: {told.decode() if told else 'unknown error'} ({result})")
+
+
+class CudaCopyEngine(CudaDriver):
+    """One GPU's copy engines, a `CopyEngine`; one thread uses it. Whoever asks for memory gives it back."""
 
     def __init__(self, device: torch.device, *, allows_peers: bool) -> None:
         """Raises DriverError if the driver lacks what it takes. `allows_peers`: whether GPUs may reach each other."""
         self._device, self._allows_peers = device, allows_peers
-        self._driver = CudaDriver()
+        super().__init__()
         torch.cuda.set_device(device)
         torch.cuda.synchronize(device)  # the context exists from here on; sync: once, before training
 
     @property
     def device_index(self) -> int:
-        """By which all ranks know the GPU."""
+        """The number by which all ranks know the GPU."""
         assert self._device.index is not None
         return self._device.index
 
@@ -43,36 +159,12 @@ class CudaCopyEngine:
         )
 
     def new_queue(self) -> CopyQueue:
-        """A stream of its own."""
-        return _CudaQueue(self._device, self._driver)
+        """A queue on a stream of its own."""
+        return _CudaQueue(self._device, self)
 
     def allocate(self, num_bytes: int) -> int:
-        """Device memory that `export` can share, beside torch's."""
-        return self._driver.allocate(-(-num_bytes // _EXPORT_GRANULE) * _EXPORT_GRANULE)
-
-    def free(self, address: int) -> None:
-        """Give `allocate`d memory back."""
-        self._driver.free(address)
-
-    def export(self, address: int) -> bytes:
-        """What another rank needs to open `allocate`d memory."""
-        return self._driver.export(address)
-
-    def open_exported(self, handle: bytes) -> int:
-        """Map another GPU's memory; its address for this GPU."""
-        return self._driver.open_exported(handle)
-
-    def close_exported(self, address: int) -> None:
-        """Undo `open_exported`."""
-        self._driver.close_exported(address)
-
-    def register(self, address: int, num_bytes: int) -> int:
-        """Page-lock host memory; its address for this GPU."""
-        return self._driver.register(address, num_bytes)
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`, by the host's address."""
-        self._driver.unregister(address)
+        """Device memory beside torch's that `export` can share; its address."""
+        return super().allocate(-(-num_bytes // _EXPORT_GRANULE) * _EXPORT_GRANULE)
 
 
 class _CudaQueue:

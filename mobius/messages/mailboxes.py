@@ -1,46 +1,42 @@
-"""Messages by copy engines: a ring of mailboxes per directed edge, kept in order by two counters in shared memory.
+"""Messages by copy engines: a ring of mailboxes per directed edge, on the target's GPU, kept in order by two counters.
 
-The sender copies a message into the next mailbox chunk by chunk and counts the chunks that have arrived; the receiver
-copies them out and counts the mailboxes that are free again. Both only enqueue: streams wait for counters, the host
-waits for nothing, and no multiprocessor is occupied.
+The sender copies a message into the next mailbox and counts it as arrived; the receiver copies it out and counts the
+mailbox as free again. Both only enqueue: streams wait for counters, the host waits for nothing, and no multiprocessor
+is occupied.
 
-    sender's stream      freed >= i-K+1 ?  | copy into mailbox i mod K, chunk c | arrived = i*C+c+1 | ...
-    receiver's stream                        arrived >= i*C+c+1 ? | copy out    | ... | freed = i+1
+    sender's stream      freed >= i-K+1 ?  | copy into mailbox i mod K | arrived = i+1 | ...
+    receiver's stream                        arrived >= i+1 ? | copy out | freed = i+1 | ...
 
-Counters are uint32 and go on over the whole run; comparisons are cyclic. Where mailboxes lie, and who makes the memory,
-is mailbox_setup.py's business.
+Counters are uint32 and go on over the whole run; comparisons are cyclic. They lie in page-locked host memory that both
+processes share, where the host can release what waits for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from mobius.memory.streams import Event
+from mobius.errors import TransportError
+from mobius.limits import NUM_MAILBOXES
+from mobius.memory.streams import Event, record_current
+from mobius.messages.copy_engine import CopyEngine, CopyQueue, Neighbours
+from mobius.messages.meeting import Meeting, Told, read_number, read_told, take_together
+from mobius.messages.shared_memory import SharedMemory
 
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 30.0
+"""Time that the first message of every edge may take."""
+
+_ARRIVED, _FREED, _COUNTERS_BYTES = 0, 128, 4096
+_PAGE = 4096
 _CYCLE = 2**32
-
-
-class CopyQueue(Protocol):
-    """An ordered queue of copies, waits and counters' writes; nothing here makes the host wait."""
-
-    def follow_compute(self) -> None:
-        """Begin what comes next only when the compute enqueued so far is done."""
-
-    def wait_value(self, address: int, value: int) -> None:
-        """Go on only when the uint32 at `address` is not before `value`, cyclically."""
-
-    def write_value(self, address: int, value: int) -> None:
-        """Write a uint32 when all before it is done and can be seen by everybody."""
-
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Copy between two addresses."""
-
-    def record(self) -> Event:
-        """The point behind all of the queue so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +44,12 @@ class Ring:
     """One edge's mailboxes and counters as one of its ends sees them; both ends agree about the numbers."""
 
     message_bytes: int
-    chunk_bytes: int
     mailboxes: tuple[int, ...]
-    """Address of each; a few MiB of chunks let both copies of a message run at the same time, where both take long."""
+    """Address of each."""
     arrived: int
-    """Address of the count of chunks that lie in mailboxes."""
+    """Address of the count of messages that were copied into mailboxes."""
     freed: int
     """Address of the count of messages that were copied out."""
-
-    @property
-    def chunks(self) -> tuple[tuple[int, int], ...]:
-        """Offset and bytes of every chunk of a message."""
-        starts = range(0, self.message_bytes, self.chunk_bytes)
-        return tuple((start, min(self.chunk_bytes, self.message_bytes - start)) for start in starts)
 
 
 class Outbox:
@@ -68,19 +57,17 @@ class Outbox:
 
     def __init__(self, ring: Ring, queue: CopyQueue, *, first: int = 0) -> None:
         """`first` numbers the first message; both counters must stand there."""
-        self._ring, self._queue, self._chunks, self._next = ring, queue, ring.chunks, first
+        self._ring, self._queue, self._next = ring, queue, first
 
     def send(self, source: int) -> Event:
         """Send the message that compute has just made at `source`; the event says when it may be changed."""
         ring, queue, number = self._ring, self._queue, self._next
         self._next += 1
-        mailbox = ring.mailboxes[number % len(ring.mailboxes)]
         queue.follow_compute()
         # For the first messages it waits for a number before zero, which is no wait.
         queue.wait_value(ring.freed, (number - len(ring.mailboxes) + 1) % _CYCLE)
-        for index, (offset, num_bytes) in enumerate(self._chunks, start=number * len(self._chunks) + 1):
-            queue.copy(mailbox + offset, source + offset, num_bytes)
-            queue.write_value(ring.arrived, index % _CYCLE)
+        queue.copy(ring.mailboxes[number % len(ring.mailboxes)], source, ring.message_bytes)
+        queue.write_value(ring.arrived, (number + 1) % _CYCLE)
         return queue.record()
 
 
@@ -89,17 +76,15 @@ class Inbox:
 
     def __init__(self, ring: Ring, queue: CopyQueue, *, first: int = 0) -> None:
         """`first` numbers the first message; both counters must stand there."""
-        self._ring, self._queue, self._chunks, self._next = ring, queue, ring.chunks, first
+        self._ring, self._queue, self._next = ring, queue, first
 
     def post(self, target: int) -> Event:
         """Receive the next message into `target`, where compute may still work; the event says when it is there."""
         ring, queue, number = self._ring, self._queue, self._next
         self._next += 1
-        mailbox = ring.mailboxes[number % len(ring.mailboxes)]
         queue.follow_compute()
-        for index, (offset, num_bytes) in enumerate(self._chunks, start=number * len(self._chunks) + 1):
-            queue.wait_value(ring.arrived, index % _CYCLE)
-            queue.copy(target + offset, mailbox + offset, num_bytes)
+        queue.wait_value(ring.arrived, (number + 1) % _CYCLE)
+        queue.copy(target, ring.mailboxes[number % len(ring.mailboxes)], ring.message_bytes)
         queue.write_value(ring.freed, (number + 1) % _CYCLE)
         return queue.record()
 
@@ -149,3 +134,162 @@ class Mailboxes:
     def close(self) -> None:
         """Give all memory back when every message has been received; collective over all ranks."""
         self._release()
+
+
+def open_mailboxes(
+    meeting: Meeting,
+    make_engine: Callable[[], CopyEngine],
+    *,
+    device: torch.device,
+    message_bytes: int,
+    patience: float = PATIENCE_SECONDS,
+) -> Mailboxes | None:
+    """Mailboxes that have carried a message over every edge, or None on all ranks alike; collective.
+
+    The first problem of any rank is logged as the reason. Takes 2 messages of memory per incoming edge for good, and
+    while the edges are tried some messages more. Raises TransportError if the device does not come to rest.
+    """
+    return _Setup(meeting, make_engine, device=device, patience=patience, message_bytes=message_bytes).run()
+
+
+def _read_offer(told: Any) -> tuple[int, int, bytes]:
+    """Process and descriptor of an edge's counters, and the handle of its mailboxes."""
+    process, descriptor, handle = told
+    return read_number(process), read_number(descriptor), bytes.fromhex(handle)
+
+
+class _Setup(Neighbours):
+    """Makes the mailboxes of all edges, tries each edge once, and has all ranks agree on whether they are used."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        make_engine: Callable[[], CopyEngine],
+        *,
+        device: torch.device,
+        patience: float,
+        message_bytes: int,
+    ) -> None:
+        super().__init__(meeting, make_engine, device=device, patience=patience)
+        self._message_bytes = message_bytes
+        self._counters: list[SharedMemory] = []
+        self._queues: list[CopyQueue] = []
+        self._inboxes: dict[int, Inbox] = {}
+        self._outboxes: dict[int, Outbox] = {}
+        self._probe: Tensor
+        self._received: dict[int, tuple[Tensor, Event]] = {}
+
+    def run(self) -> Mailboxes | None:
+        steps = (self.start, self.reach, self._offer, self._accept, self._post, self._send)
+        problem = take_together(self.meeting, steps).problem
+        if problem is not None:
+            logger.info("messages travel over NCCL: %s", problem)
+            self._give_up()
+            return None
+        self._received.clear()
+        del self._probe
+        logger.info("messages travel by copy engines from GPU to GPU")
+        return Mailboxes(
+            inboxes=self._inboxes,
+            outboxes=self._outboxes,
+            message_bytes=self._message_bytes,
+            release=self._release,
+        )
+
+    def reach(self, answers: Sequence[Any]) -> list[int]:
+        """All targets: an edge without peer access ends the setup."""
+        reached = super().reach(answers)
+        for target in self.targets:
+            if target not in reached:
+                raise RuntimeError(f"its GPU cannot write into that of rank {target}")
+        return reached
+
+    def _offer(self, answers: Sequence[Any]) -> Told:
+        """Make the memory of the incoming edges; an offer for each source, by its number."""
+        offers: dict[str, Told] = {}
+        for source in self.sources:
+            shared = SharedMemory.create(_COUNTERS_BYTES)
+            self.own.callback(shared.close)
+            counters = self.engine.register(shared.address, _COUNTERS_BYTES)
+            self.own.callback(self.engine.unregister, shared.address)
+            mailboxes, handle = self.make_memory(NUM_MAILBOXES * self._mailbox_bytes)
+            self._inboxes[source] = Inbox(self._ring(shared, counters, mailboxes), self._new_queue())
+            offers[str(source)] = [os.getpid(), shared.descriptor, handle]
+        return offers
+
+    def _accept(self, answers: Sequence[Any]) -> None:
+        """Open the memory of the outgoing edges, which their targets have made."""
+        own = str(self.meeting.rank)
+        for target in self.targets:
+            process, descriptor, handle = read_told(answers[target], lambda told: _read_offer(told[own]), by=target)
+            shared = SharedMemory.open(process, descriptor, _COUNTERS_BYTES)
+            self.opened.callback(shared.close)
+            counters = self.engine.register(shared.address, _COUNTERS_BYTES)
+            self.opened.callback(self.engine.unregister, shared.address)
+            mailboxes = self.open_memory(handle)
+            self._outboxes[target] = Outbox(self._ring(shared, counters, mailboxes), self._new_queue())
+
+    def _post(self, answers: Sequence[Any]) -> None:
+        """Post a receive on every edge before anybody sends, and see that compute goes on beside it."""
+        # Memory is taken and kernels are loaded now: with a waiting receive either could wait for an idle device.
+        self._probe = self._make_probe(self.meeting.rank)
+        buffers = {source: torch.zeros_like(self._probe) for source in self.sources}
+        torch.equal(self._make_probe(self.meeting.rank), self._probe)
+        torch.zeros(8, device=self.device).add_(1)
+        record_current(self.device).synchronize()  # sync: once, before training
+        for source, buffer in buffers.items():
+            self._received[source] = (buffer, self._inboxes[source].post(buffer.data_ptr()))
+        torch.zeros(8, device=self.device).add_(1)
+        if not self.comes(record_current(self.device)):
+            raise RuntimeError("a receive that waits for its message holds up compute")
+
+    def _send(self, answers: Sequence[Any]) -> None:
+        """Send a message over every edge, and compare what came with what was sent."""
+        sent = [(target, outbox.send(self._probe.data_ptr())) for target, outbox in self._outboxes.items()]
+        for target, event in sent:
+            if not self.comes(event):
+                raise RuntimeError(f"a message to rank {target} did not leave within {self.patience:g} s")
+        for source, (_, event) in self._received.items():
+            if not self.comes(event):
+                raise RuntimeError(f"no message from rank {source} within {self.patience:g} s")
+        for source, (buffer, _) in self._received.items():
+            if not torch.equal(buffer, self._make_probe(source)):
+                raise RuntimeError(f"a message from rank {source} arrived with other contents")
+
+    def _give_up(self) -> None:
+        """Let posted receives pass, come to rest, and give everything back."""
+        for shared in self._counters:
+            shared.write_word(_ARRIVED, 1)
+        if not all(self.comes(queue.record()) for queue in self._queues):
+            raise TransportError(
+                f"rank {self.meeting.rank} stops: its GPU still waits for a message that was called off"
+            )
+        self._release()
+
+    def _release(self) -> None:
+        for queue in self._queues:
+            queue.record().synchronize()  # sync: once, at the end
+        self.close()
+
+    @property
+    def _mailbox_bytes(self) -> int:
+        return -(-self._message_bytes // _PAGE) * _PAGE
+
+    def _ring(self, shared: SharedMemory, counters: int, mailboxes: int) -> Ring:
+        """The edge's ring; `counters` and `mailboxes` are the device's addresses of both."""
+        self._counters.append(shared)
+        return Ring(
+            message_bytes=self._message_bytes,
+            mailboxes=tuple(mailboxes + i * self._mailbox_bytes for i in range(NUM_MAILBOXES)),
+            arrived=counters + _ARRIVED,
+            freed=counters + _FREED,
+        )
+
+    def _new_queue(self) -> CopyQueue:
+        self._queues.append(self.engine.new_queue())
+        return self._queues[-1]
+
+    def _make_probe(self, rank: int) -> Tensor:
+        """uint8 [message_bytes]; every word is another one, and no two ranks' are the same."""
+        words = torch.arange(-(-self._message_bytes // 4), dtype=torch.int32, device=self.device)
+        return words.add_(1 + rank).view(torch.uint8)[: self._message_bytes]

@@ -1,7 +1,7 @@
-"""How ranks set something up together: step by step, and what fails on one of them is called off on all.
+"""How ranks tell each other small things, and set something up together: what fails on one is called off on all.
 
-By what way they tell each other (a store, a process group) is not its business; what they tell is JSON in all of them.
-A store listens on the network, so what comes from it is read as data: nothing in it is ever run.
+They tell each other JSON, through torchrun's key-value store or a process group (distributed.py). A store listens on
+the network, so what comes from it is read as data: nothing in it is ever run.
 """
 
 from __future__ import annotations
@@ -9,22 +9,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
 from mobius.errors import TransportError, first_line
+from mobius.ranks import Ranks
 
 Told: TypeAlias = "bool | int | float | str | Sequence[Told] | Mapping[str, Told] | None"
-"""What a rank may tell: JSON's values. Numbers are finite, names are texts, and a tuple arrives as a list; bytes go as
-the text `bytes.hex()` gives. Who gathers anything else makes it of these, and reads it with `read_told`."""
+"""A value that a rank may tell: JSON's. Numbers are finite, names are texts, and a tuple arrives as a list; bytes go as
+the text `bytes.hex()` gives. Whoever gathers anything else makes it of these, and reads it with `read_told`."""
 
 MOST_BYTES = 2**24
-"""Of one rank's text: far more than is ever told, far less than memory."""
+"""Limit of one rank's text: far more than is ever told, far less than memory."""
+TIMEOUT = timedelta(minutes=10)
+"""For one answer of the slowest rank at a store."""
 
 _Read = TypeVar("_Read")
 
 
 class Meeting(Protocol):
-    """How ranks tell each other what they found."""
+    """One rank's seat among all ranks, which make the same calls in the same order."""
 
     rank: int
     num_ranks: int
@@ -67,7 +74,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def not_told(by: int, error: Exception) -> TransportError:
-    """What is raised where rank `by` told something else than is expected of it."""
+    """The error for a rank `by` that told something else than is expected of it."""
     return TransportError(
         f"what rank {by} told the others cannot be read ({first_line(error)}). All ranks must run the same version of "
         "Mobius, and nothing else may use their --master_port."
@@ -75,7 +82,7 @@ def not_told(by: int, error: Exception) -> TransportError:
 
 
 def read_told(told: Any, read: Callable[[Any], _Read], *, by: int) -> _Read:
-    """`read(told)`, of what rank `by` told; raises TransportError where that is not of the form that `read` expects."""
+    """`read(told)`; raises TransportError, which names rank `by`, where `told` has not the form that `read` expects."""
     try:
         return read(told)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
@@ -83,7 +90,7 @@ def read_told(told: Any, read: Callable[[Any], _Read], *, by: int) -> _Read:
 
 
 def read_all(answers: Sequence[Any], read: Callable[[Any], _Read]) -> list[_Read]:
-    """`read_told` of what each rank told."""
+    """Each rank's answer, read by `read_told`."""
     return [read_told(told, read, by=rank) for rank, told in enumerate(answers)]
 
 
@@ -97,7 +104,7 @@ def read_number(told: Any) -> int:
 
 
 def read_numbers(told: Any) -> tuple[int, ...]:
-    """Several of them, of a list."""
+    """The numbers of a list, each as in `read_number`."""
     if type(told) is not list:
         raise TypeError(f"{type(told).__name__} instead of a list")
     return tuple(read_number(each) for each in told)
@@ -105,18 +112,18 @@ def read_numbers(told: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What steps that were taken together came to, the same on all ranks."""
+    """The result of steps that were taken together, the same on all ranks."""
 
     answers: list[Any]
-    """What the last step gave, in the order of ranks."""
+    """The last step's value of each rank; empty after a problem."""
     problem: str | None = None
-    """Of the first rank on which a step failed; none after it was taken."""
+    """The first rank's, where a step failed on some; no step after it was taken."""
 
 
 def take_together(meeting: Meeting, steps: Sequence[Callable[[list[Any]], Told]]) -> Outcome:
     """Take each of `steps` on all ranks before the next one; collective.
 
-    A step is given what the one before it gave on every rank, as it is after JSON. OSError and RuntimeError are
+    A step is given the answers of all ranks to the one before it, as they are after JSON. OSError and RuntimeError are
     problems, which end it on all ranks; anything else is raised.
     """
     answers: list[Any] = []
@@ -142,3 +149,44 @@ def _read_step(told: Any) -> tuple[str | None, Any]:
     if not isinstance(problem, str | None):
         raise TypeError(f"{type(problem).__name__} instead of a text")
     return problem, given
+
+
+class StoreMeeting:
+    """A `Meeting` by way of a store, for ranks that have no process groups yet.
+
+    A store has no time-out that runs while nobody asks, so that long work may lie between two calls.
+    """
+
+    def __init__(self, store: Store, *, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        # A process may meet more than once, and must not read what was told at an earlier meeting.
+        meeting = store.add(f"mobius/{rank}", 1)
+        self._store, self._num_gathered = PrefixStore(f"mobius/{meeting}", store), 0
+
+    def gather(self, value: Told) -> list[Any]:
+        number = self._num_gathered
+        self._num_gathered += 1
+        self._store.set(f"{number}/{self.rank}", told_text(value))
+        values = []
+        for rank in range(self.num_ranks):
+            try:
+                text = self._store.get(f"{number}/{rank}")
+            except RuntimeError as error:
+                raise TransportError(
+                    f"rank {self.rank} stops: rank {rank} did not answer, and its own message tells why"
+                ) from error
+            values.append(told_value(text, by=rank))
+        return values
+
+
+def meet_at_store(ranks: Ranks) -> StoreMeeting:
+    """Connect to the store that the launcher's MASTER_ADDR and MASTER_PORT name; raises TransportError.
+
+    Process groups that are made later use the same store, under other keys.
+    """
+    try:
+        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.num_ranks, timeout=TIMEOUT))
+    except (RuntimeError, ValueError) as error:
+        raise TransportError(f"rank {ranks.rank} cannot meet the others, start with torchrun: {error}") from error
+    store.set_timeout(TIMEOUT)
+    return StoreMeeting(store, rank=ranks.rank, num_ranks=ranks.num_ranks)

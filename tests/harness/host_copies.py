@@ -1,15 +1,17 @@
-"""A copy engine of the host: queues are threads, device memory is host memory; for setups without a GPU."""
+"""A copy engine of the host: queues are threads, device memory is host memory that other processes can open."""
 
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import queue
-import struct
 import threading
 import time
 from collections.abc import Callable
 
-from mobius.messages.mailboxes import CopyQueue
+from mobius.messages.copy_engine import CopyQueue
+from mobius.messages.shared_memory import SharedMemory
 
 WORD = ctypes.c_uint32
 
@@ -75,9 +77,9 @@ class HostCopyEngine:
 
     def __init__(self, device_index: int, *, peers: frozenset[int] = frozenset(), corrupts: bool = False) -> None:
         self.device_index, self._peers, self._corrupts = device_index, peers, corrupts
-        self._allocated: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        self._allocated: dict[int, SharedMemory] = {}
         self._registered: dict[int, int] = {}
-        self._opened: list[int] = []
+        self._opened: dict[int, SharedMemory] = {}
 
     @property
     def num_held(self) -> int:
@@ -86,7 +88,7 @@ class HostCopyEngine:
     @property
     def allocated_bytes(self) -> list[int]:
         """Of each piece of device memory."""
-        return [len(memory) for memory in self._allocated.values()]
+        return [memory.num_bytes for memory in self._allocated.values()]
 
     def reaches(self, device_index: int) -> bool:
         return device_index in self._peers
@@ -95,25 +97,24 @@ class HostCopyEngine:
         return HostQueue(corrupts=self._corrupts)
 
     def allocate(self, num_bytes: int) -> int:
-        memory = ctypes.create_string_buffer(num_bytes)
-        address = ctypes.addressof(memory)
-        self._allocated[address] = memory
-        return address
+        memory = SharedMemory.create(num_bytes)
+        self._allocated[memory.address] = memory
+        return memory.address
 
     def free(self, address: int) -> None:
-        del self._allocated[address]
+        self._allocated.pop(address).close()
 
     def export(self, address: int) -> bytes:
-        assert address in self._allocated
-        return struct.pack("q", address)
+        memory = self._allocated[address]
+        return json.dumps([os.getpid(), memory.descriptor, memory.num_bytes]).encode()
 
     def open_exported(self, handle: bytes) -> int:
-        (address,) = struct.unpack("q", handle)
-        self._opened.append(address)
-        return int(address)
+        memory = SharedMemory.open(*json.loads(handle))
+        self._opened[memory.address] = memory
+        return memory.address
 
     def close_exported(self, address: int) -> None:
-        self._opened.remove(address)
+        self._opened.pop(address).close()
 
     def register(self, address: int, num_bytes: int) -> int:
         assert address % 4096 == 0

@@ -23,10 +23,10 @@ separate_device_queues()
 import torch  # noqa: E402
 from harness.host_copies import HostCopyEngine  # noqa: E402
 
+from mobius.messages.copy_engine import CopyEngine  # noqa: E402
 from mobius.messages.cuda_copies import CudaCopyEngine  # noqa: E402
 from mobius.messages.distributed import DistributedTransport  # noqa: E402
-from mobius.messages.mailbox_setup import CopyEngine, open_mailboxes  # noqa: E402
-from mobius.messages.mailboxes import Mailboxes  # noqa: E402
+from mobius.messages.mailboxes import Mailboxes, open_mailboxes  # noqa: E402
 from mobius.messages.meeting import Meeting  # noqa: E402
 
 AHEAD = 2
@@ -47,7 +47,7 @@ def main() -> None:
     def make_engine() -> CopyEngine:
         if kind == "cuda":
             return CudaCopyEngine(device, allows_peers=allows_peer_copies())
-        return HostCopyEngine(ranks.rank)
+        return HostCopyEngine(ranks.rank, peers=frozenset({1 - ranks.rank}))
 
     def open_them(meeting: Meeting) -> Mailboxes | None:
         opened.append(open_mailboxes(meeting, make_engine, device=device, message_bytes=4 * num_words))

@@ -12,11 +12,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
+from mobius.machine.peer_check import SIZES, check_peer_copies
 from mobius.memory.streams import Event
+from mobius.messages.copy_engine import CopyQueue
 from mobius.messages.cuda_copies import CudaCopyEngine
-from mobius.messages.mailboxes import CopyQueue
-from mobius.messages.peer_check import SIZES, check_peer_copies
-from mobius.messages.store_meeting import meet_at_store
+from mobius.messages.meeting import meet_at_store
 from mobius.ranks import Ranks
 
 

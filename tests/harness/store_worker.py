@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 
-from mobius.messages.store_meeting import meet_at_store
+from mobius.messages.meeting import meet_at_store
 from mobius.ranks import Ranks
 
 

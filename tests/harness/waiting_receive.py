@@ -1,6 +1,6 @@
 """Lets messages wait on one GPU and looks which other streams get on beside them; one process is both ranks.
 
-python tests/harness/waiting_receive.py PLACE MIB     (PLACE: device or host, where the mailboxes lie)
+python tests/harness/waiting_receive.py MIB
 
 Prints one JSON line: the numbers of the streams that were held up, and how many messages came wrong in the end.
 CUDA_DEVICE_MAX_CONNECTIONS=8 in the environment shows what happens with the hardware queues that CUDA takes by default.
@@ -36,9 +36,9 @@ SECONDS = 5.0
 
 def main() -> None:
     """Two receives wait on one edge and two sends on another; then everything else has its turn, then they have."""
-    place, num_bytes = sys.argv[1], int(float(sys.argv[2]) * 2**20)
+    num_bytes = int(float(sys.argv[1]) * 2**20)
     engine = CudaCopyEngine(DEVICE, allows_peers=False)
-    (outbox, inbox), (full_outbox, full_inbox) = (_edge(engine, place, num_bytes) for _ in range(2))
+    (outbox, inbox), (full_outbox, full_inbox) = (_edge(engine, num_bytes) for _ in range(2))
     words = torch.arange(num_bytes // 4, dtype=torch.int32, device=DEVICE)
     messages = [words * (2 * number + 1) for number in range(6)]
     buffers = [torch.zeros_like(words) for _ in range(6)]
@@ -72,13 +72,12 @@ def main() -> None:
     print(json.dumps({"held_up": held, "num_waiting": num_waiting, "num_wrong": num_wrong}), flush=True)
 
 
-def _edge(engine: CudaCopyEngine, place: str, num_bytes: int) -> tuple[Outbox, Inbox]:
+def _edge(engine: CudaCopyEngine, num_bytes: int) -> tuple[Outbox, Inbox]:
     """Both ends of an edge with two mailboxes; the memory stays until the process ends."""
-    shared = SharedMemory.create(4096 + 2 * num_bytes)
+    shared = SharedMemory.create(4096)
     address = engine.register(shared.address, shared.num_bytes)
-    start = engine.allocate(2 * num_bytes) if place == "device" else address + 4096
-    chunk = num_bytes if place == "device" else -(-num_bytes // 8)
-    ring = Ring(num_bytes, chunk, (start, start + num_bytes), address, address + 128)
+    start = engine.allocate(2 * num_bytes)
+    ring = Ring(num_bytes, (start, start + num_bytes), address, address + 128)
     _kept.append(shared)
     return Outbox(ring, engine.new_queue()), Inbox(ring, engine.new_queue())
 

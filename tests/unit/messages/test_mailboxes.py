@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mobius.memory.streams import Event
-from mobius.messages.mailboxes import CopyQueue, Inbox, Mailboxes, Outbox, Ring
+from mobius.messages.copy_engine import CopyQueue
+from mobius.messages.mailboxes import Inbox, Mailboxes, Outbox, Ring
 
 STALE = 0xEE
 """What memory holds while a copy into it is under way."""
@@ -132,7 +133,6 @@ def carry(
     seed: int,
     *,
     num_mailboxes: int,
-    chunk: int,
     num_messages: int = 12,
     first: int = 0,
     posted_ahead: int = 2,
@@ -142,11 +142,10 @@ def carry(
 
     The target receives into `posted_ahead` + 1 buffers in turn, which its compute still reads when they are posted.
     """
-    num_chunks = -(-SIZE // chunk)
     machine = Machine(seed, 20 * SIZE)
-    machine.words = {ARRIVED: first * num_chunks % 2**32, FREED: first % 2**32}
+    machine.words = {ARRIVED: first % 2**32, FREED: first % 2**32}
     mailboxes = tuple(SIZE * i for i in range(num_mailboxes))
-    ring = Ring(SIZE, chunk, mailboxes, ARRIVED, FREED)
+    ring = Ring(SIZE, mailboxes, ARRIVED, FREED)
     send_buffers, receive_buffers = (50, 60), tuple(100 + SIZE * i for i in range(posted_ahead + 1))
     making, reading = machine.new_stream(), machine.new_stream()
     outbox = Outbox(ring, make_queue(machine, making), first=first)
@@ -181,25 +180,24 @@ def carry(
     return read
 
 
-@pytest.mark.parametrize("chunk", [SIZE, 5, 3])
 @pytest.mark.parametrize("num_mailboxes", [1, 2, 3])
-def test_messages_arrive_in_order_and_whole_in_any_order_of_streams(num_mailboxes: int, chunk: int) -> None:
+def test_messages_arrive_in_order_and_whole_in_any_order_of_streams(num_mailboxes: int) -> None:
     for seed in SEEDS:
-        read = carry(seed, num_mailboxes=num_mailboxes, chunk=chunk)
+        read = carry(seed, num_mailboxes=num_mailboxes)
         assert read == [contents(number) for number in range(12)], seed
 
 
 @pytest.mark.parametrize("posted_ahead", [1, 4])
 def test_it_does_not_matter_how_far_ahead_receives_are_posted(posted_ahead: int) -> None:
     for seed in SEEDS:
-        read = carry(seed, num_mailboxes=2, chunk=4, posted_ahead=posted_ahead)
+        read = carry(seed, num_mailboxes=2, posted_ahead=posted_ahead)
         assert read == [contents(number) for number in range(12)], seed
 
 
-@pytest.mark.parametrize(("first", "chunk"), [(2**32 - 5, SIZE), (2**32 - 5, 3), (2**30 - 3, 3), (2**31 - 4, SIZE)])
-def test_counters_may_run_over(first: int, chunk: int) -> None:
+@pytest.mark.parametrize("first", [2**32 - 5, 2**31 - 4])
+def test_counters_may_run_over(first: int) -> None:
     for seed in SEEDS:
-        read = carry(seed, num_mailboxes=3, chunk=chunk, first=first)
+        read = carry(seed, num_mailboxes=3, first=first)
         assert read == [contents(number) for number in range(12)], seed
 
 
@@ -211,7 +209,7 @@ def test_without_either_counter_messages_would_be_spoilt(ignored: int) -> None:
         return Queue(machine, compute, ignores=ignored)
 
     expected = [contents(number) for number in range(12)]
-    spoilt = [carry(seed, num_mailboxes=2, chunk=5, make_queue=forgetful) != expected for seed in SEEDS]
+    spoilt = [carry(seed, num_mailboxes=2, make_queue=forgetful) != expected for seed in SEEDS]
     assert sum(spoilt) > len(SEEDS) / 2
 
 
@@ -221,7 +219,7 @@ def test_a_queue_that_does_not_follow_compute_would_spoil_messages() -> None:
             pass
 
     expected = [contents(number) for number in range(12)]
-    assert any(carry(seed, num_mailboxes=2, chunk=5, make_queue=Hasty) != expected for seed in SEEDS)
+    assert any(carry(seed, num_mailboxes=2, make_queue=Hasty) != expected for seed in SEEDS)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -229,7 +227,7 @@ def test_two_edges_in_opposite_directions_never_wait_in_a_circle(seed: int) -> N
     """Each rank sends all its messages before it receives the first: more than there are mailboxes."""
     machine = Machine(seed, 20 * SIZE)
     machine.words = dict.fromkeys((ARRIVED, FREED, ARRIVED + 2, FREED + 2), 0)
-    rings = [Ring(SIZE, 4, (50 * i, 50 * i + SIZE), ARRIVED + 2 * i, FREED + 2 * i) for i in range(2)]
+    rings = [Ring(SIZE, (50 * i, 50 * i + SIZE), ARRIVED + 2 * i, FREED + 2 * i) for i in range(2)]
     compute = [machine.new_stream() for _ in range(2)]
     outboxes = [Outbox(rings[rank], Queue(machine, compute[rank])) for rank in range(2)]
     inboxes = [Inbox(rings[1 - rank], Queue(machine, compute[rank])) for rank in range(2)]
@@ -239,14 +237,6 @@ def test_two_edges_in_opposite_directions_never_wait_in_a_circle(seed: int) -> N
         for _ in range(6):
             inboxes[rank].post(140 + 20 * rank).wait()
     machine.run()
-
-
-@pytest.mark.parametrize(
-    ("message", "chunk", "expected"),
-    [(10, 10, ((0, 10),)), (10, 4, ((0, 4), (4, 4), (8, 2))), (8, 4, ((0, 4), (4, 4))), (3, 100, ((0, 3),))],
-)
-def test_chunks_cover_a_message_once(message: int, chunk: int, expected: tuple[tuple[int, int], ...]) -> None:
-    assert Ring(message, chunk, (0,), 0, 0).chunks == expected
 
 
 def test_a_message_of_another_size_is_a_bug() -> None:

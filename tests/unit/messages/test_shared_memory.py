@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness.forked import HANG_SECONDS
 
-from mobius.messages.shared_memory import SharedMemory, SharedName
+from mobius.messages.shared_memory import SharedMemory
 
 ROOT = Path(__file__).parents[3]
 SIZE = 2**20 + 4096
@@ -33,9 +33,9 @@ def test_two_processes_see_what_the_other_writes() -> None:
     memory = SharedMemory.create(SIZE)
     memory.write_word(128, 2**32 - 1)
     program = (
-        "from mobius.messages.shared_memory import SharedMemory, SharedName\n"
+        "from mobius.messages.shared_memory import SharedMemory\n"
         "import ctypes\n"
-        f"memory = SharedMemory.open({memory.name!r})\n"
+        f"memory = SharedMemory.open({os.getpid()}, {memory.descriptor}, {SIZE})\n"
         "print(ctypes.c_uint32.from_address(memory.address + 128).value)\n"
         f"memory.write_word({SIZE - 4}, 77)\n"
         "memory.close()\n"
@@ -51,7 +51,7 @@ def test_two_processes_see_what_the_other_writes() -> None:
 
 def test_it_outlives_its_creator_where_it_is_open() -> None:
     memory = SharedMemory.create(SIZE)
-    opened = SharedMemory.open(memory.name)
+    opened = SharedMemory.open(os.getpid(), memory.descriptor, SIZE)
     memory.write_word(0, 5)
     memory.close()
 
@@ -61,11 +61,10 @@ def test_it_outlives_its_creator_where_it_is_open() -> None:
 
 def test_memory_that_is_not_there_cannot_be_opened() -> None:
     memory = SharedMemory.create(4096)
-    name = memory.name
     memory.close()
 
     with pytest.raises(OSError):
-        SharedMemory.open(SharedName(name.process, 10_000, 4096))
+        SharedMemory.open(os.getpid(), 10_000, 4096)
 
 
 def test_closing_leaves_nothing_open() -> None:
@@ -74,7 +73,7 @@ def test_closing_leaves_nothing_open() -> None:
 
     before = counts()
     memory = SharedMemory.create(SIZE)
-    opened = SharedMemory.open(memory.name)
+    opened = SharedMemory.open(os.getpid(), memory.descriptor, SIZE)
     assert counts()[1] == before[1] + 2
     memory.close()
     opened.close()
@@ -87,6 +86,6 @@ def test_memory_of_another_size_is_not_opened(num_bytes: int) -> None:
     memory = SharedMemory.create(SIZE)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match=f"no shared memory of {num_bytes} bytes"):
-        SharedMemory.open(SharedName(memory.name.process, memory.name.descriptor, num_bytes))
+        SharedMemory.open(os.getpid(), memory.descriptor, num_bytes)
     assert len(os.listdir("/proc/self/fd")) == before
     memory.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +12,10 @@ import torch
 from harness.host_copies import HostCopyEngine
 
 from mobius.errors import TransportError
-from mobius.messages import mailbox_setup
+from mobius.messages import mailboxes as mailboxes_module
+from mobius.messages.copy_engine import CopyEngine
 from mobius.messages.local import LocalTransport, run_rank_threads
-from mobius.messages.mailbox_setup import CopyEngine, open_mailboxes
-from mobius.messages.mailboxes import Mailboxes
+from mobius.messages.mailboxes import Mailboxes, open_mailboxes
 from mobius.messages.meeting import Told, told_text, told_value
 
 CPU = torch.device("cpu")
@@ -37,15 +37,10 @@ class ThreadMeeting:
         return values
 
 
-def reach(num_ranks: int, kind: str) -> list[frozenset[int]]:
-    """The devices that each rank's device reaches, where rank r has device r + 10."""
-    reached: list[Iterable[int]] = {
-        "peers": [range(num_ranks)] * num_ranks,
-        "host": [()] * num_ranks,
-        # Half of the edges, and none of them in both directions.
-        "mixed": [((rank + 1) % num_ranks,) for rank in range(num_ranks)],
-    }[kind]
-    return [frozenset(rank + 10 for rank in ranks) for ranks in reached]
+def engines_of(num_ranks: int) -> list[HostCopyEngine]:
+    """One engine per rank; rank r has device r + 10, and each reaches all others."""
+    devices = frozenset(range(10, 10 + num_ranks))
+    return [HostCopyEngine(device, peers=devices - {device}) for device in sorted(devices)]
 
 
 def with_mailboxes(
@@ -104,20 +99,24 @@ def talk(transport: LocalTransport, mailboxes: Mailboxes) -> None:
         left.wait()
 
 
-@pytest.mark.parametrize("kind", ["peers", "host", "mixed"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_every_edge_carries_its_messages_wherever_its_mailboxes_lie(
-    num_ranks: int, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mailbox_setup, "MIN_CHUNK_BYTES", 4096)  # several chunks, the last a short one
-    engines = [HostCopyEngine(rank + 10, peers=peers) for rank, peers in enumerate(reach(num_ranks, kind))]
+def test_every_edge_carries_its_messages(num_ranks: int, caplog: pytest.LogCaptureFixture) -> None:
+    engines = engines_of(num_ranks)
     with caplog.at_level(logging.INFO, "mobius"):
         assert with_mailboxes(engines, talk) == [True] * num_ranks
 
     assert [engine.num_held for engine in engines] == [0] * num_ranks
-    num_edges = 2 if num_ranks == 2 else 2 * num_ranks
-    num_peer_edges = {"peers": num_edges, "host": 0, "mixed": num_ranks}[kind]
-    assert f"{num_peer_edges} of {num_edges} edges from GPU to GPU" in caplog.text
+    assert set(caplog.messages) == {"messages travel by copy engines from GPU to GPU"}
+
+
+def test_one_edge_without_peer_access_makes_all_ranks_go_without(caplog: pytest.LogCaptureFixture) -> None:
+    engines = engines_of(3)
+    engines[1] = HostCopyEngine(11, peers=frozenset({10}))
+    with caplog.at_level(logging.INFO, "mobius"):
+        assert with_mailboxes(engines, talk) == [False] * 3
+
+    assert set(caplog.messages) == {"messages travel over NCCL: rank 1: its GPU cannot write into that of rank 2"}
+    assert [engine.num_held for engine in engines] == [0] * 3
 
 
 def fail(*arguments: object) -> Any:
@@ -129,7 +128,7 @@ def fail(*arguments: object) -> Any:
 def test_what_one_rank_may_not_do_makes_all_ranks_go_without(
     operation: str, victim: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines = [HostCopyEngine(rank + 10, peers=peers) for rank, peers in enumerate(reach(3, "peers"))]
+    engines = engines_of(3)
     monkeypatch.setattr(engines[victim], operation, fail)
     with caplog.at_level(logging.INFO, "mobius"):
         assert with_mailboxes(engines, talk) == [False] * 3
@@ -140,7 +139,7 @@ def test_what_one_rank_may_not_do_makes_all_ranks_go_without(
 
 def test_a_missing_driver_makes_all_ranks_go_without(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "mobius"):
-        assert with_mailboxes([HostCopyEngine(0), HostCopyEngine(1)], talk, makers={1: fail}) == [False, False]
+        assert with_mailboxes(engines_of(2), talk, makers={1: fail}) == [False, False]
 
     assert set(caplog.messages) == {"messages travel over NCCL: rank 1: it is forbidden"}
 
@@ -151,8 +150,8 @@ def test_memory_that_cannot_be_shared_makes_all_ranks_go_without(
     def refuse(*arguments: object) -> None:
         raise PermissionError(13, "Permission denied", "/proc/1/fd/3")
 
-    monkeypatch.setattr(mailbox_setup.SharedMemory, "open", refuse)
-    engines = [HostCopyEngine(0), HostCopyEngine(1)]
+    monkeypatch.setattr(mailboxes_module.SharedMemory, "open", refuse)
+    engines = engines_of(2)
     with caplog.at_level(logging.INFO, "mobius"):
         assert with_mailboxes(engines, talk) == [False, False]
 
@@ -161,7 +160,7 @@ def test_memory_that_cannot_be_shared_makes_all_ranks_go_without(
 
 
 def test_contents_that_change_on_the_way_are_noticed_before_training(caplog: pytest.LogCaptureFixture) -> None:
-    engines = [HostCopyEngine(0), HostCopyEngine(1, corrupts=True)]
+    engines = [HostCopyEngine(10, peers=frozenset({11})), HostCopyEngine(11, peers=frozenset({10}), corrupts=True)]
     with caplog.at_level(logging.INFO, "mobius"):
         assert with_mailboxes(engines, talk) == [False, False]
 
@@ -173,7 +172,7 @@ def test_a_message_that_never_comes_is_called_off_and_releases_its_stream(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1's counters' writes do not leave it, as if the device did not have the operation."""
-    engines = [HostCopyEngine(0), HostCopyEngine(1)]
+    engines = engines_of(2)
     make = engines[1].new_queue
 
     def mute() -> Any:
@@ -190,7 +189,7 @@ def test_a_message_that_never_comes_is_called_off_and_releases_its_stream(
 
 
 def test_mailboxes_on_a_gpu_take_two_messages_per_incoming_edge() -> None:
-    engines = [HostCopyEngine(rank + 10, peers=peers) for rank, peers in enumerate(reach(3, "peers"))]
+    engines = engines_of(3)
     taken: dict[int, list[int]] = {}
 
     def weigh(transport: LocalTransport, mailboxes: Mailboxes) -> None:
@@ -204,7 +203,7 @@ def test_mailboxes_on_a_gpu_take_two_messages_per_incoming_edge() -> None:
 
 def test_opening_leaves_no_descriptor_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with_mailboxes([HostCopyEngine(0), HostCopyEngine(1)], talk)
+    with_mailboxes(engines_of(2), talk)
 
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -227,26 +226,29 @@ class Stranger:
     [
         ["hello"],
         [[None, "eleven"]],
-        [[None, 11], [None, 0]],
-        [[None, 11], [None, [0.5]]],
-        [[None, 11], [None, []], [None, {}]],
-        [[None, 11], [None, []], [None, {"0": [1, 2, 3]}]],
-        [[None, 11], [None, []], [None, {"0": [1, -2, 3, None]}]],
-        [[None, 11], [None, []], [None, {"0": [1, 2, 3, "no hex"]}]],
+        [[None, 11.5]],
+        [[None, -11]],
+        [[None, 11], [None, [0]], [None, {}]],
+        [[None, 11], [None, [0]], [None, {"0": [1, 2]}]],
+        [[None, 11], [None, [0]], [None, {"0": [1, -2, "00"]}]],
+        [[None, 11], [None, [0]], [None, {"0": [1, 2, "no hex"]}]],
+        [[None, 11], [None, [0]], [None, {"0": [1, 2, None]}]],
     ],
 )
 def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(script: list[Told]) -> None:
-    engine = HostCopyEngine(10)
+    engine = HostCopyEngine(10, peers=frozenset({11}))
     with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
         open_mailboxes(Stranger(script), lambda: engine, device=CPU, message_bytes=SIZE)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 10**30])
+@pytest.mark.parametrize("num_bytes", [1, 4095, 4097, 2**20])
 def test_an_offer_of_memory_of_another_size_is_not_taken(num_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
-    engine = HostCopyEngine(10)
-    script: list[Told] = [[None, 11], [None, []], [None, {"0": [os.getpid(), 0, num_bytes, None]}]]
+    engine = HostCopyEngine(10, peers=frozenset({11}))
+    offered = mailboxes_module.SharedMemory.create(num_bytes)
+    script: list[Told] = [[None, 11], [None, [0]], [None, {"0": [os.getpid(), offered.descriptor, "00"]}]]
     with caplog.at_level(logging.INFO, "mobius"):
         found = open_mailboxes(Stranger([*script, [None, None]]), lambda: engine, device=CPU, message_bytes=SIZE)
+    offered.close()
     assert found is None
-    assert f"rank 0: rank 1 offers {num_bytes} bytes for messages of another size" in caplog.text
+    assert "is no shared memory of 4096 bytes" in caplog.text
     assert engine.num_held == 0

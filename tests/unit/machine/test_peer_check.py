@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -13,11 +15,11 @@ from harness.host_copies import HostCopyEngine, HostQueue
 from torch.distributed import HashStore
 
 from mobius.errors import TransportError
+from mobius.machine.peer_check import PeerVerdict, check_peer_copies, send_by_host_if_broken
+from mobius.messages.copy_engine import CopyQueue
 from mobius.messages.local import LocalTransport, run_rank_threads
-from mobius.messages.mailboxes import CopyQueue
-from mobius.messages.meeting import Told
-from mobius.messages.peer_check import PeerVerdict, check_peer_copies
-from mobius.messages.store_meeting import StoreMeeting
+from mobius.messages.meeting import StoreMeeting, Told
+from mobius.ranks import allows_peer_copies
 
 CPU = torch.device("cpu")
 SIZES = (4096, 12_346, 200_000)
@@ -213,3 +215,74 @@ def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(handles: T
 
     with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
         check_peer_copies(Stranger(), lambda: PeerEngine(10, frozenset({11})), device=CPU, sizes=SIZES)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="mobius.machine.peer_check")
+    return caplog
+
+
+def spoil_first_byte(address: int, num_bytes: int) -> None:
+    ctypes.memset(address, 0x5A, 1)
+
+
+def engine_of(index: int, spoil: Spoil | None = None) -> PeerEngine:
+    """Device `index` of four that all reach each other."""
+    return PeerEngine(index, frozenset(range(4)) - {index}, spoil)
+
+
+def send(engines: list[PeerEngine], order: tuple[int, ...]) -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
+
+    def run(transport: LocalTransport) -> None:
+        rank = transport.rank
+        meeting = StoreMeeting(store, rank=rank, num_ranks=len(engines))
+        send_by_host_if_broken(meeting, lambda: engines[rank], device=CPU, order=order, sizes=(64, 5000))
+
+    run_rank_threads(len(engines), run)
+
+
+def test_copies_that_arrive_are_trusted_without_a_word(log: pytest.LogCaptureFixture) -> None:
+    send([engine_of(index) for index in (0, 2, 1, 3)], (0, 2, 1, 3))
+
+    assert allows_peer_copies()
+    assert "NCCL_P2P_DISABLE" not in os.environ
+    assert log.messages == []
+
+
+def test_copies_that_arrive_wrong_are_switched_off_and_named_by_the_user_s_devices(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    send([engine_of(index, spoil_first_byte if index == 2 else None) for index in (0, 2, 1, 3)], (0, 2, 1, 3))
+
+    assert os.environ["NCCL_P2P_DISABLE"] == "1"
+    (line,) = log.messages
+    assert line.startswith("copies from GPU 6 to GPU 4, GPU 6 to GPU 5 arrive with other contents")
+    assert line.endswith("all messages between GPUs go through host memory, as with NCCL_P2P_DISABLE=1")
+    assert log.records[0].levelno == logging.WARNING
+
+
+def test_copies_that_cannot_be_checked_stay_as_they_are_with_a_line(log: pytest.LogCaptureFixture) -> None:
+    class RefusingEngine(PeerEngine):
+        def open_exported(self, handle: bytes) -> int:
+            raise RuntimeError("not permitted")
+
+    send([*map(engine_of, range(3)), RefusingEngine(3, frozenset(range(3)))], (0, 1, 2, 3))
+
+    assert allows_peer_copies()
+    assert log.messages == ["copies from GPU to GPU were not checked: rank 3: not permitted"]
+
+
+def test_copies_that_the_user_has_switched_off_are_not_tried(log: pytest.LogCaptureFixture) -> None:
+    os.environ["NCCL_P2P_DISABLE"] = "1"
+
+    send([engine_of(index, spoil_first_byte) for index in range(4)], (0, 1, 2, 3))
+
+    assert log.messages == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mobius.messages.cuda_driver import CudaDriver, DriverError
+from mobius.messages.cuda_copies import CudaDriver, DriverError
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
