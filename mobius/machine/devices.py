@@ -11,7 +11,7 @@ import torch
 from mobius.config.config import Device, Dtype
 from mobius.errors import GpuMemoryError
 from mobius.machine.available import peak_host_bytes
-from mobius.machine.numa_binding import bind_to_gpu_node, num_nodes
+from mobius.machine.numa import bind_to_gpu_node, num_nodes
 from mobius.ranks import Ranks, omp_num_threads
 from mobius.units import GIB
 

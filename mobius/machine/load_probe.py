@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from mobius.machine.numa_binding import gpu_addresses, read_places
+from mobius.machine.numa import gpu_addresses, read_places
 from mobius.machine.topology import Topology
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dat
 
 from mobius.machine.load_probe import PinnedLoads, add_measurement, measure_in_process, measure_slowdowns
 from mobius.machine.mapping import best_order
-from mobius.machine.nvml import import_nvml
-from mobius.machine.read_topology import read_topology
+from mobius.machine.read_topology import import_nvml, read_topology
 from mobius.machine.topology import Topology
 
 NUM_GPUS = torch.cuda.device_count()

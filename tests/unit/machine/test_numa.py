@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from mobius.machine.numa import GpuPlace, cut_shares, parse_cpu_list, pci_address, share_cpus
+import pytest
+import torch
+
+from mobius.machine.numa import GpuPlace, cut_shares, gpu_addresses, parse_cpu_list, share_cpus
 
 # Two sockets of four cores with two threads each, numbered as Linux does: first threads first.
 NODES = (frozenset({0, 1, 2, 3, 8, 9, 10, 11}), frozenset({4, 5, 6, 7, 12, 13, 14, 15}))
@@ -39,9 +42,12 @@ def test_anything_else_is_no_cpu_list(text: str) -> None:
         parse_cpu_list(text)
 
 
-def test_an_address_is_written_as_the_kernel_names_its_folder() -> None:
-    assert pci_address(0, 0x17, 0) == "0000:17:00.0"
-    assert pci_address(0x10000, 0xE1, 0x1F) == "10000:e1:1f.0"
+def test_an_address_is_written_as_the_kernel_names_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = [(0, 0x17, 0), (0x10000, 0xE1, 0x1F)]
+    properties = [SimpleNamespace(pci_domain_id=a, pci_bus_id=b, pci_device_id=c) for a, b, c in numbers]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+
+    assert gpu_addresses([0, 1]) == ["0000:17:00.0", "10000:e1:1f.0"]
 
 
 def test_the_threads_of_a_core_stay_together() -> None:

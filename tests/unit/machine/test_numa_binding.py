@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mobius.machine.numa_binding import bind_to_gpu_node
+from mobius.machine.numa import bind_to_gpu_node
 from mobius.ranks import Ranks
 
 # What a machine of two sockets says, with eight cores of two threads each and two GPUs on each socket.
@@ -74,7 +74,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="mobius.machine.numa_binding")
+    caplog.set_level(logging.INFO, logger="mobius.machine.numa")
     return caplog
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mobius.machine import devices
 from mobius.machine.devices import optimizer_threads
-from mobius.machine.numa_binding import num_nodes
+from mobius.machine.numa import num_nodes
 
 
 @pytest.mark.parametrize(
