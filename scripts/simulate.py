@@ -225,9 +225,8 @@ def describe_stages(found: Answer) -> str:
 
 def draw(found: Answer, arguments: argparse.Namespace) -> None:
     """The picture and the trace file of the predicted step; only these import torch, which takes seconds."""
-    from mobius.output.predicted_trace import predicted_trace
     from mobius.output.timeline_picture import draw_timeline
-    from mobius.output.trace import write_trace
+    from mobius.output.trace import predicted_trace, write_trace
 
     candidate = found.candidate
     trace = predicted_trace(candidate.prediction, candidate.schedule, device=found.machine.card.name)

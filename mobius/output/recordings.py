@@ -1,13 +1,14 @@
-"""What a run records of itself when asked to: `--trace` and `--profile_steps`. Without them nothing is made here.
+"""Owns what a run records of itself when asked to: `--trace` and `--profile_steps`. Without them nothing is made here.
 
-Does not own how spans are measured (memory/spans.py), written (timeline.py) or profiled (profile.py).
+--trace           trace.json and timeline.png: few steps of all ranks, every action with its name
+--profile_steps   profile/rank0.json.gz, ...: the chosen steps of one rank each, every kernel (torch.profiler)
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -15,13 +16,10 @@ import torch
 from mobius.config.config import Config
 from mobius.memory.spans import NO_SPANS, SpanRecorder, Spans
 from mobius.messages.transport import Transport
-from mobius.output.step_profiler import StepProfiler
 from mobius.output.timeline_picture import draw_timeline
 from mobius.output.trace import TraceFacts, merge_parts, write_part, write_trace
 
 logger = logging.getLogger(__name__)
-
-MAX_TRACED_STEPS = 3
 
 StepWatch = Callable[[int], AbstractContextManager[object]]
 """Called with the number of a step, counted from 1; the step runs within what it returns."""
@@ -29,8 +27,8 @@ StepWatch = Callable[[int], AbstractContextManager[object]]
 
 def traced_steps(num_iterations: int) -> range:
     """Steps 3 to 5, or the last three of a shorter run: the first ones may still warm up."""
-    first = max(1, min(3, num_iterations - MAX_TRACED_STEPS + 1))
-    return range(first, min(first + MAX_TRACED_STEPS - 1, num_iterations) + 1)
+    first = max(1, min(3, num_iterations - 2))
+    return range(first, min(first + 2, num_iterations) + 1)
 
 
 class Recordings:
@@ -81,3 +79,31 @@ class Recordings:
             logger.warning("--trace: cannot write into %s (%s); the trace is left out", self._folder, error.strerror)
             return False
         return True
+
+
+class StepProfiler:
+    """Owns the torch.profiler of one rank; it exists only while one of its steps runs."""
+
+    def __init__(self, device: torch.device, steps: range, path: Path) -> None:
+        """Profile `steps`, counted from 1, and write them to `path`, whose name ends in .json or .json.gz."""
+        self._steps, self._path = steps, path
+        self._activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            self._activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler: torch.profiler.profile | None = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Profile what runs within, if `number` is one of the steps; behind the last of them the file is written."""
+        if number in self._steps and self._profiler is None:
+            self._profiler = torch.profiler.profile(activities=self._activities)
+            self._profiler.start()
+        yield
+        if self._profiler is not None and number >= self._steps[-1]:
+            self._profiler.stop()
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._profiler.export_chrome_trace(str(self._path))
+            except OSError as error:  # a full disk; the training is worth more
+                logger.warning("--profile_steps: cannot write %s (%s); it is left out", self._path, error.strerror)
+            self._profiler = None

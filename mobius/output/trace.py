@@ -1,9 +1,7 @@
-"""Owns `trace.json`: the measured spans of all ranks as one file for Perfetto and chrome://tracing, written and read.
+"""Owns `trace.json`: the measured or predicted spans of all ranks as one file for Perfetto and chrome://tracing.
 
-Does not own what is measured (memory/spans.py) nor the picture of it (timeline_picture.py).
-
-    pid        a rank              name   as in the schedule grid: F4.1, B4.1, L4, O4; U4 is the update of stage 4
-    tid        a lane of it        args   step, stage, microbatch, peer, where they apply
+pid        a rank              name   as in the schedule grid: F4.1, B4.1, L4, O4; U4 is the update of stage 4
+tid        a lane of it        args   step, stage, microbatch, peer, where they apply
 """
 
 from __future__ import annotations
@@ -12,18 +10,21 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mobius.errors import ConfigError
 from mobius.memory.spans import MeasuredSpan, TraceLane
+from mobius.plan.simulation import Prediction
+from mobius.schedule.schedule import Schedule
 
 _NAME = re.compile(r"(?P<letter>[DFBLOU])(?P<stage>\d+)(?:\.(?P<microbatch>\d+))?")
 
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """What a picture must know beside the spans."""
+    """Facts that a picture shows beside the spans."""
 
     num_ranks: int
     num_stages: int
@@ -59,18 +60,18 @@ class Trace:
         return self.steps[min(1, len(self.steps) - 1)] if step is None else step
 
     def window(self, step: int) -> tuple[float, float]:
-        """From the first rank's start of `step` to the last one's end, in seconds."""
+        """Start and end of `step` in seconds, of the first rank that starts and the last that ends."""
         found = [span for spans in self.spans for span in spans if span.lane is TraceLane.STEP and span.step == step]
         return min(span.start for span in found), max(span.end for span in found)
 
     def within(self, rank: int, step: int) -> list[MeasuredSpan]:
-        """What was under way on `rank` during `step`, cut at its borders."""
+        """The spans of `rank` that were under way during `step`, cut at its borders."""
         start, end = self.window(step)
         cut = [replace(span, start=max(span.start, start), end=min(span.end, end)) for span in self.spans[rank]]
         return [span for span in cut if span.start < span.end]
 
     def lane_seconds(self, step: int) -> list[dict[str, float]]:
-        """Per rank, what each lane worked during `step`, and what compute waited by cause (`wait: weights`)."""
+        """Seconds of each rank that a lane worked during `step`, and that compute waited by cause (`wait: weights`)."""
         rows = []
         for rank in range(self.facts.num_ranks):
             row: dict[str, float] = {}
@@ -81,8 +82,7 @@ class Trace:
         return rows
 
 
-@dataclass(frozen=True)
-class ActionName:
+class ActionName(NamedTuple):
     """A name of the schedule grid, taken apart."""
 
     letter: str
@@ -97,6 +97,20 @@ def take_apart(name: str) -> ActionName | None:
         return None
     microbatch = match["microbatch"]
     return ActionName(match["letter"], int(match["stage"]), None if microbatch is None else int(microbatch))
+
+
+def predicted_trace(prediction: Prediction, schedule: Schedule, *, device: str) -> Trace:
+    """The simulated steps as a trace whose time 0 is their start; `device` is the card's name."""
+    sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, schedule.num_slots)
+    steps = [
+        MeasuredSpan(TraceLane.STEP, f"step {number}", number, start, end)
+        for number, (start, end) in enumerate(pairwise((0.0, *prediction.step_ends)), start=1)
+    ]
+    spans = []
+    for rank_spans in prediction.spans:
+        own = [MeasuredSpan(TraceLane(s.lane.value), s.name, s.step, s.start, s.end, s.peer) for s in rank_spans]
+        spans.append(tuple(sorted([*steps, *own], key=lambda span: (span.start, -span.end))))
+    return Trace(TraceFacts(*sizes, device, is_predicted=True), tuple(spans))
 
 
 def write_part(folder: Path, rank: int, spans: Sequence[MeasuredSpan]) -> None:

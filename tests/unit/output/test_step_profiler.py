@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mobius.output.step_profiler import StepProfiler
+from mobius.output.recordings import StepProfiler
 
 
 def play(profiler: StepProfiler, steps: range) -> None:
