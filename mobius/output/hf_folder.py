@@ -1,7 +1,6 @@
 """Owns the files of a fine-tuned model: the Hugging Face folder of safetensors, and the single `.pt` file made from it.
 
-Does not own when they appear under their final names (`output_folder.py`), nor where the values come from: each rank
-hands in a function that reads one of its parameters. No rank ever holds the whole model.
+Each rank hands in a function that reads one of its parameters; no rank ever holds the whole model.
 
 Format of the index: https://huggingface.co/docs/safetensors and `save_pretrained` of transformers.
 """
@@ -10,7 +9,8 @@ import io
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,14 +35,8 @@ INDEX_FILE_NAME = "model.safetensors.index.json"
 
 _MAX_HELD_BYTES = 64 * 2**20
 
-_TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-
-_SAME_SIZE_INTEGERS: Mapping[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SAME_SIZE_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +103,10 @@ def write_shards(folder: Path, shards: Sequence[Shard], rank: int, read: Callabl
         if shard.owner_rank != rank:
             continue
         path = folder / shard.file_name
-        try:
+        with _told_as("write", path):
             save_file({name: read(name) for name in shard.names}, path, metadata={"format": "pt"})
             path.chmod(0o644)  # safetensors makes it readable for its owner alone
             sync_to_disk(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot write {path}: {error}") from error
 
 
 def write_index(folder: Path, shards: Sequence[Shard], parameters: Sequence[SavedParameter], dtype_bytes: int) -> None:
@@ -130,17 +122,15 @@ def write_index(folder: Path, shards: Sequence[Shard], parameters: Sequence[Save
         "weight_map": {name: shard.file_name for shard in shards for name in shard.names},
     }
     path = folder / INDEX_FILE_NAME
-    try:
+    with _told_as("write", path):
         path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error}") from error
 
 
 def write_model_files(folder: Path, base: BaseFiles, model_config: PretrainedConfig, *, dtype: torch.dtype) -> None:
     """Write everything besides the weights that `AutoModelForCausalLM` and `AutoTokenizer` need to load and generate.
 
-    The base's own files, byte by byte, and its configuration with the fields that the run changed; `dtype` is the one
-    of the saved weights. Raises CheckpointError.
+    These are the base's own files, byte by byte, and its configuration with the fields that the run changed; `dtype` is
+    that of the saved weights. Raises CheckpointError.
     """
     fields = {**base.config, **changed_fields(base.config, model_config)}
     # Older versions of transformers read the one name, newer ones write the other.
@@ -151,11 +141,9 @@ def write_model_files(folder: Path, base: BaseFiles, model_config: PretrainedCon
     files = {**base.copied, "config.json": (json.dumps(fields, indent=2) + "\n").encode()}
     for name, contents in files.items():
         path = folder / name
-        try:
+        with _told_as("write", path):
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(contents)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error}") from error
 
 
 def write_params_file(path: Path, folder: Path) -> None:
@@ -167,19 +155,20 @@ def write_params_file(path: Path, folder: Path) -> None:
     CheckpointError.
     """
     file_names = list(dict.fromkeys(_weight_map(folder).values()))
-    shards = [_MappedShard(folder / file_name) for file_name in file_names]
-    tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    files = [_map_file(folder / file_name) for file_name in file_names]
+    tensors = {name: tensor for _, part in files for name, tensor in part.items()}
     if EMBEDDING in tensors:
         tensors.setdefault(HEAD, tensors[EMBEDDING])
-    try:
-        with replaced_whole(path) as temporary, _ReleasingFile(temporary, shards) as file:
-            try:
-                torch.save(tensors, file)
-            except RuntimeError as error:
-                # torch covers the system's error (no space left) with one of its own.
-                raise file.failure or error from error
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error}") from error
+    with (
+        _told_as("write", path),
+        replaced_whole(path) as temporary,
+        _ReleasingFile(temporary, [m for m, _ in files]) as file,
+    ):
+        try:
+            torch.save(tensors, file)
+        except RuntimeError as error:
+            # torch covers the system's error (no space left) with one of its own.
+            raise file.failure or error from error
 
 
 def verify_folder(folder: Path, expected: Iterable[tuple[str, Callable[[], torch.Tensor]]]) -> None:
@@ -223,7 +212,7 @@ def _difference(stored: torch.Tensor, trained: torch.Tensor) -> str | None:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, from the index or, without one, from the single file."""
+    """File name by tensor name, from the index or, without one, from the single file."""
     index = folder / INDEX_FILE_NAME
     if not index.exists():
         return dict.fromkeys(sorted(_names_in(folder / SINGLE_FILE_NAME)), SINGLE_FILE_NAME)
@@ -233,44 +222,45 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _names_in(path: Path) -> set[str]:
+    with _told_as("read", path), safe_open(path, framework="pt") as file:
+        return set(file.keys())
+
+
+@contextmanager
+def _told_as(doing: str, path: Path) -> Iterator[None]:
+    """Turn errors of the file system and of safetensors into CheckpointError: `cannot write PATH: ...`."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return set(file.keys())
+        yield
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot {doing} {path}: {error}") from error
 
 
-class _MappedShard:
-    """A safetensors file in address space but not in memory: `tensors` are read from the disk when they are touched."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            # ACCESS_COPY only because torch wants a writable buffer; nobody writes.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        data_start = 8 + int.from_bytes(self._map[:8], "little")
-        header = json.loads(self._map[8:data_start])
-        header.pop("__metadata__", None)
-        self.tensors = {
-            name: torch.frombuffer(
-                self._map,
-                dtype=_TORCH_DTYPES[entry["dtype"]],
-                offset=data_start + entry["data_offsets"][0],
-                count=math.prod(entry["shape"]),
-            ).reshape(entry["shape"])
-            for name, entry in header.items()
-        }
-
-    def release(self) -> None:
-        """Give back the memory of what was read; it would be read again if it were touched."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:
+    """A safetensors file in address space but not in memory, and its tensors, read from the disk when touched."""
+    with path.open("rb") as file:
+        # ACCESS_COPY only because torch wants a writable buffer; nobody writes.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    data_start = 8 + int.from_bytes(mapped[:8], "little")
+    header = json.loads(mapped[8:data_start])
+    header.pop("__metadata__", None)
+    tensors = {
+        name: torch.frombuffer(
+            mapped,
+            dtype=_TORCH_DTYPES[entry["dtype"]],
+            offset=data_start + entry["data_offsets"][0],
+            count=math.prod(entry["shape"]),
+        ).reshape(entry["shape"])
+        for name, entry in header.items()
+    }
+    return mapped, tensors
 
 
 class _ReleasingFile(io.BufferedWriter):
-    """A file for `torch.save` that lets go of the mapped shards as it writes them: a peak of one tensor, not of all."""
+    """A file for `torch.save` that lets go of the mapped files as it writes them: a peak of one tensor, not of all."""
 
-    def __init__(self, path: Path, shards: Sequence[_MappedShard]) -> None:
+    def __init__(self, path: Path, mapped: Sequence[mmap.mmap]) -> None:
         super().__init__(io.FileIO(path, "wb"))
-        self._shards = shards
+        self._mapped = mapped
         self._held_bytes = 0
         self.failure: OSError | None = None
 
@@ -283,7 +273,7 @@ class _ReleasingFile(io.BufferedWriter):
             raise
         self._held_bytes += num_bytes
         if self._held_bytes > _MAX_HELD_BYTES:
-            for shard in self._shards:
-                shard.release()
+            for mapped in self._mapped:
+                mapped.madvise(mmap.MADV_DONTNEED)  # would be read again if it were touched
             self._held_bytes = 0
         return num_bytes
