@@ -1,7 +1,4 @@
-"""Owns the numbers of one optimizer step and how they are told: a line for people, a JSON line for programs.
-
-Does not measure anything: the trainer hands the numbers in. The summary of a whole run is `report.py`'s.
-"""
+"""Owns the numbers of one optimizer step and how they are told: a line for people, a JSON line for programs."""
 
 import json
 import logging
@@ -11,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +34,7 @@ class StepMetrics:
     peak_gpu_memory_gib: float | None
     """Allocated, on the worst rank, since the start; None without a GPU."""
     reserved_gpu_memory_gib: float | None
-    """What the allocator took from the GPU for that, on the worst rank; None without a GPU."""
+    """Taken from the GPU by the allocator for that, on the worst rank; None without a GPU."""
     peak_host_memory_gib: float
     """All ranks together, since the start."""
     wait_seconds: Mapping[str, float]
@@ -47,7 +42,7 @@ class StepMetrics:
     skipped_steps: int
     """Steps so far whose update was left out because a gradient was not finite."""
     loss_scale: float | None
-    """Of fp16 training; None in formats that need none."""
+    """Factor of the loss in fp16 training; None in formats that need none."""
 
 
 class MetricsLog:
@@ -103,14 +98,6 @@ class MetricsLog:
             logger.warning("%s lacks the last %d steps", self._path, len(self._waiting))
         if self._file is not None:
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def step_line(metrics: StepMetrics, total_steps: int) -> str:

@@ -1,7 +1,4 @@
-"""Owns the text summary of a finished run (`--save_results`): what was run, how long it took, what memory it used.
-
-Does not own the per-step log (`metrics.py`), and measures nothing.
-"""
+"""Owns the text summary of a finished run (`--save_results`): what was run, how long it took, what memory it used."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from mobius.units import gib_cell
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """What one rank used. GPU bytes are None on a rank that computes on the CPU."""
+    """Memory that one rank used. GPU bytes are None on a rank that computes on the CPU."""
 
     rank: int
     device: str
@@ -81,7 +78,7 @@ def _result(steps: Sequence[StepMetrics]) -> str:
         ("tokens without padding", f"{sum(step.num_tokens for step in steps):,}"),
         ("target tokens", f"{sum(step.num_targets for step in steps):,}"),
     ]
-    return _pairs(rows)
+    return _table(rows)
 
 
 def _time(steps: Sequence[StepMetrics], timings: RunTimings, forecast: Forecast | None) -> str:
@@ -101,7 +98,7 @@ def _time(steps: Sequence[StepMetrics], timings: RunTimings, forecast: Forecast 
             ("seconds per step, predicted", f"{forecast.step_seconds:.3f} s, limited by {forecast.limit}"),
             ("prediction off by", f"{off:+.1%} of a steady step, {forecast.basis}"),
         ]
-    return _pairs(rows)
+    return _table(rows)
 
 
 def _waiting(steps: Sequence[StepMetrics]) -> str:
@@ -134,13 +131,8 @@ def _gib(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else f"{gib_cell(num_bytes)} GiB"
 
 
-def _pairs(rows: Sequence[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Align the columns of `rows`, of which the first is the heading."""
+    """Align the columns of `rows`."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -5,7 +5,7 @@ import math
 import re
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def test_skipped_steps_and_the_loss_scale_are_told_when_there_are_any() -> None:
 
 def test_the_log_has_a_complete_line_after_each_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
+    with closing(MetricsLog(path)) as log:
         log.append(STEP)
         (line,) = path.read_text().splitlines()
         log.append(replace(STEP, step=8))
@@ -72,7 +72,7 @@ def test_the_log_has_a_complete_line_after_each_step(tmp_path: Path) -> None:
 
 def test_the_log_is_continued_not_overwritten(tmp_path: Path) -> None:
     for step in (1, 2):
-        with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        with closing(MetricsLog(tmp_path / "metrics.jsonl")) as log:
             log.append(replace(STEP, step=step))
 
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
@@ -82,7 +82,7 @@ def test_numbers_that_json_does_not_have_stay_readable(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+    with closing(MetricsLog(tmp_path / "metrics.jsonl")) as log:
         log.append(replace(STEP, loss=math.nan, grad_norm=math.inf, wait_seconds={"weights": -math.inf}))
 
     record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
@@ -110,7 +110,7 @@ def test_a_full_disk_is_told_once_and_no_line_is_lost_when_space_returns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
+    with closing(MetricsLog(path)) as log:
         log.append(replace(STEP, step=1))
         with no_file_longer_than(path.stat().st_size + 20):
             for step in (2, 3):
@@ -126,7 +126,7 @@ def test_a_full_disk_is_told_once_and_no_line_is_lost_when_space_returns(
 def test_lines_that_could_not_be_written_to_the_end_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with no_file_longer_than(10), MetricsLog(tmp_path / "metrics.jsonl") as log:
+    with no_file_longer_than(10), closing(MetricsLog(tmp_path / "metrics.jsonl")) as log:
         for step in (1, 2):
             log.append(replace(STEP, step=step))
 
@@ -138,7 +138,7 @@ def test_a_log_that_cannot_be_opened_does_not_end_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "absent" / "metrics.jsonl"
-    with MetricsLog(path) as log:
+    with closing(MetricsLog(path)) as log:
         log.append(replace(STEP, step=1))
         path.parent.mkdir()
         log.append(replace(STEP, step=2))
