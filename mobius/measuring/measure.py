@@ -27,7 +27,7 @@ from mobius.measuring.host_rates import (
     update_once,
 )
 from mobius.memory.layout import StageLayout
-from mobius.memory.resident import ResidentStages
+from mobius.memory.resident import ResidentStage
 from mobius.messages.transport import Transport
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.optim.adamw import FlatAdamW
@@ -233,7 +233,7 @@ def _measure_messages(
 
 def _measure_gpu_optimizer(bench: Bench, dtype: torch.dtype, num_parameters: int) -> float:
     layout = StageLayout.of({"weight": (num_parameters, 1)})
-    state = ResidentStages({0: layout}, dtype=dtype, device=bench.device).states[0]
+    state = ResidentStage(0, layout, dtype=dtype, device=bench.device).state
     adamw = FlatAdamW(SETTINGS, fused=FusedUpdate())
     adamw.warm_up([state])
     return layout.num_elements / bench.seconds(lambda: update_once(adamw, state))

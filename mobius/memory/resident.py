@@ -1,4 +1,4 @@
-"""Stages whose whole state stays on the compute device: no slots, no copies.
+"""Resident stages: their whole training state stays on the compute device; no slots, no copies.
 
     bytes per parameter          bf16                    fp16               fp32
     weights, rest of the master  2 + 2 (split)           2 + 4              4 (both in one)
@@ -13,136 +13,125 @@ cast into memory of the stage's own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mobius.errors import ScheduleError
-from mobius.memory.gradient_sum import GradientSum
+from mobius.memory.gradient_sum import GradientSum, cast_gradients, squared_norm
 from mobius.memory.layout import StageLayout
-from mobius.memory.norms import cast_gradients, squared_norm
-from mobius.memory.stage_memory import Departure
+from mobius.memory.spans import NO_SPANS, Spans, TraceLane
+from mobius.memory.stage_memory import GradientListener, Update
 from mobius.memory.stage_state import StageState
 
 ROUNDED_ELEMENTS = 2**24
 """Gradients rounded at a time: bounds what it takes beside them to 32 MiB."""
 
 
-class ResidentStages:
-    """Owns weights, master and moments of this rank's resident stages on one device, and gradients that are kept."""
+class ResidentStage:
+    """A StageMemory that owns its state on the device, where updates follow compute in the same stream."""
 
     def __init__(
         self,
-        layouts: Mapping[int, StageLayout],
+        stage: int,
+        layout: StageLayout,
         *,
         dtype: torch.dtype,
         device: torch.device,
-        waiting: Collection[int] | None = None,
         gradient_dtype: torch.dtype | None = None,
-        gradient_sum: GradientSum | None = None,
+        keeps_gradients: bool = True,
+        total: GradientSum | None = None,
+        spans: Spans = NO_SPANS,
     ) -> None:
-        """Take zeroed memory on `device` for `layouts` (stage -> layout), weights in `dtype`.
+        """Take zeroed memory on `device`, weights in `dtype`.
 
-        `waiting` are the stages whose gradients are kept for a later update, by default all. `gradient_dtype` is fp32
-        or, by default, the weights' dtype. `gradient_sum` is shared with the rank's streamed stages; without it there
-        is one of its own, if any is needed.
+        `gradient_dtype` is fp32 or, by default, the weights' dtype. Without `keeps_gradients` the update must begin
+        before another stage's backward. `total` is the rank's sum, not needed where `adds_in_place`.
         """
-        self._device = device
-        self._waiting = frozenset(layouts if waiting is None else waiting)
-        assert dtype != torch.float16 or self._waiting.issuperset(layouts), "loss scaling waits for every norm"
-        self._gradient_dtype = gradient_dtype or dtype
-        if gradient_sum is None and not self._adds_in_place(layouts):
-            gradient_sum = GradientSum(max(layout.num_trained for layout in layouts.values()), device=device)
-        self._sum = gradient_sum
-        self._states = {stage: self._allocate(stage, layout, dtype) for stage, layout in layouts.items()}
-        self._weights = {stage: state.layout.views(state.weights) for stage, state in self._states.items()}
-        self._own_gradients = {
-            stage: state.layout.trained_views(state.gradients)
-            for stage, state in self._states.items()
-            if self._adds_in_place((stage,))
-        }
-        self._accumulating: set[int] = set()
+        assert dtype != torch.float16 or keeps_gradients, "loss scaling waits for every norm"
+        self._stage, self._device, self._sum, self._spans = stage, device, total, spans
+        self._gradient_dtype, self._keeps_gradients = gradient_dtype or dtype, keeps_gradients
 
-    @property
-    def states(self) -> Mapping[int, StageState]:
-        """Live: sealing a stage that does not wait may put another buffer in the place of its gradients."""
-        return self._states
-
-    def is_resident(self, stage: int) -> bool:
-        return True
-
-    def keeps_gradients(self, stage: int) -> bool:
-        """Only those of stages that wait for their update."""
-        return stage in self._waiting
-
-    def load(self, stage: int) -> None:
-        raise ScheduleError(f"stage {stage} is resident and cannot be loaded")
-
-    def offload(self, stage: int) -> Departure | None:
-        raise ScheduleError(f"stage {stage} is resident and cannot be offloaded")
-
-    def wait_until_updated(self, stage: int) -> None:
-        """Nothing to wait for: updates and compute follow one another on the device."""
-
-    def is_ready(self, stage: int) -> bool:
-        return True
-
-    def weights(self, stage: int) -> dict[str, Tensor]:
-        return self._weights[stage]
-
-    def gradients(self, stage: int) -> dict[str, Tensor]:
-        """fp32 views; cleared at the first call after the last sealing."""
-        if stage not in self._own_gradients:
-            assert self._sum is not None
-            return self._sum.views(stage, self._states[stage].layout)
-        if stage not in self._accumulating:
-            self._accumulating.add(stage)
-            self._states[stage].gradients.zero_()
-        return self._own_gradients[stage]
-
-    def seal_gradients(self, stage: int, *, excluded: frozenset[str]) -> Tensor:
-        """End accumulation: the gradients take the form in which the update reads them, on the device.
-
-        What is not kept stays in the rank's sum until another stage's backward begins.
-        """
-        views = self.gradients(stage)
-        square = squared_norm((view for name, view in views.items() if name not in excluded), self._device)
-        if stage in self._own_gradients:
-            self._accumulating.discard(stage)
-            return square
-        assert self._sum is not None
-        state, total = self._states[stage], self._sum.flat(self._states[stage].layout)
-        if stage in self._waiting:
-            square = cast_gradients(total, state.gradients, square)
-        else:
-            if self._gradient_dtype != torch.float32:
-                for part in total.split(ROUNDED_ELEMENTS):
-                    part.copy_(part.to(self._gradient_dtype))
-            self._states[stage] = replace(state, gradients=total)  # the sum may have two buffers, in turns
-        self._sum.end()
-        return square
-
-    def wait_for_gradients(self, stage: int) -> None:
-        """Nothing to wait for: the optimizer runs on the same device, behind backward."""
-
-    def have_gradients_arrived(self, stage: int) -> bool:
-        """They never leave."""
-        return True
-
-    def _adds_in_place(self, stages: Collection[int]) -> bool:
-        """Whether all of `stages` keep their gradients in fp32, the format in which they are added up."""
-        return self._gradient_dtype == torch.float32 and self._waiting.issuperset(stages)
-
-    def _allocate(self, stage: int, layout: StageLayout, dtype: torch.dtype) -> StageState:
         def zeros(num_elements: int, kind: torch.dtype) -> Tensor:
-            return torch.zeros(num_elements, dtype=kind, device=self._device)
+            return torch.zeros(num_elements, dtype=kind, device=device)
 
         weights = zeros(layout.num_elements, dtype)
-        if stage in self._waiting:
-            gradients = zeros(layout.num_trained, self._gradient_dtype)
+        gradients = zeros(layout.num_trained, self._gradient_dtype) if keeps_gradients else self._total.flat(layout)
+        self.state = StageState.around(layout, weights, gradients, zeros)
+        self._weights = layout.views(weights)
+        is_in_place = adds_in_place(self._gradient_dtype, keeps_gradients=keeps_gradients)
+        self._own_sums = layout.trained_views(gradients) if is_in_place else None
+        self._is_adding = False
+        self._square: Tensor | None = None
+
+    def load(self) -> None:
+        raise ScheduleError(f"stage {self._stage} is resident and cannot be loaded")
+
+    def is_ready(self) -> bool:
+        return True
+
+    def wait_until_updated(self) -> None:
+        """Nothing to wait for: updates and compute follow one another on the device."""
+
+    def weights(self) -> dict[str, Tensor]:
+        return self._weights
+
+    def gradients(self) -> dict[str, Tensor]:
+        if self._own_sums is None:
+            return self._total.views(self._stage, self.state.layout)
+        if not self._is_adding:
+            self._is_adding = True
+            self.state.gradients.zero_()
+        return self._own_sums
+
+    def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
+        """End accumulation; what is not kept stays in the rank's sum until another stage's backward begins."""
+        layout = self.state.layout
+        if self._own_sums is not None:
+            own = self.gradients().items()
+            self._square = squared_norm((view for name, view in own if name not in excluded), self._device)
+            self._is_adding = False
         else:
-            assert self._sum is not None
-            gradients = self._sum.flat(layout)
-        return StageState.around(layout, weights, gradients, zeros)
+            self._square = self._total.seal(self._stage, layout, excluded=excluded)
+            sums = self._total.flat(layout)
+            if self._keeps_gradients:
+                self._square = cast_gradients(sums, self.state.gradients, self._square)
+            else:
+                if self._gradient_dtype != torch.float32:
+                    for part in sums.split(ROUNDED_ELEMENTS):
+                        part.copy_(part.to(self._gradient_dtype))
+                self.state = replace(self.state, gradients=sums)  # the sum may have two buffers, in turns
+        if listener is not None:
+            listener.gradients_complete(self._stage)
+        return self._square
+
+    def offload(self, listener: GradientListener | None = None) -> None:
+        raise ScheduleError(f"stage {self._stage} is resident and cannot be offloaded")
+
+    def wait_for_gradients(self) -> None:
+        """Nothing to wait for: the optimizer runs on the same device, behind backward."""
+
+    def begin_update(self, update: Update) -> bool:
+        """Run it behind the work enqueued so far; whether the gradients are finite is looked at on the device."""
+        assert self._square is not None, f"stage {self._stage} is not sealed"
+        self._run(update, (~torch.isfinite(self._square)).float())
+        return True
+
+    def update(self, update: Update) -> None:
+        assert self._keeps_gradients, f"the gradients of stage {self._stage} are lost before its update"
+        self._run(update, None)
+
+    def _run(self, update: Update, found_inf: Tensor | None) -> None:
+        with self._spans.device_span(TraceLane.OPTIMIZER, f"U{self._stage}"):
+            update(pieces=self.state.layout.ranges, found_inf=found_inf)
+
+    @property
+    def _total(self) -> GradientSum:
+        assert self._sum is not None, f"stage {self._stage} adds up in the rank's sum, and there is none"
+        return self._sum
+
+
+def adds_in_place(gradient_dtype: torch.dtype, *, keeps_gradients: bool) -> bool:
+    """Whether a resident stage keeps its gradients in fp32, the format in which they are added up: it needs no sum."""
+    return keeps_gradients and gradient_dtype == torch.float32

@@ -1,79 +1,83 @@
-"""What the executor asks of a rank's memory, whether stages are streamed or resident."""
+"""One stage's memory, as executor and stepper see it: streamed (`streamed.py`) or resident (`resident.py`).
+
+    load -> weights -> forward -> offload     and later     load -> weights, gradients -> backward
+                                                                 -> seal_gradients -> offload -> update
+
+A resident stage is neither loaded nor offloaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from mobius.memory.layout import FlatRange
 from mobius.memory.stage_state import StageState
-from mobius.memory.streams import Event
 
 
-@dataclass(frozen=True)
-class Departure:
-    """A stage's gradients on their way to the host, with their squared norm (fp32 scalar on the host)."""
+class Update(Protocol):
+    """The optimizer's update of one stage, with the numbers of its step."""
 
-    arrival: Event
-    square: Tensor
+    def __call__(self, *, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
+        """Update `pieces` of the trained part; nothing changes where `found_inf` (fp32 scalar, on the device) is 1."""
 
-    def has_arrived(self) -> bool:
-        """Whether all are in host memory; nobody waits."""
-        return self.arrival.query()
 
-    def wait(self) -> float:
-        """Make the host wait until they have arrived; returns their squared norm, as `seal_gradients` computed it."""
-        self.arrival.synchronize()  # sync: once per stage and step, off the compute path
-        return float(self.square)
+class GradientListener(Protocol):
+    """Who is told of each stage's gradients in the middle of the step."""
+
+    def gradients_complete(self, stage: int) -> None:
+        """The last microbatch is in the stage's gradients, and `begin_update` may be called.
+
+        They are sealed, and if they leave the device they have started to.
+        """
 
 
 class StageMemory(Protocol):
-    """Weights and gradients of this rank's stages on the compute device, and the states the optimizer updates."""
+    """Weights and gradients of one stage on the compute device, and the state that the optimizer updates."""
 
     @property
-    def states(self) -> Mapping[int, StageState]:
-        """Stage -> its training state, on the host or on the GPU."""
+    def state(self) -> StageState:
+        """Training state, on the host or on the device; sealing may put another buffer in its gradients' place."""
 
-    def is_resident(self, stage: int) -> bool:
-        """Whether `stage` stays on the device and is updated there, or is loaded and updated on the host."""
+    def load(self) -> None:
+        """Start bringing the weights to the device, at once or behind their update; returns before it is done."""
 
-    def keeps_gradients(self, stage: int) -> bool:
-        """Whether `states[stage].gradients` stays until the stage's next backward.
-
-        If not, the stage must be updated before another one's backward begins.
-        """
-
-    def load(self, stage: int) -> None:
-        """Start bringing `stage`'s weights to the device; returns at once."""
-
-    def wait_until_updated(self, stage: int) -> None:
-        """Make the host wait until the optimizer has updated `stage`."""
-
-    def is_ready(self, stage: int) -> bool:
+    def is_ready(self) -> bool:
         """Whether `wait_until_updated` and `weights` let nobody wait, because they did before or nothing changed."""
 
-    def weights(self, stage: int) -> dict[str, Tensor]:
+    def wait_until_updated(self) -> None:
+        """Make the host wait until the stage is updated; raises what the update raised."""
+
+    def weights(self) -> dict[str, Tensor]:
         """Parameter views on the device; the compute stream waits until they are there."""
 
-    def gradients(self, stage: int) -> dict[str, Tensor]:
-        """fp32 accumulators on the device, zero at the first call of a step."""
+    def gradients(self) -> dict[str, Tensor]:
+        """fp32 sums of the trained parameters on the device, zero at the first call of a step."""
 
-    def seal_gradients(self, stage: int, *, excluded: frozenset[str]) -> Tensor:
-        """End accumulation: bring the gradients into the form they leave in.
+    def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
+        """End accumulation: bring the gradients into the form in which they leave or are read by the update.
 
-        Returns their squared norm without the parameters in `excluded` (fp32 scalar on the device, not synchronized).
+        Returns their squared norm without the parameters in `excluded` (fp32 scalar on the device, not synchronized),
+        computed in fp32 before any cast; a value that the cast makes infinite (fp16) makes it NaN. Tells `listener` if
+        the gradients stay.
         """
 
-    def offload(self, stage: int) -> Departure | None:
-        """Free `stage`'s place on the device; returns at once.
+    def offload(self, listener: GradientListener | None = None) -> None:
+        """Free the stage's place on the device; returns at once.
 
-        Sealed gradients start on their way home and can be waited for.
+        Sealed gradients start on their way to the host, and `listener` is told.
         """
 
-    def wait_for_gradients(self, stage: int) -> None:
-        """Make the host wait until `states[stage].gradients` is complete."""
+    def wait_for_gradients(self) -> None:
+        """Make the host wait until `state.gradients` is complete."""
 
-    def have_gradients_arrived(self, stage: int) -> bool:
-        """Whether `wait_for_gradients` would return at once."""
+    def begin_update(self, update: Update) -> bool:
+        """Run `update` under the rest of the step, unless the gradients are not finite; False if it cannot begin yet.
+
+        Called when the gradients are complete.
+        """
+
+    def update(self, update: Update) -> None:
+        """Run `update` now or, where updates queue, in its turn; the step is over and decided to be taken."""

@@ -13,19 +13,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from mobius.errors import NonFiniteLossError
-from mobius.limits import PIECE_ELEMENTS
-from mobius.memory.layout import FlatRange
-from mobius.memory.spans import NO_SPANS, Spans, TraceLane
-from mobius.memory.stage_memory import Departure, StageMemory
-from mobius.memory.update_queue import UpdateQueue
+from mobius.memory.stage_memory import StageMemory, Update
 from mobius.messages.transport import Transport
 from mobius.optim.adamw import FlatAdamW
 from mobius.optim.grad_scaler import LossScale
@@ -55,18 +50,15 @@ class Stepper:
         self,
         adamw: FlatAdamW,
         *,
-        memory: StageMemory,
+        memory: Mapping[int, StageMemory],
         transport: Transport,
         clock: WaitClock,
         loss_scale: LossScale,
         num_stages: int,
         max_grad_norm: float,
         tied: TiedPair | None,
-        updates: UpdateQueue | None = None,
-        spans: Spans = NO_SPANS,
     ) -> None:
-        """With `updates`, streamed stages are updated there, under the rest of the step and the next one."""
-        self._updates, self._spans = updates, spans
+        """`memory` is that of this rank's stages, which know where and in what pieces they are updated."""
         self._adamw, self._memory, self._transport, self._clock, self._tied = adamw, memory, transport, clock, tied
         self._num_stages, self._max_grad_norm = num_stages, max_grad_norm
         self.loss_scale = loss_scale
@@ -84,31 +76,10 @@ class Stepper:
         self._learning_rate = learning_rate
         self._begun.clear()
 
-    def gradients_leave(self, stage: int, departure: Departure) -> None:
-        """Update a streamed stage as soon as its gradients have arrived, unless something else must be known first."""
-        if self._updates is None or not self._can_begin(stage):
-            return
-
-        def unless_not_finite(update: Callable[[], None]) -> None:
-            if math.isfinite(departure.wait()):
-                update()
-
-        pieces = [partial(unless_not_finite, piece) for piece in self._pieces(stage, self.num_updates + 1, 1.0)]
-        self._updates.submit(stage, pieces, can_begin=departure.has_arrived)
-        self._begun.add(stage)
-
-    def gradients_stay(self, stage: int, square: Tensor) -> None:
-        """Update a resident stage behind its backward, unless something else must be known first.
-
-        Whether its gradients are finite is looked at on the device.
-        """
-        if not self._can_begin(stage):
-            assert self._memory.keeps_gradients(stage), f"the gradients of stage {stage} are lost before its update"
-            return
-        found_inf = (~torch.isfinite(square)).float()
-        for piece in self._pieces(stage, self.num_updates + 1, 1.0, found_inf):
-            piece()
-        self._begun.add(stage)
+    def gradients_complete(self, stage: int) -> None:
+        """Update the stage under the rest of the step, unless something else must be known first."""
+        if self._can_begin(stage) and self._memory[stage].begin_update(self._update_of(stage, self.num_updates + 1)):
+            self._begun.add(stage)
 
     def _can_begin(self, stage: int) -> bool:
         """Whether neither the norm over all ranks nor a tied matrix's other half has to be waited for."""
@@ -162,48 +133,24 @@ class Stepper:
 
     def _update(self, factor: float, skipped: frozenset[int]) -> None:
         self.num_updates += 1
-        for stage in sorted(self._memory.states):
-            if stage in self._begun or stage in skipped:
-                continue
-            pieces = self._pieces(stage, self.num_updates, factor)
-            if self._updates is not None and not self._memory.is_resident(stage):
-                self._updates.submit(stage, pieces, can_begin=partial(self._memory.have_gradients_arrived, stage))
-            else:
-                for piece in pieces:
-                    piece()
+        for stage, memory in sorted(self._memory.items()):
+            if stage not in self._begun and stage not in skipped:
+                memory.update(self._update_of(stage, self.num_updates, factor))
 
-    def _pieces(
-        self, stage: int, step: int, factor: float, found_inf: Tensor | None = None
-    ) -> list[Callable[[], None]]:
-        """The update of `stage` with this step's learning rate, in parts that another stage can come between."""
-        state = self._memory.states[stage]
-        is_streamed = not self._memory.is_resident(stage)
-        record = self._spans.host_span if is_streamed else self._spans.device_span
-
-        def update(pieces: Sequence[FlatRange], learning_rate: float) -> None:
-            self._memory.wait_for_gradients(stage)
-            with record(TraceLane.OPTIMIZER, f"U{stage}"):
-                self._adamw.update(
-                    state,
-                    step=step,
-                    learning_rate=learning_rate,
-                    gradient_factor=factor,
-                    pieces=pieces,
-                    found_inf=found_inf,
-                )
-
-        parts = state.layout.pieces(PIECE_ELEMENTS) if is_streamed else (state.layout.ranges,)
-        return [partial(update, part, self._learning_rate) for part in parts]
+    def _update_of(self, stage: int, step: int, factor: float = 1.0) -> Update:
+        """The update of `stage` with this step's learning rate."""
+        state, rate = self._memory[stage].state, self._learning_rate
+        return partial(self._adamw.update, state, step=step, learning_rate=rate, gradient_factor=factor)
 
     def drain(self) -> None:
         """Wait for all updates: before the parameters are read, and at the end."""
-        if self._updates is not None:
-            with self._clock.blocking(WaitCause.OPTIMIZER):
-                self._updates.drain()
+        with self._clock.blocking(WaitCause.OPTIMIZER):
+            for memory in self._memory.values():
+                memory.wait_until_updated()
 
     def _report(self, step: int, loss: float, squares: Sequence[float]) -> None:
-        for stage in self._memory.states:
-            self._memory.wait_for_gradients(stage)
+        for memory in self._memory.values():
+            memory.wait_for_gradients()
         self.num_skipped += 1
         self._skipped_in_a_row += 1
         stages = [stage for stage, square in enumerate(squares) if not math.isfinite(square)]

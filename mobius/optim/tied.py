@@ -5,6 +5,7 @@ Both owners then make the same update from the same numbers, so the copies stay 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -32,7 +33,9 @@ class TiedPair:
     def names(self) -> frozenset[str]:
         return frozenset((self.embedding_name, self.head_name))
 
-    def sum_gradients(self, memory: StageMemory, transport: Transport, device: torch.device) -> Tensor | None:
+    def sum_gradients(
+        self, memory: Mapping[int, StageMemory], transport: Transport, device: torch.device
+    ) -> Tensor | None:
         """Replace both gradients by their sum; collective over the owners.
 
         They are added on `device`, on which all ranks compute, wherever each is kept: a rank need not know whether the
@@ -44,9 +47,9 @@ class TiedPair:
             return None
         copies = []
         if transport.rank == owners[0]:
-            copies.append(_gradient(memory, self.embedding_stage, self.embedding_name))
+            copies.append(_gradient(memory[self.embedding_stage], self.embedding_name))
         if transport.rank == owners[1]:
-            copies.append(_gradient(memory, self.head_stage, self.head_name))
+            copies.append(_gradient(memory[self.head_stage], self.head_name))
         peer = owners[1] if transport.rank == owners[0] else owners[0]
         square = torch.zeros((), dtype=torch.float32, device=device)
         for parts in zip(*(copy.split(CHUNK_ELEMENTS) for copy in copies), strict=True):
@@ -59,9 +62,9 @@ class TiedPair:
         return square if transport.rank == owners[0] else None
 
 
-def _gradient(memory: StageMemory, stage: int, name: str) -> Tensor:
-    memory.wait_for_gradients(stage)
-    state = memory.states[stage]
+def _gradient(memory: StageMemory, name: str) -> Tensor:
+    memory.wait_for_gradients()
+    state = memory.state
     offset, shape = state.layout.offsets[name]
     return state.gradients[offset : offset + torch.Size(shape).numel()]
 

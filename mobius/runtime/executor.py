@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch._C._autograd import _profiler_enabled
 
 from mobius.limits import RECEIVES_AHEAD
 from mobius.memory.spans import NO_SPANS, Spans, TraceLane
-from mobius.memory.stage_memory import Departure, StageMemory
+from mobius.memory.stage_memory import GradientListener, StageMemory
 from mobius.memory.streams import new_stream, record_current
 from mobius.messages.transport import Transport
 from mobius.models.graph import Views
@@ -65,16 +64,6 @@ class _Step:
     labels: Sequence[Tensor] = ()
 
 
-class GradientListener(Protocol):
-    """Is told of each stage's gradients when the last microbatch is in them, in the middle of the step."""
-
-    def gradients_leave(self, stage: int, departure: Departure) -> None:
-        """Those of a streamed stage have started on their way to the host."""
-
-    def gradients_stay(self, stage: int, square: Tensor) -> None:
-        """Those of a resident stage are complete behind the work enqueued so far; `square` is their squared norm."""
-
-
 class Executor:
     """Owns the stash and the position in the action list; memory, transport and stage code are handed in."""
 
@@ -83,7 +72,7 @@ class Executor:
         schedule: Schedule,
         *,
         stages: Mapping[int, StageModule],
-        memory: StageMemory,
+        memory: Mapping[int, StageMemory],
         transport: Transport,
         clock: WaitClock,
         device: torch.device,
@@ -91,7 +80,7 @@ class Executor:
         graph_stages: frozenset[int] = frozenset(),
         spans: Spans = NO_SPANS,
     ) -> None:
-        """`stages` are this rank's.
+        """`stages` and `memory` are this rank's.
 
         `unsealed_names` are parameters whose norm is taken later (tied weights). `graph_stages` keep their graphs from
         forward to backward instead of recomputing; their weights must stay where they are meanwhile.
@@ -115,15 +104,15 @@ class Executor:
             ActionKind.BACKWARD_FIRST: self._backward,
             ActionKind.BACKWARD_MIDDLE: self._backward,
             ActionKind.BACKWARD_LAST: self._backward_last,
-            ActionKind.LOAD: lambda action: self._memory.load(action.stage),
-            ActionKind.OFFLOAD: self._offload,
+            ActionKind.LOAD: lambda action: self._memory[action.stage].load(),
+            ActionKind.OFFLOAD: lambda action: self._memory[action.stage].offload(self._step.listener),
         }
 
     def run(self, batch: StepBatch, *, loss_scale: float = 1.0, listener: GradientListener | None = None) -> StepSums:
         """Forward and backward of all microbatches of one step.
 
-        The gradients of `loss * loss_scale` end in `memory.states`. Raises what the failing action raised, with the
-        grid of the schedule attached.
+        The gradients of `loss * loss_scale` end in the states of `memory`. Raises what the failing action raised, with
+        the grid of the schedule attached.
         """
         loss = torch.zeros((), dtype=torch.float32, device=self._device)
         self._step = _Step(batch, loss_scale, loss, listener)
@@ -169,11 +158,6 @@ class Executor:
         arrival.wait()
         step.tokens, step.labels = (target.chunk(num_microbatches) for target in targets)
 
-    def _offload(self, action: Action) -> None:
-        departure = self._memory.offload(action.stage)
-        if departure is not None and self._step.listener is not None:
-            self._step.listener.gradients_leave(action.stage, departure)
-
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, _microbatch(action)
         inputs = self._stage_input(stage, microbatch)
@@ -199,7 +183,7 @@ class Executor:
         hidden, kept = self._run_layers(stage, inputs)
         loss, gradient = module.loss(
             weights,
-            self._memory.gradients(stage),
+            self._memory[stage].gradients(),
             hidden,
             self._step.labels[microbatch],
             num_targets=self._step.batch.num_targets,
@@ -210,17 +194,16 @@ class Executor:
 
     def _finish_backward(self, stage: int, microbatch: int, weights: Views, kept: list[Kept], gradient: Tensor) -> None:
         """Backward through the layers, then to the stage before or into the embedding; the last microbatch seals."""
-        module, gradients = self._stages[stage], self._memory.gradients(stage)
+        module, memory = self._stages[stage], self._memory[stage]
+        gradients = memory.gradients()
         gradient = module.backward(weights, gradients, kept, gradient)
         if module.span.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
         else:
             self._transport.send(gradient, self._rank_of(stage - 1))
         if microbatch == self._schedule.num_microbatches - 1:
-            square = self._memory.seal_gradients(stage, excluded=self._unsealed_names)
+            square = memory.seal_gradients(excluded=self._unsealed_names, listener=self._step.listener)
             self._step.squared_norms[stage] = square
-            if self._memory.is_resident(stage) and self._step.listener is not None:
-                self._step.listener.gradients_stay(stage, square)
 
     def _run_layers(self, stage: int, inputs: Tensor) -> tuple[Tensor, list[Kept]]:
         return self._stages[stage].forward(self._weights(stage), inputs, keep_graphs=stage in self._graph_stages)
@@ -229,12 +212,13 @@ class Executor:
         return self._step.tokens[microbatch] if self._stages[stage].span.is_first else self._receive(stage - 1)
 
     def _weights(self, stage: int) -> dict[str, Tensor]:
-        if self._memory.is_ready(stage):  # waits are not measured where there are none: that takes the host time
-            return self._memory.weights(stage)
+        memory = self._memory[stage]
+        if memory.is_ready():  # waits are not measured where there are none: that takes the host time
+            return memory.weights()
         with self._waiting(WaitCause.OPTIMIZER):
-            self._memory.wait_until_updated(stage)
+            memory.wait_until_updated()
         with self._waiting(WaitCause.WEIGHTS):
-            return self._memory.weights(stage)
+            return memory.weights()
 
     def _receive(self, source_stage: int) -> Tensor:
         with self._waiting(WaitCause.NEIGHBOURS):

@@ -21,10 +21,9 @@ from mobius.machine.devices import (
 from mobius.machine.peer_check import send_by_host_if_broken
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.mixed import take_memory
+from mobius.memory.rank_memory import take_memory
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import StageMemory
-from mobius.memory.update_queue import UpdateQueue
 from mobius.messages.cuda_copies import CudaCopyEngine
 from mobius.messages.distributed import DistributedTransport
 from mobius.messages.mailboxes import Mailboxes, open_mailboxes
@@ -40,6 +39,7 @@ from mobius.optim.grad_scaler import LossScale
 from mobius.optim.kernel import load_kernel
 from mobius.optim.stepper import Stepper
 from mobius.optim.tied import TiedPair
+from mobius.optim.update_queue import UpdateQueue
 from mobius.output.recordings import StepWatch
 from mobius.output.trace import TraceFacts
 from mobius.planning.blueprint import Blueprint
@@ -92,9 +92,8 @@ class RankState:
     """This rank's stages: their code, and the memory that holds their training state."""
 
     stages: Mapping[int, StageModule]
-    memory: StageMemory
+    memory: Mapping[int, StageMemory]
     arena: HostArena | None
-    updates: UpdateQueue | None
 
     def close(self) -> None:
         """Give page-locked memory back; nothing may be copying any more."""
@@ -117,7 +116,6 @@ def load_state(
         for stage in blueprint.plan.stages_of(blueprint.ranks.rank)
     }
     layouts = {stage: StageLayout.of(module.shapes) for stage, module in stages.items()}
-    updates = UpdateQueue() if config.pipeline.overlap_optimizer else None
     memory, arena = take_memory(
         layouts,
         resident=blueprint.plan.resident,
@@ -126,12 +124,12 @@ def load_state(
         gradient_dtype=torch.float32 if config.pipeline.fp32_gradients else blueprint.dtype,
         waiting=blueprint.waiting,
         device=device,
-        updates=updates,
+        updates=UpdateQueue() if config.pipeline.overlap_optimizer else None,
         spans=spans,
     )
     source = source or _weight_source(blueprint, model_folder)
     _fill(memory, stages, source, show_progress=blueprint.ranks.is_first)
-    return RankState(stages, memory, arena, updates if arena is not None else None)
+    return RankState(stages, memory, arena)
 
 
 def _weight_source(blueprint: Blueprint, model_folder: Path) -> WeightSource:
@@ -141,12 +139,18 @@ def _weight_source(blueprint: Blueprint, model_folder: Path) -> WeightSource:
     return CheckpointWeights(model_folder, parts.stored_names, dtype=blueprint.dtype)
 
 
-def _fill(memory: StageMemory, stages: Mapping[int, StageModule], source: WeightSource, *, show_progress: bool) -> None:
+def _fill(
+    memory: Mapping[int, StageMemory],
+    stages: Mapping[int, StageModule],
+    source: WeightSource,
+    *,
+    show_progress: bool,
+) -> None:
     names = [(stage, name, shape) for stage, module in stages.items() for name, shape in module.shapes.items()]
     # None: no bar where the output is not a terminal.
     disable = None if show_progress else True
     for stage, name, shape in tqdm(names, desc="loading weights", unit="tensor", leave=False, disable=disable):
-        memory.states[stage].set_parameter(name, source.read(name, shape))
+        memory[stage].state.set_parameter(name, source.read(name, shape))
 
 
 def rehearse(blueprint: Blueprint, state: RankState) -> None:
@@ -217,7 +221,7 @@ def assemble(
         load_kernel(cache_folder(), num_threads=optimizer_threads(blueprint.ranks.num_ranks)) if has_kernel else None
     )
     adamw = FlatAdamW(settings, kernel, FusedUpdate())
-    adamw.warm_up(state.memory.states.values())
+    adamw.warm_up(memory.state for memory in state.memory.values())
     stepper = Stepper(
         adamw,
         memory=state.memory,
@@ -227,8 +231,6 @@ def assemble(
         num_stages=plan.num_stages,
         max_grad_norm=optim.max_grad_norm,
         tied=tied,
-        updates=state.updates,
-        spans=spans,
     )
     return Trainer(
         config.optim,

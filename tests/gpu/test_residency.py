@@ -17,7 +17,7 @@ from torch import Tensor
 from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.resident import ResidentStages
+from mobius.memory.resident import ResidentStage
 from mobius.memory.stage_state import StageState
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.fused_update import FusedUpdate
@@ -46,7 +46,7 @@ def train(tmp_path: Path) -> Iterator[Train]:
         losses = [metrics.loss for metrics in trainer.train()]
         torch.cuda.synchronize()
         masters: dict[str, Tensor] = {}
-        for stage in state.memory.states.values():
+        for stage in (memory.state for memory in state.memory.values()):
             masters.update(stage.layout.views(stage.read_master().cpu()))
         return losses, masters
 
@@ -112,7 +112,7 @@ def _pair(gradient_dtype: torch.dtype, step: int) -> tuple[StageState, StageStat
     """The same random state on the host and on the GPU, as it is before `step`."""
     layouts = {0: StageLayout.of({"matrix": (COUNT, 1), "norm": (1000,)})}
     host = HostArena(layouts, dtype=torch.bfloat16, register=False, gradient_dtype=gradient_dtype).states[0]
-    gpu = ResidentStages(layouts, dtype=torch.bfloat16, device=CUDA, gradient_dtype=gradient_dtype).states[0]
+    gpu = ResidentStage(0, layouts[0], dtype=torch.bfloat16, device=CUDA, gradient_dtype=gradient_dtype).state
     generator = torch.Generator().manual_seed(step)
     count = layouts[0].num_elements
     host.write_master(slice(None), torch.randn(count, generator=generator))
@@ -187,6 +187,9 @@ def test_resident_stages_take_the_bytes_planned(waiting: tuple[int, ...], num_by
     layouts = {stage: StageLayout.of({"matrix": (4096, 4096)}) for stage in range(2)}
     total = GradientSum(4096 * 4096, device=CUDA)
     before = torch.cuda.memory_allocated(CUDA)
-    stages = ResidentStages(layouts, dtype=torch.bfloat16, device=CUDA, waiting=waiting, gradient_sum=total)
+    stages = [
+        ResidentStage(stage, layout, dtype=torch.bfloat16, device=CUDA, keeps_gradients=stage in waiting, total=total)
+        for stage, layout in layouts.items()
+    ]
     assert torch.cuda.memory_allocated(CUDA) - before == 2 * 4096 * 4096 * num_bytes
-    assert len(stages.states) == 2
+    assert len(stages) == 2

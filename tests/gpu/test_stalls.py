@@ -91,7 +91,7 @@ def test_a_wait_within_a_step_would_be_seen(
     make_trainer: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer("--resident_stages 0 --compile off")
-    monkeypatch.setattr(Stepper, "gradients_leave", lambda *_: torch.zeros(1, device="cuda").item())
+    monkeypatch.setattr(Stepper, "gradients_complete", lambda *_: torch.zeros(1, device="cuda").item())
     with pytest.raises(RuntimeError, match="synchronizing"):
         list(trainer.train())
 

@@ -7,9 +7,10 @@ import torch
 from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, model_of, plain_step
 from transformers import LlamaConfig, PreTrainedModel
 
+from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.weight_slots import WeightSlots
+from mobius.memory.streamed import stream_stages
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.runtime.executor import StepBatch
 from mobius.runtime.stage import measure_layer_bytes
@@ -80,13 +81,13 @@ def test_streamed_stages_take_the_memory_of_their_slots() -> None:
     layouts = {stage: StageLayout.of({"weight": (4096, 4096)}) for stage in range(8)}
     arena = HostArena(layouts, dtype=torch.bfloat16, register=True)
     before = torch.cuda.memory_allocated(CUDA)
-    slots = WeightSlots(arena.states, num_slots=2, device=CUDA)
     elements = layouts[0].num_elements
+    slots = stream_stages(arena.states, GradientSum(elements, device=CUDA), num_slots=2, device=CUDA)
     assert torch.cuda.memory_allocated(CUDA) - before == 2 * elements * 2 + elements * 4
     for stage in range(8):
-        slots.load(stage)
-        slots.weights(stage)
-        slots.offload(stage)
+        slots[stage].load()
+        slots[stage].weights()
+        slots[stage].offload()
     torch.cuda.synchronize(CUDA)
     assert torch.cuda.memory_allocated(CUDA) - before == 2 * elements * 2 + elements * 4
     arena.close()

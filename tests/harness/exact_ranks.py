@@ -31,7 +31,7 @@ def train(folder: Path, options: list[str], ranks: Ranks, transport: Transport |
     steps = list(assemble(blueprint, state, transport, _batches(blueprint.shape.vocab_size, options)).train())
     MemoryMeter(blueprint.device).synchronize()
     digest = hashlib.sha256()
-    for _, stage in sorted(state.memory.states.items()):
+    for stage in (memory.state for _, memory in sorted(state.memory.items())):
         for tensor in (stage.read_master(), stage.exp_avg, stage.exp_avg_sq, stage.weights.float()):
             digest.update(tensor.cpu().numpy().tobytes())
     state.close()

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from mobius.limits import max_sends_under_way
 from mobius.memory.layout import StageLayout
-from mobius.memory.mixed import take_memory
+from mobius.memory.rank_memory import take_memory
 from mobius.messages.rehearsal import RehearsalTransport
 from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import LayerInputs, ModelParts

@@ -23,7 +23,7 @@ from transformers import (
 
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.mixed import take_memory
+from mobius.memory.rank_memory import take_memory
 from mobius.memory.stage_memory import StageMemory
 from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.models.blocks import LayerInputs, ModelParts
@@ -124,9 +124,9 @@ class Pipeline:
         }
         memory = self._memory({stage: StageLayout.of(module.shapes) for stage, module in stages.items()})
         values = dict(self.model.named_parameters(remove_duplicate=False))
-        for state in memory.states.values():
-            for name in state.layout.offsets:
-                state.set_parameter(name, values[name].detach())
+        for own in memory.values():
+            for name in own.state.layout.offsets:
+                own.state.set_parameter(name, values[name].detach())
         schedule = build_schedule(
             self.num_ranks, self.stages_per_rank, self.num_microbatches, self.num_slots, self.resident
         )
@@ -145,9 +145,10 @@ class Pipeline:
             pair = TiedPair(embedding, head, 0, len(spans) - 1, self.num_ranks)
             pair.sum_gradients(memory, transport, self.device)
         named: dict[str, Tensor] = {}
-        for stage, state in memory.states.items():
-            memory.wait_for_gradients(stage)
-            named.update({name: view.clone() for name, view in state.layout.views(state.gradients).items()})
+        for own in memory.values():
+            own.wait_for_gradients()
+            views = own.state.layout.trained_views(own.state.gradients)
+            named.update({name: view.clone() for name, view in views.items()})
         return named, sums
 
     def _graph_stages(self, own: list[int]) -> frozenset[int]:
@@ -158,7 +159,7 @@ class Pipeline:
         streamed = [stage for stage in own if stage not in self.resident]
         return self.resident.intersection(own) | frozenset(streamed[-self.num_slots :])
 
-    def _memory(self, layouts: dict[int, StageLayout]) -> StageMemory:
+    def _memory(self, layouts: dict[int, StageLayout]) -> dict[int, StageMemory]:
         memory, arena = take_memory(
             layouts,
             resident=layouts if self.num_slots is None else self.resident,

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import Remainder, StageState
-from mobius.memory.weight_slots import WeightSlots
+from mobius.memory.streamed import stream_stages
 from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.plan.partition import StageSpan
 from mobius.runtime.executor import Executor, StepBatch
@@ -160,7 +161,8 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
         clock = WaitClock(device)
         with _own_stream(device):
             own_states = {stage: states[stage] for stage in stages}
-            memory = WeightSlots(own_states, num_slots=num_slots, device=device)
+            total = GradientSum(own_states[rank].layout.num_trained, device=device)
+            memory = stream_stages(own_states, total, num_slots=num_slots, device=device)
             executor = Executor(
                 schedule,
                 stages=stages,  # type: ignore[arg-type] # as much of a stage as the executor uses

@@ -6,27 +6,55 @@ import torch
 from mobius.errors import ScheduleError
 from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.layout import StageLayout
-from mobius.memory.resident import ResidentStages
+from mobius.memory.resident import ResidentStage
 
 CPU = torch.device("cpu")
 NOTHING: frozenset[str] = frozenset()
 
 
+Layouts = dict[int, StageLayout]
+Stages = dict[int, ResidentStage]
+
+
+def make_resident(
+    layouts: Layouts,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    waiting: tuple[int, ...] = (0, 2, 4),
+    gradient_dtype: torch.dtype | None = None,
+    total: GradientSum | None = None,
+) -> Stages:
+    """Resident stages of one rank; those in `waiting` keep their gradients."""
+    total = total or GradientSum(384, device=CPU)
+    return {
+        stage: ResidentStage(
+            stage,
+            layout,
+            dtype=dtype,
+            device=CPU,
+            gradient_dtype=gradient_dtype,
+            keeps_gradients=stage in waiting,
+            total=total,
+        )
+        for stage, layout in layouts.items()
+    }
+
+
 @pytest.fixture
-def resident(layouts: dict[int, StageLayout]) -> ResidentStages:
-    return ResidentStages(layouts, dtype=torch.bfloat16, device=torch.device("cpu"))
+def resident(layouts: Layouts) -> Stages:
+    return make_resident(layouts)
 
 
-def test_loading_and_offloading_contradict_the_schedule(resident: ResidentStages) -> None:
+def test_loading_and_offloading_contradict_the_schedule(resident: Stages) -> None:
     with pytest.raises(ScheduleError, match="stage 2 is resident and cannot be loaded"):
-        resident.load(2)
+        resident[2].load()
     with pytest.raises(ScheduleError, match="stage 2 is resident and cannot be offloaded"):
-        resident.offload(2)
+        resident[2].offload()
 
 
-def test_an_update_of_the_state_is_seen_in_the_views(resident: ResidentStages) -> None:
-    views = resident.weights(0)
-    resident.states[0].set_parameter("norm", torch.arange(7.0))
+def test_an_update_of_the_state_is_seen_in_the_views(resident: Stages) -> None:
+    views = resident[0].weights()
+    resident[0].state.set_parameter("norm", torch.arange(7.0))
 
     assert views["norm"].tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert views["matrix"].count_nonzero() == 0
@@ -41,14 +69,14 @@ VALUE = 1.0 + 2.0**-9 + 2.0**-20
     ("dtype", "expected"), [(torch.bfloat16, 1.0), (torch.float32, 1.0 + 2.0**-9 + 2.0**-20)], ids=["bf16", "fp32"]
 )
 def test_gradients_are_rounded_as_those_that_leave_unless_fp32_is_wanted(
-    layouts: dict[int, StageLayout], waiting: tuple[int, ...], dtype: torch.dtype, expected: float
+    layouts: Layouts, waiting: tuple[int, ...], dtype: torch.dtype, expected: float
 ) -> None:
-    stages = ResidentStages(layouts, dtype=torch.bfloat16, device=CPU, waiting=waiting, gradient_dtype=dtype)
-    stages.gradients(0)["norm"].fill_(VALUE)
-    square = stages.seal_gradients(0, excluded=NOTHING)
-    stages.wait_for_gradients(0)
+    stages = make_resident(layouts, waiting=waiting, gradient_dtype=dtype)
+    stages[0].gradients()["norm"].fill_(VALUE)
+    square = stages[0].seal_gradients(excluded=NOTHING)
+    stages[0].wait_for_gradients()
 
-    state = stages.states[0]
+    state = stages[0].state
     assert state.layout.views(state.gradients)["norm"].tolist() == [expected] * 7
     assert square.item() == pytest.approx(7 * VALUE**2, rel=1e-6), "the norm is that of the exact gradients"
 
@@ -63,7 +91,7 @@ def test_gradients_are_rounded_as_those_that_leave_unless_fp32_is_wanted(
     ],
 )
 def test_bytes_per_element(
-    layouts: dict[int, StageLayout],
+    layouts: Layouts,
     dtype: torch.dtype,
     gradient_dtype: torch.dtype | None,
     kept: int,
@@ -74,58 +102,55 @@ def test_bytes_per_element(
     for waiting, expected in (((0, 2, 4), kept), ((), not_kept)):
         if expected is None:
             continue
-        stages = ResidentStages(
-            layouts, dtype=dtype, device=CPU, waiting=waiting, gradient_dtype=gradient_dtype, gradient_sum=total
-        )
-        tensors = [tensor for state in stages.states.values() for tensor in state.tensors]
+        stages = make_resident(layouts, dtype=dtype, waiting=waiting, gradient_dtype=gradient_dtype, total=total)
+        tensors = [tensor for stage in stages.values() for tensor in stage.state.tensors]
         distinct = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         distinct.pop(total.flat(layouts[0]).data_ptr(), None)
         assert sum(distinct.values()) == expected * 896
 
 
-def test_what_waits_for_its_update_stays_when_another_stage_adds_up(layouts: dict[int, StageLayout]) -> None:
-    stages = ResidentStages(layouts, dtype=torch.bfloat16, device=CPU, waiting=(2,))
-    assert [stages.keeps_gradients(stage) for stage in (0, 2, 4)] == [False, True, False]
-    stages.gradients(2)["matrix"].add_(3)
-    stages.seal_gradients(2, excluded=NOTHING)
-    stages.gradients(0)["norm"].add_(1)
-    stages.seal_gradients(0, excluded=NOTHING)
+def test_what_waits_for_its_update_stays_when_another_stage_adds_up(layouts: Layouts) -> None:
+    stages = make_resident(layouts, waiting=(2,))
+    stages[2].gradients()["matrix"].add_(3)
+    stages[2].seal_gradients(excluded=NOTHING)
+    stages[0].gradients()["norm"].add_(1)
+    stages[0].seal_gradients(excluded=NOTHING)
 
-    assert bool((stages.states[2].gradients == 3).all())
-    assert bool((stages.states[0].gradients[-128:-121] == 1).all())  # matrix first, then the norm
-
-
-def test_the_norm_tells_of_a_gradient_that_fp16_cannot_hold(layouts: dict[int, StageLayout]) -> None:
-    stages = ResidentStages(layouts, dtype=torch.float16, device=CPU)
-    stages.gradients(0)["norm"].fill_(70_000.0)  # fp16 ends at 65504
-    assert stages.seal_gradients(0, excluded=NOTHING).isnan()
+    assert bool((stages[2].state.gradients == 3).all())
+    assert bool((stages[0].state.gradients[-128:-121] == 1).all())  # matrix first, then the norm
 
 
-def test_gradients_add_up_until_they_are_sealed_and_then_begin_at_zero(resident: ResidentStages) -> None:
+def test_the_norm_tells_of_a_gradient_that_fp16_cannot_hold(layouts: Layouts) -> None:
+    stages = make_resident(layouts, dtype=torch.float16)
+    stages[0].gradients()["norm"].fill_(70_000.0)  # fp16 ends at 65504
+    assert stages[0].seal_gradients(excluded=NOTHING).isnan()
+
+
+def test_gradients_add_up_until_they_are_sealed_and_then_begin_at_zero(resident: Stages) -> None:
     for expected in (1.0, 2.0):
-        resident.gradients(4)["bias"].add_(1)
-        assert bool((resident.gradients(4)["bias"] == expected).all())
-    resident.seal_gradients(4, excluded=NOTHING)
+        resident[4].gradients()["bias"].add_(1)
+        assert bool((resident[4].gradients()["bias"] == expected).all())
+    resident[4].seal_gradients(excluded=NOTHING)
 
-    assert resident.gradients(4)["bias"].count_nonzero() == 0
+    assert resident[4].gradients()["bias"].count_nonzero() == 0
 
 
-def test_one_stage_at_a_time_adds_up(resident: ResidentStages) -> None:
-    resident.gradients(0)["norm"].add_(1)
+def test_one_stage_at_a_time_adds_up(resident: Stages) -> None:
+    resident[0].gradients()["norm"].add_(1)
     with pytest.raises(AssertionError, match="stage 0 was not sealed before stage 2"):
-        resident.gradients(2)
+        resident[2].gradients()
 
 
-def test_sealing_returns_the_squared_norm_without_the_excluded(resident: ResidentStages) -> None:
+def test_sealing_returns_the_squared_norm_without_the_excluded(resident: Stages) -> None:
     for excluded, expected in ((NOTHING, 12 * 9.0 + 128 * 0.25), (frozenset({"bias"}), 12 * 9.0)):
-        resident.gradients(4)["matrix"].fill_(-3)
-        resident.gradients(4)["bias"].fill_(0.5)
+        resident[4].gradients()["matrix"].fill_(-3)
+        resident[4].gradients()["bias"].fill_(0.5)
 
-        assert resident.seal_gradients(4, excluded=excluded).item() == pytest.approx(expected)
+        assert resident[4].seal_gradients(excluded=excluded).item() == pytest.approx(expected)
 
 
-def test_a_stage_without_any_backward_has_gradients_of_zero(resident: ResidentStages) -> None:
-    resident.states[0].gradients.fill_(5)
+def test_a_stage_without_any_backward_has_gradients_of_zero(resident: Stages) -> None:
+    resident[0].state.gradients.fill_(5)
 
-    assert resident.seal_gradients(0, excluded=NOTHING).item() == 0.0
-    assert resident.states[0].gradients.count_nonzero() == 0
+    assert resident[0].seal_gradients(excluded=NOTHING).item() == 0.0
+    assert resident[0].state.gradients.count_nonzero() == 0

@@ -150,9 +150,9 @@ def test_a_rank_reads_every_parameter_of_its_own_stages_once_and_none_of_the_oth
         read.clear()
         blueprint = draw_blueprint(config, Ranks(rank, 2, rank), load_model_config(tmp_path, config.model))
         state = load_state(blueprint, tmp_path)
-        names = [name for stage in state.memory.states.values() for name in stage.layout.offsets]
+        names = [name for memory in state.memory.values() for name in memory.state.layout.offsets]
         assert sorted(read) == sorted(names)
-        for stage in state.memory.states.values():
+        for stage in (memory.state for memory in state.memory.values()):
             for name, view in stage.layout.views(stage.weights).items():
                 assert torch.equal(view, model.get_parameter(name)), name
         state.close()

@@ -7,19 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mobius.memory.gradient_sum import GradientSum
-from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.mixed import MixedStages
-from mobius.memory.resident import ResidentStages
+from mobius.memory.rank_memory import take_memory
+from mobius.memory.resident import ResidentStage
 from mobius.memory.stage_memory import StageMemory
-from mobius.memory.update_queue import UpdateQueue
-from mobius.memory.weight_slots import WeightSlots
 from mobius.messages.transport import SingleRankTransport, Transport
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.stepper import StepOutcome, Stepper
 from mobius.optim.tied import TiedPair
+from mobius.optim.update_queue import UpdateQueue
 from mobius.runtime.executor import StepSums
 from mobius.runtime.waits import WaitClock
 
@@ -31,7 +28,7 @@ Gradients = Mapping[str, Tensor]
 class Rank:
     """This rank's stages and its stepper; a parameter is named `stage.name`."""
 
-    memory: StageMemory
+    memory: Mapping[int, StageMemory]
     stepper: Stepper
     tied_names: frozenset[str]
 
@@ -41,21 +38,16 @@ class Rank:
         """Accumulate `gradients` (the others stay zero) as backward does, then apply them."""
         self.stepper.begin_step(learning_rate)
         squares = {}
-        for stage, state in self.memory.states.items():
-            is_resident = self.memory.is_resident(stage)
-            if not is_resident:
-                self.memory.load(stage)
-            views = self.memory.gradients(stage)
-            for name in state.layout.offsets:
+        for stage, memory in self.memory.items():
+            if not isinstance(memory, ResidentStage):
+                memory.load()
+            views = memory.gradients()
+            for name in memory.state.layout.offsets:
                 if name in gradients:
                     views[name].add_(gradients[name])
-            squares[stage] = self.memory.seal_gradients(stage, excluded=self.tied_names)
-            if is_resident:
-                self.stepper.gradients_stay(stage, squares[stage])
-            else:
-                departure = self.memory.offload(stage)
-                assert departure is not None
-                self.stepper.gradients_leave(stage, departure)
+            squares[stage] = memory.seal_gradients(excluded=self.tied_names, listener=self.stepper)
+            if not isinstance(memory, ResidentStage):
+                memory.offload(self.stepper)
         outcome = self.stepper.apply(StepSums(torch.tensor(loss), squares), step=step)
         self.stepper.drain()
         return outcome
@@ -64,7 +56,7 @@ class Rank:
         """Copies of the working weights."""
         return {
             name: view.clone()
-            for state in self.memory.states.values()
+            for state in (memory.state for memory in self.memory.values())
             for name, view in state.layout.views(state.weights).items()
         }
 
@@ -97,10 +89,19 @@ def make_rank() -> MakeRank:
             for stage, parameters in stages.items()
         }
         staying = frozenset(stages) if resident is None and not is_streamed else frozenset(resident or ())
-        memory = _memory(layouts, staying & layouts.keys(), dtype, waiting)
+        memory, _ = take_memory(
+            layouts,
+            resident=staying,
+            num_slots=1,
+            dtype=dtype,
+            gradient_dtype=dtype,
+            waiting=layouts if waiting is None else waiting,
+            device=CPU,
+            updates=UpdateQueue() if is_overlapped else None,
+        )
         for stage, parameters in stages.items():
             for name, value in parameters.items():
-                memory.states[stage].set_parameter(name, value)
+                memory[stage].state.set_parameter(name, value)
         stepper = Stepper(
             FlatAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0)),
             memory=memory,
@@ -110,23 +111,7 @@ def make_rank() -> MakeRank:
             num_stages=num_stages,
             max_grad_norm=max_grad_norm,
             tied=tied,
-            updates=UpdateQueue() if is_overlapped else None,
         )
         return Rank(memory, stepper, tied.names if tied else frozenset())
 
     return make
-
-
-def _memory(
-    layouts: Mapping[int, StageLayout], staying: frozenset[int], dtype: torch.dtype, waiting: Collection[int] | None
-) -> StageMemory:
-    kept = {stage: layout for stage, layout in layouts.items() if stage in staying}
-    streamed = {stage: layout for stage, layout in layouts.items() if stage not in staying}
-    waits = None if waiting is None else staying.intersection(waiting)
-    total = GradientSum(max(layout.num_elements for layout in layouts.values()), device=CPU)
-    resident = ResidentStages(kept, dtype=dtype, device=CPU, waiting=waits, gradient_sum=total)
-    if not streamed:
-        return resident
-    states = HostArena(streamed, dtype=dtype, register=False).states
-    slots = WeightSlots(states, num_slots=1, device=CPU, gradient_sum=total)
-    return MixedStages(resident, slots) if kept else slots

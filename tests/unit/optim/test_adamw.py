@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.resident import ResidentStages
+from mobius.memory.resident import ResidentStage
 from mobius.memory.stage_state import StageState
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
 
@@ -146,12 +146,12 @@ def test_gradients_are_left_as_they_came() -> None:
 
 
 def test_a_resident_stage_is_updated_alike() -> None:
-    stages = ResidentStages({0: StageLayout.of(SHAPES)}, dtype=torch.float32, device=torch.device("cpu"))
+    resident = ResidentStage(0, StageLayout.of(SHAPES), dtype=torch.float32, device=torch.device("cpu")).state
     for name, value in random_tensors(seed=0).items():
-        stages.states[0].set_parameter(name, value)
+        resident.set_parameter(name, value)
     streamed = make_state(torch.float32)
 
-    flat_adamw(stages.states[0], 0.5)
+    flat_adamw(resident, 0.5)
     flat_adamw(streamed, 0.5)
 
-    assert torch.equal(stages.states[0].read_master(), streamed.read_master())
+    assert torch.equal(resident.read_master(), streamed.read_master())

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.resident import ResidentStages
+from mobius.memory.resident import ResidentStage
 from mobius.memory.split_master import split_master
 from mobius.memory.stage_state import Remainder, StageState
 from mobius.optim import kernel as kernel_module
@@ -206,10 +207,11 @@ def test_states_without_a_variant_are_left_to_torch(kernel: AdamWKernel) -> None
 
 
 def test_a_resident_stage_on_the_host_is_updated_by_the_kernel(kernel: AdamWKernel) -> None:
-    layout = {0: StageLayout.of({"matrix": (4, 4)})}
-    for waiting in ((), (0,)):
-        stages = ResidentStages(layout, dtype=torch.bfloat16, device=torch.device("cpu"), waiting=waiting)
-        assert kernel.supports(stages.states[0])
+    layout, cpu = StageLayout.of({"matrix": (4, 4)}), torch.device("cpu")
+    for keeps_gradients in (False, True):
+        total = GradientSum(layout.num_trained, device=cpu)
+        stage = ResidentStage(0, layout, dtype=torch.bfloat16, device=cpu, keeps_gradients=keeps_gradients, total=total)
+        assert kernel.supports(stage.state)
 
 
 def test_the_kernel_is_built_once(tmp_path: Path) -> None:

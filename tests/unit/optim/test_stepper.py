@@ -67,7 +67,7 @@ def test_the_norm_of_three_and_four_is_five_and_they_are_scaled_to_the_limit(mak
 
     assert outcome.grad_norm == pytest.approx(5.0)
     # After one step AdamW's first moment is a tenth of the gradient that it was given.
-    state = rank.memory.states[1]
+    state = rank.memory[1].state
     assert state.layout.views(state.exp_avg)["b"].tolist() == [pytest.approx([0.0, -0.1 * 4 / 5], rel=1e-5)]
 
 
@@ -128,7 +128,7 @@ def test_what_one_rank_finds_not_finite_makes_all_skip(
         assert (rank.stepper.num_updates, rank.stepper.num_skipped) == (0, 1)
         for name, value in rank.parameters().items():
             assert torch.equal(value, start()[number][name])
-        assert rank.memory.states[number].exp_avg.count_nonzero() == 0
+        assert rank.memory[number].state.exp_avg.count_nonzero() == 0
     (record,) = caplog.records
     assert "step 7 is skipped" in record.getMessage()
     assert message in record.getMessage()
@@ -203,12 +203,12 @@ def test_without_clipping_a_stage_is_updated_before_the_step_has_ended(make_rank
     rank = make_rank(start(), max_grad_norm=0.0, is_streamed=True, is_overlapped=True)
     rank.stepper.begin_step(0.1)
     memory = rank.memory
-    memory.load(1)
-    memory.gradients(1)["b"].add_(torch.tensor([[3.0, -4.0]]))
-    memory.seal_gradients(1, excluded=frozenset())
+    memory[1].load()
+    memory[1].gradients()["b"].add_(torch.tensor([[3.0, -4.0]]))
+    memory[1].seal_gradients(excluded=frozenset())
 
-    rank.stepper.gradients_leave(1, memory.offload(1))
-    memory.wait_until_updated(1)
+    memory[1].offload(rank.stepper)
+    memory[1].wait_until_updated()
     rank.stepper.drain()
 
     assert rank.parameters()["b"].tolist() == [pytest.approx([1.9, 4.1])]
@@ -299,6 +299,6 @@ def test_the_step_that_grows_the_scale_is_unscaled_by_the_one_it_was_run_with(ma
     outcome = rank.step({"b": torch.tensor([[12.0, 16.0]])})
 
     assert outcome.grad_norm == pytest.approx(5.0)
-    state = rank.memory.states[1]
+    state = rank.memory[1].state
     assert state.layout.views(state.exp_avg)["b"].tolist() == [pytest.approx([0.3, 0.4])]
     assert scale.value == 8.0

@@ -44,7 +44,7 @@ def run_ranks(
         for step in range(1, num_steps + 1):
             outcome = rank.step({name: value / step for name, value in gradients.items()}, step=step)
         left: dict[str, Tensor] = {}
-        for state in rank.memory.states.values():
+        for state in (memory.state for memory in rank.memory.values()):
             left |= {name: view.clone() for name, view in state.layout.views(state.gradients).items()}
         return outcome.grad_norm, rank.parameters(), left
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mobius.errors import TransportError
+from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.weight_slots import WeightSlots
+from mobius.memory.streamed import StreamedStage, stream_stages
 from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import LayerInputs, ModelParts
@@ -48,7 +49,7 @@ def make_executor(
     failing_stage: int | None = None,
     fail_at: int = 0,
     unsealed_names: frozenset[str] = frozenset(),
-) -> tuple[Executor, WeightSlots]:
+) -> tuple[Executor, dict[int, StreamedStage]]:
     parts = ModelParts(model.config, CPU)
     inputs = LayerInputs(parts, device=CPU, dtype=torch.float32)
     stages: dict[int, StageModule] = {}
@@ -59,9 +60,11 @@ def make_executor(
             if isinstance(stages[span.stage], FailingStage):
                 stages[span.stage].fail_at = fail_at  # type: ignore[attr-defined]
     layouts = {stage: StageLayout.of(module.shapes) for stage, module in stages.items()}
-    memory = WeightSlots(HostArena(layouts, dtype=torch.float32, register=False).states, num_slots=2, device=CPU)
+    total = GradientSum(max(layout.num_trained for layout in layouts.values()), device=CPU)
+    states = HostArena(layouts, dtype=torch.float32, register=False).states
+    memory = stream_stages(states, total, num_slots=2, device=CPU)
     values = dict(model.named_parameters(remove_duplicate=False))
-    for state in memory.states.values():
+    for state in states.values():
         for name in state.layout.offsets:
             state.set_parameter(name, values[name].detach())
     schedule = build_schedule(transport.num_ranks, NUM_STAGES // transport.num_ranks, NUM_MICROBATCHES, 2)
@@ -99,7 +102,7 @@ def test_the_sums_of_a_step_are_its_loss_and_the_norm_of_every_stage() -> None:
 
     assert torch.equal(sums.loss, expected_loss), "the scale is on the gradients only"
     assert sums.squared_norms.keys() == {0, 1, 2, 3}
-    for stage, state in memory.states.items():
+    for stage, state in ((stage, own.state) for stage, own in memory.items()):
         norm = sum(float(expected[name].double().square().sum()) for name in state.layout.offsets)
         assert float(sums.squared_norms[stage]) == pytest.approx(64 * norm, rel=1e-5)
 
@@ -114,7 +117,7 @@ def test_names_that_are_sealed_later_are_left_out_of_the_norm() -> None:
 
     sums = executor.run(batch)
 
-    names = set(memory.states[0].layout.offsets) - {"model.embed_tokens.weight"}
+    names = set(memory[0].state.layout.offsets) - {"model.embed_tokens.weight"}
     norm = sum(float(expected[name].double().square().sum()) for name in names)
     assert float(sums.squared_norms[0]) == pytest.approx(norm, rel=1e-5)
 

@@ -76,12 +76,12 @@ def test_a_run_that_ends_with_weights_that_are_not_finite_fails_and_replaces_not
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_all_ranks_refuse_a_weight_that_is_not_finite_on_one_of_them(value: float) -> None:
-    def memory(rank: int) -> StageMemory:
+    def memory(rank: int) -> dict[int, StageMemory]:
         layout = StageLayout.of({"a": (3, 4), "b": (5,)})
         weights = torch.zeros(layout.num_elements, dtype=torch.bfloat16)
         if rank == 1:
             layout.views(weights)["b"][2] = value
-        return cast(StageMemory, SimpleNamespace(states={rank: SimpleNamespace(layout=layout, weights=weights)}))
+        return {rank: cast(StageMemory, SimpleNamespace(state=SimpleNamespace(layout=layout, weights=weights)))}
 
     def work(transport: LocalTransport) -> str:
         with pytest.raises(NoResultError) as raised:

@@ -7,10 +7,11 @@ from functools import partial
 import pytest
 import torch
 
+from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.update_queue import UpdateQueue
-from mobius.memory.weight_slots import WeightSlots
+from mobius.memory.streamed import stream_stages
+from mobius.optim.update_queue import UpdateQueue
 
 CPU = torch.device("cpu")
 
@@ -32,6 +33,12 @@ def held(
 def noted(order: list[str], *names: str) -> list[Callable[[], None]]:
     """An update whose pieces write their names."""
     return [partial(order.append, name) for name in names]
+
+
+def drain(queue: UpdateQueue) -> None:
+    """Wait for all updates."""
+    for stage in range(10):
+        queue.wait(stage)
 
 
 @pytest.fixture
@@ -56,7 +63,7 @@ def test_submitting_returns_at_once_and_of_those_that_wait_the_lowest_stage_goes
         busy.submit(stage, noted(order, str(stage)))
     assert order == []
     gate.set()
-    busy.drain()
+    drain(busy)
     assert order == ["0", "1", "2"]
 
 
@@ -67,7 +74,7 @@ def test_an_update_that_cannot_begin_lets_others_go_first_and_runs_when_it_is_al
     busy.submit(0, noted(order, "0"), can_begin=lambda: False)
     busy.submit(3, noted(order, "3"))
     gate.set()
-    busy.drain()
+    drain(busy)
     assert order == ["3", "0"]
 
 
@@ -91,7 +98,7 @@ def test_where_none_can_begin_the_one_submitted_first_is_waited_for_and_not_the_
     arrived[1].set()
     queue.wait(1)
     arrived[0].set()
-    queue.drain()
+    drain(queue)
     assert order == [2, 1, 0]
 
 
@@ -104,8 +111,8 @@ def test_a_lower_stage_comes_between_the_pieces_of_a_higher_one(busy: UpdateQueu
 
     busy.submit(4, [first_piece, *noted(order, "4b", "4c")])
     gate.set()
-    busy.drain()
-    busy.drain()  # of the update that came while the first drained
+    drain(busy)
+    drain(busy)  # of the update that came while the first drained
     assert order == ["4a", "1a", "1b", "4b", "4c"]
 
 
@@ -156,26 +163,26 @@ def test_a_failure_surfaces_where_the_stage_is_needed_with_its_name() -> None:
 def test_a_load_that_comes_early_copies_the_updated_weights_and_not_the_old_ones() -> None:
     states = HostArena({0: StageLayout.of({"weight": (4, 32)})}, dtype=torch.bfloat16, register=False).states
     queue, gate = UpdateQueue(), threading.Event()
-    slots = WeightSlots(states, num_slots=1, device=CPU, updates=queue)
+    slots = stream_stages(states, GradientSum(128, device=CPU), num_slots=1, device=CPU, updates=queue)
     queue.submit(0, held(gate, lambda: states[0].weights.fill_(7)))
-    slots.load(0)
+    slots[0].load()
     opener = threading.Timer(0.05, gate.set)
     opener.start()
-    assert (slots.weights(0)["weight"] == 7).all()
+    assert (slots[0].weights()["weight"] == 7).all()
     opener.join()
 
 
 def test_a_stage_is_ready_once_its_weights_were_waited_for_and_until_something_changes() -> None:
     states = HostArena({0: StageLayout.of({"weight": (4, 32)})}, dtype=torch.bfloat16, register=False).states
     queue, gate = UpdateQueue(), threading.Event()
-    slots = WeightSlots(states, num_slots=1, device=CPU, updates=queue)
-    slots.load(0)
-    assert not slots.is_ready(0)  # the copy is not waited for yet
-    slots.weights(0)
-    assert slots.is_ready(0)
+    slots = stream_stages(states, GradientSum(128, device=CPU), num_slots=1, device=CPU, updates=queue)
+    slots[0].load()
+    assert not slots[0].is_ready()  # the copy is not waited for yet
+    slots[0].weights()
+    assert slots[0].is_ready()
 
     queue.submit(0, held(gate, lambda: None))
-    assert not slots.is_ready(0)
+    assert not slots[0].is_ready()
     gate.set()
-    slots.wait_until_updated(0)
-    assert slots.is_ready(0)
+    slots[0].wait_until_updated()
+    assert slots[0].is_ready()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mobius.memory.norms import squared_norm
+from mobius.memory.gradient_sum import squared_norm
 
 CPU = torch.device("cpu")
 

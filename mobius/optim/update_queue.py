@@ -1,7 +1,7 @@
-"""The optimizer's thread: updates of stages wait here for their turn, and who needs a stage's new weights waits for it.
+"""The optimizer's thread: updates of streamed stages wait here for their turn, and loads wait for the updates.
 
-It does not know what an update is. It consists of pieces, and before each piece the thread turns to the lowest stage
-that can go on: the next step's forward needs that one first. Where none can, it waits for the one submitted first.
+An update consists of pieces, and before each piece the thread turns to the lowest stage that can go on: the next step's
+forward needs that one first. Where none can, it waits for the one submitted first.
 
     main thread        submit(2)    submit(0)  load(0): when_updated       weights(0): wait        load(1) ...
                            |            |           |                          |
@@ -83,11 +83,6 @@ class UpdateQueue:
             error.add_note(f"while stage {stage} was updated")
             raise
         del self._updates[stage]
-
-    def drain(self) -> None:
-        """Wait for all updates, before anything reads or saves the parameters."""
-        for stage in list(self._updates):
-            self.wait(stage)
 
     def _run_next(self) -> None:
         with self._lock:

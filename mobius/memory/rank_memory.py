@@ -1,0 +1,61 @@
+"""Memory of one rank's stages, some of which are resident and the others streamed; which are which is handed in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from mobius.memory.gradient_sum import GradientSum
+from mobius.memory.host_arena import HostArena
+from mobius.memory.layout import StageLayout
+from mobius.memory.resident import ResidentStage, adds_in_place
+from mobius.memory.spans import NO_SPANS, Spans
+from mobius.memory.stage_memory import StageMemory
+from mobius.memory.streamed import Updates, stream_stages
+
+
+def take_memory(
+    layouts: Mapping[int, StageLayout],
+    *,
+    resident: Collection[int],
+    num_slots: int,
+    dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    waiting: Collection[int],
+    device: torch.device,
+    updates: Updates | None = None,
+    spans: Spans = NO_SPANS,
+) -> tuple[dict[int, StageMemory], HostArena | None]:
+    """Zeroed memory of each stage of `layouts`, by ascending stage, and the host's part if any stage is streamed.
+
+    Stages in `resident` stay on `device`, keeping their gradients if they are in `waiting`; the others go through
+    `num_slots` slots and are updated in `updates`. Page-locks the host's part if `device` is a GPU; it is to be closed
+    when nothing copies any more. Raises HostMemoryError.
+    """
+    streamed = {stage: layout for stage, layout in layouts.items() if stage not in resident}
+    in_place = [adds_in_place(gradient_dtype, keeps_gradients=stage in waiting) for stage in layouts]
+    total: GradientSum | None = None
+    if streamed or not all(in_place):
+        longest = max(layout.num_trained for layout in layouts.values())
+        num_buffers = 2 if streamed and gradient_dtype.itemsize > dtype.itemsize else 1
+        total = GradientSum(longest, device=device, num_buffers=num_buffers)
+    memory: dict[int, StageMemory] = {
+        stage: ResidentStage(
+            stage,
+            layout,
+            dtype=dtype,
+            device=device,
+            gradient_dtype=gradient_dtype,
+            keeps_gradients=stage in waiting,
+            total=total,
+            spans=spans,
+        )
+        for stage, layout in layouts.items()
+        if stage not in streamed
+    }
+    arena: HostArena | None = None
+    if streamed and total is not None:
+        arena = HostArena(streamed, dtype=dtype, register=device.type == "cuda", gradient_dtype=gradient_dtype)
+        memory |= stream_stages(arena.states, total, num_slots=num_slots, device=device, updates=updates, spans=spans)
+    return dict(sorted(memory.items())), arena

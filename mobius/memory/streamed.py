@@ -1,0 +1,258 @@
+"""Streamed stages: their training state is in host memory, and they take a GPU slot while they compute.
+
+A slot goes round between three streams, the first its own; each arrow is an event:
+
+    H2D stream      wait(free) -> copy weights in -> record(ready)
+                                                        |
+    compute stream                wait(ready) -> forward / backward -> gradients into the slot -> record(done)
+                                                                                                     |
+    D2H stream                                                    wait(done) -> copy gradients home -> record(free)
+
+`ready` and `free` are the slot's two events; `done` is only a hand-over inside `offload`. Without gradients `free` is
+recorded on the compute stream at once. Weights are never copied back: the GPU does not change them.
+
+Gradients of all microbatches accumulate in fp32 in one buffer per rank (`gradient_sum.py`). Sealing casts them into the
+slot, over the trained weights, which backward no longer needs: a gradient leaves in the weights' dtype by one flat copy
+and costs no memory of its own. Gradients that are to arrive in fp32 leave from the accumulator; then there are two of
+them, and the slot is free as soon as backward is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mobius.errors import ScheduleError
+from mobius.limits import PIECE_ELEMENTS
+from mobius.memory.gradient_sum import GradientSum, cast_gradients
+from mobius.memory.layout import FlatRange
+from mobius.memory.spans import NO_SPANS, Spans, TraceLane
+from mobius.memory.stage_memory import GradientListener, Update
+from mobius.memory.stage_state import StageState
+from mobius.memory.streams import Event, Stream, new_stream, record_current
+
+
+class Updates(Protocol):
+    """Where updates of streamed stages wait for their turn (`optim/update_queue.py`)."""
+
+    def submit(self, stage: int, pieces: Sequence[Callable[[], None]], *, can_begin: Callable[[], bool]) -> None:
+        """Add an update; returns at once. While `can_begin` says no, others go first."""
+
+    def when_updated(self, stage: int, action: Callable[[], None]) -> None:
+        """Run `action` as soon as `stage` has no update to wait for, now or behind the update."""
+
+    def is_under_way(self, stage: int) -> bool:
+        """Whether `wait` was not called since the stage's last update was submitted."""
+
+    def wait(self, stage: int) -> None:
+        """Return when `stage` is updated and what followed the update has run; raises what the update raised."""
+
+
+@dataclass
+class _Slot:
+    buffer: Tensor
+    filling: Stream
+    """Its own stream: a copy that waits for its slot or its update must not hold up another slot's."""
+    stage: int | None = None
+    ready: Event | None = None
+    free: Event | None = None
+    views: dict[str, Tensor] = field(default_factory=dict)
+
+
+class SlotPool:
+    """Owns the weight slots of one device, and the stream on which gradients leave."""
+
+    def __init__(self, num_elements: int, *, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Take memory for `num_slots` stages of at most `num_elements` weights each."""
+        self.device = device
+        self._slots = [
+            _Slot(torch.empty(num_elements, dtype=dtype, device=device), new_stream(device)) for _ in range(num_slots)
+        ]
+        self.to_host = new_stream(device)
+
+    def take(self, stage: int) -> _Slot:
+        """A free slot, now `stage`'s. Raises ScheduleError if none is free, i.e. the schedule needs more slots."""
+        slot = next((slot for slot in self._slots if slot.stage is None), None)
+        if slot is None:
+            raise ScheduleError(
+                f"stage {stage} is to be loaded while all {len(self._slots)} slots hold stages {self._held}"
+            )
+        slot.stage = stage
+        return slot
+
+    def slot_of(self, stage: int) -> _Slot:
+        """The slot that `stage` took. Raises ScheduleError if it has none."""
+        slot = next((slot for slot in self._slots if slot.stage == stage), None)
+        if slot is None:
+            raise ScheduleError(f"stage {stage} is used while the slots hold stages {self._held}")
+        return slot
+
+    @property
+    def _held(self) -> list[int | None]:
+        return [slot.stage for slot in self._slots]
+
+
+@dataclass(frozen=True)
+class _Departure:
+    """Gradients on their way to the host, with their squared norm (fp32 scalar on the host)."""
+
+    arrival: Event
+    square: Tensor
+
+    def wait(self) -> float:
+        """Make the host wait until they have arrived; returns their squared norm, as it was before any cast."""
+        self.arrival.synchronize()  # sync: once per stage and step, off the compute path
+        return float(self.square)
+
+
+class StreamedStage:
+    """A StageMemory whose state is on the host and is updated there."""
+
+    def __init__(
+        self,
+        stage: int,
+        state: StageState,
+        pool: SlotPool,
+        total: GradientSum,
+        *,
+        updates: Updates | None = None,
+        spans: Spans = NO_SPANS,
+    ) -> None:
+        """`total` has two buffers if gradients leave in fp32.
+
+        With `updates` the stage is updated there, under the rest of the step and the next one, and a load waits for
+        that without stopping the caller.
+        """
+        self.state = state
+        self._stage, self._pool, self._sum = stage, pool, total
+        self._updates, self._spans = updates, spans
+        self._leaves_in_fp32 = state.gradients.dtype == torch.float32 != state.weights.dtype
+        self._square: Tensor | None = None
+        """From sealing to offloading."""
+        self._host_square = torch.zeros((), pin_memory=pool.device.type == "cuda")
+        self._departure: _Departure | None = None
+
+    def load(self) -> None:
+        slot = self._pool.take(self._stage)
+        slot.views = self.state.layout.views(slot.buffer)
+        if self._updates is None:
+            self._fill(slot)
+        else:
+            self._updates.when_updated(self._stage, lambda: self._fill(slot))
+
+    def _fill(self, slot: _Slot) -> None:
+        with slot.filling.run():
+            if slot.free is not None:
+                slot.free.wait()
+            with self._spans.device_span(TraceLane.LOAD, f"L{self._stage}"):
+                slot.buffer[: self.state.layout.num_elements].copy_(self.state.weights, non_blocking=True)
+            slot.ready = slot.filling.record()
+
+    def is_ready(self) -> bool:
+        is_updated = self._updates is None or not self._updates.is_under_way(self._stage)
+        return is_updated and self._pool.slot_of(self._stage).ready is None
+
+    def wait_until_updated(self) -> None:
+        """Make the host wait for the update, and for the start of a load that waits for it."""
+        if self._updates is not None:
+            self._updates.wait(self._stage)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Views of the slot; at the first call after a load, the compute stream waits for it."""
+        self.wait_until_updated()
+        slot = self._pool.slot_of(self._stage)
+        if slot.ready is not None:
+            slot.ready.wait()
+            slot.ready = None
+        return slot.views
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self._sum.views(self._stage, self.state.layout)
+
+    def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
+        slot, layout = self._pool.slot_of(self._stage), self.state.layout
+        square = self._sum.seal(self._stage, layout, excluded=excluded)
+        if not self._leaves_in_fp32:
+            square = cast_gradients(self._sum.flat(layout), slot.buffer[: layout.num_trained], square)
+        slot.views = {}
+        self._square = square
+        return square
+
+    def offload(self, listener: GradientListener | None = None) -> None:
+        slot, square = self._pool.slot_of(self._stage), self._square
+        slot.stage, slot.views, self._square = None, {}, None
+        done = slot.free = record_current(self._pool.device)
+        if square is None:
+            return
+        layout, to_host = self.state.layout, self._pool.to_host
+        source = self._sum.flat(layout) if self._leaves_in_fp32 else slot.buffer[: layout.num_trained]
+        with to_host.run():
+            done.wait()
+            with self._spans.device_span(TraceLane.OFFLOAD, f"O{self._stage}"):
+                self._host_square.copy_(square, non_blocking=True)
+                self.state.gradients.copy_(source, non_blocking=True)
+            arrival = to_host.record()
+        to_host.keep(square)
+        if self._leaves_in_fp32:
+            self._sum.keep_until(arrival)
+        else:
+            slot.free = arrival
+        self._departure = _Departure(arrival, self._host_square)
+        if listener is not None:
+            listener.gradients_complete(self._stage)
+
+    def wait_for_gradients(self) -> None:
+        assert self._departure is not None, f"stage {self._stage} has sent no gradients"
+        self._departure.wait()
+
+    def begin_update(self, update: Update) -> bool:
+        """Only where updates queue: the host would have to wait for the gradients in the middle of the step."""
+        if self._updates is None:
+            return False
+        self._submit(update, looks_at_norm=True)
+        return True
+
+    def update(self, update: Update) -> None:
+        self._submit(update, looks_at_norm=False)
+
+    def _submit(self, update: Update, *, looks_at_norm: bool) -> None:
+        departure = self._departure
+        assert departure is not None, f"stage {self._stage} has sent no gradients"
+
+        def run(part: Sequence[FlatRange]) -> None:
+            square = departure.wait()
+            if looks_at_norm and not math.isfinite(square):
+                return
+            with self._spans.host_span(TraceLane.OPTIMIZER, f"U{self._stage}"):
+                update(pieces=part)
+
+        pieces = [partial(run, part) for part in self.state.layout.pieces(PIECE_ELEMENTS)]
+        if self._updates is not None:
+            self._updates.submit(self._stage, pieces, can_begin=departure.arrival.query)
+            return
+        for piece in pieces:
+            piece()
+
+
+def stream_stages(
+    states: Mapping[int, StageState],
+    total: GradientSum,
+    *,
+    num_slots: int,
+    device: torch.device,
+    updates: Updates | None = None,
+    spans: Spans = NO_SPANS,
+) -> dict[int, StreamedStage]:
+    """Streamed stages over `states` (stage -> state on the host), which share `num_slots` new slots on `device`."""
+    length = max(state.layout.num_elements for state in states.values())
+    dtype = next(iter(states.values())).weights.dtype
+    pool = SlotPool(length, num_slots=num_slots, dtype=dtype, device=device)
+    return {
+        stage: StreamedStage(stage, state, pool, total, updates=updates, spans=spans) for stage, state in states.items()
+    }

@@ -1,0 +1,91 @@
+"""Resident and streamed stages of one rank: each says what it is, and they add up in one buffer."""
+
+import pytest
+import torch
+
+from mobius.errors import ScheduleError
+from mobius.memory.layout import StageLayout
+from mobius.memory.rank_memory import take_memory
+from mobius.memory.resident import ResidentStage
+from mobius.memory.stage_memory import StageMemory
+
+CPU = torch.device("cpu")
+NOTHING: frozenset[str] = frozenset()
+Layouts = dict[int, StageLayout]
+
+
+def make_mixed(
+    layouts: Layouts, resident: tuple[int, ...], *, waiting: tuple[int, ...] = (), fp32_gradients: bool = False
+) -> dict[int, StageMemory]:
+    """bf16 stages whose masters are their number plus 1 throughout."""
+    memory, _ = take_memory(
+        layouts,
+        resident=resident,
+        num_slots=1,
+        dtype=torch.bfloat16,
+        gradient_dtype=torch.float32 if fp32_gradients else torch.bfloat16,
+        waiting=waiting,
+        device=CPU,
+    )
+    for stage, own in memory.items():
+        own.state.write_master(slice(None), torch.full((own.state.layout.num_elements,), stage + 1))
+    return memory
+
+
+@pytest.mark.parametrize("resident", [(0,), (2,), (4,), (0, 4)])
+def test_each_stage_says_where_it_is_and_gives_its_own_weights(layouts: Layouts, resident: tuple[int, ...]) -> None:
+    memory = make_mixed(layouts, resident)
+    assert list(memory) == [0, 2, 4]
+    for stage in layouts:
+        assert isinstance(memory[stage], ResidentStage) == (stage in resident)
+        if stage in resident:
+            with pytest.raises(ScheduleError, match="is resident"):
+                memory[stage].load()
+            with pytest.raises(ScheduleError, match="is resident"):
+                memory[stage].offload()
+        else:
+            memory[stage].load()
+        memory[stage].wait_until_updated()
+        assert all(bool((view == stage + 1).all()) for view in memory[stage].weights().values())
+        if stage not in resident:
+            memory[stage].offload()
+
+
+@pytest.mark.parametrize("waiting", [(), (0,)])
+@pytest.mark.parametrize("fp32_gradients", [False, True])
+def test_gradients_of_all_stages_go_through_one_sum_and_arrive_where_they_belong(
+    layouts: Layouts, waiting: tuple[int, ...], fp32_gradients: bool
+) -> None:
+    memory = make_mixed(layouts, (0,), waiting=waiting, fp32_gradients=fp32_gradients)
+    for step in (1, 2, 3):  # the buffers of the sum take turns
+        seen = {}
+        for stage in (4, 2, 0):
+            if stage:
+                memory[stage].load()
+            for microbatch in range(2):
+                memory[stage].gradients()["matrix"].add_(step * 10.0 ** (stage // 2) * (1 + microbatch))
+            memory[stage].seal_gradients(excluded=NOTHING)
+            if stage:
+                memory[stage].offload()
+            memory[stage].wait_for_gradients()
+            state = memory[stage].state
+            seen[stage] = state.layout.views(state.gradients)["matrix"].float().unique().tolist()
+        expected = {stage: torch.tensor(3.0 * step * 10 ** (stage // 2)) for stage in (4, 2, 0)}
+        kind = torch.float32 if fp32_gradients else torch.bfloat16
+        assert seen == {stage: [value.to(kind).item()] for stage, value in expected.items()}
+
+
+def test_resident_stages_keep_gradients_only_while_an_update_waits(layouts: Layouts) -> None:
+    memory = make_mixed(layouts, (0, 2), waiting=(2,))
+    total = memory[0].gradients()["matrix"]
+    assert memory[0].state.gradients.data_ptr() == total.data_ptr(), "they are read from the rank's sum"
+    assert memory[2].state.gradients.data_ptr() != total.data_ptr()
+    assert memory[2].state.gradients.dtype == torch.bfloat16
+
+
+def test_a_streamed_stage_is_not_added_to_a_resident_one(layouts: Layouts) -> None:
+    memory = make_mixed(layouts, (0,))
+    memory[2].load()
+    memory[2].gradients()
+    with pytest.raises(AssertionError, match="stage 2 was not sealed before stage 0"):
+        memory[0].gradients()
