@@ -1,8 +1,7 @@
 """Owns reading: the command line and a YAML file become one Config, defaults < YAML < command line.
 
-Does not own what the options are (`options.py`), the file itself (`yaml_file.py`) or whether values fit together
-(`validation.py`). Nothing here
-stops at the first mistake: every source collects its problems, and all of them are told in one ConfigError.
+Nothing here stops at the first mistake: every source collects its problems, and all of them are told in one
+ConfigError.
 """
 
 import argparse
@@ -14,29 +13,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from mobius.config.config import Config
-from mobius.config.options import (
-    Option,
-    OptionValue,
-    Source,
-    Spelling,
-    config_from,
-    options,
-    section_titles,
-    spellings,
-)
+from mobius.config.options import Option, OptionValue, Source, config_from, options, section_titles, spellings
 from mobius.config.validation import find_problems
-from mobius.config.yaml_file import read_yaml, to_yaml
+from mobius.config.yaml_file import read_yaml
 from mobius.errors import ConfigError
 from mobius.excerpt import excerpt
 from mobius.ranks import Ranks
-
-__all__ = ["CommandLine", "given_options", "parse_args", "read_command_line", "resolve", "to_yaml"]
 
 _SHORT_MODEL_NAMES: Final[Mapping[str, str]] = {
     "llama-2-7b-hf": "meta-llama/Llama-2-7b-hf",
     "llama-2-13b-hf": "meta-llama/Llama-2-13b-hf",
 }
-_GENERAL_FLAGS: Final = ("help",)
 _HINT: Final = "Run with `--help` to see all options."
 _DESCRIPTION: Final = (
     "Fine-tune all parameters of a language model on one node with a few memory-limited GPUs. An option may also be "
@@ -70,8 +57,12 @@ def parse_args(argv: Sequence[str], *, num_ranks: int | None = None) -> Config:
 
 def resolve(command_line: CommandLine, *, num_ranks: int | None = None) -> Config:
     """Put the command line over the file it names and that over the defaults; raises ConfigError like `parse_args`."""
-    file = read_yaml(command_line.config_path) if command_line.config_path is not None else Source()
-    config = config_from(_with_full_model_name({**file.values, **command_line.values}))
+    file = _file_of(command_line)
+    values = {**file.values, **command_line.values}
+    name = str(values.get("model_path"))
+    if name.lower() in _SHORT_MODEL_NAMES and not Path(name).is_dir():
+        values["model_path"] = _SHORT_MODEL_NAMES[name.lower()]
+    config = config_from(values)
     # A broken value in the file does not matter to the rules where the command line replaces it.
     unreadable = (file.unreadable - set(command_line.values)) | command_line.unreadable
     # A dry run is one process that plans for others.
@@ -86,44 +77,27 @@ def resolve(command_line: CommandLine, *, num_ranks: int | None = None) -> Confi
 def given_options(argv: Sequence[str]) -> frozenset[str]:
     """Names of the options that `argv` or the YAML file it names sets, be it to the default."""
     command_line = read_command_line(argv)
-    file = read_yaml(command_line.config_path) if command_line.config_path is not None else Source()
-    return frozenset({**file.values, **command_line.values})
+    return frozenset({**_file_of(command_line).values, **command_line.values})
+
+
+def _file_of(command_line: CommandLine) -> Source:
+    return read_yaml(command_line.config_path) if command_line.config_path is not None else Source()
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Take the typed options apart; reads no file and raises nothing."""
+    """The typed options and what is wrong with them; reads no file and raises nothing."""
     result = CommandLine()
-    for name, text in _take_apart(argv, result):
-        if name in _GENERAL_FLAGS:
-            result.wants_help = True
-        elif name == "config":
-            result.config_path = text
-        else:
-            _put_text(result, spellings()[name], text)
-    return result
-
-
-def _put_text(result: Source, spelling: Spelling, text: str) -> None:
-    if spelling.is_flag:
-        result.put(spelling, spelling.flag_value, place="command line")
-        return
-    try:
-        result.put(spelling, spelling.option.from_text(text), place="command line")
-    except ValueError:
-        result.reject(spelling, f"`--{spelling.name} {excerpt(text)}`; {spelling.option.expectation} is needed")
-
-
-def _take_apart(argv: Sequence[str], result: Source) -> list[tuple[str, str]]:
-    """Every usable option in full with the text of its value, which a flag leaves empty; reports the others."""
-    given: list[tuple[str, str]] = []
-    waiting: str | None = None
+    waiting: str | None = None  # an option whose value is the next word
     is_after_unknown = False
     for token in argv:
         if not re.match(r"--?[A-Za-z]", token):
             if waiting is not None:
-                given.append((waiting, token))
+                _put(result, waiting, token)
             elif not is_after_unknown:
-                _report_stray(result, token)
+                result.problems.append(
+                    f"`{excerpt(token)}` belongs to no option; flags take no value, their opposite is another flag "
+                    "(--use_prefetch, --no_prefetch)"
+                )
             waiting = None
             continue
         if waiting is not None:
@@ -134,23 +108,32 @@ def _take_apart(argv: Sequence[str], result: Source) -> list[tuple[str, str]]:
         is_after_unknown = name is None
         if name is None:
             continue
-        is_flag = name in _GENERAL_FLAGS or (name in spellings() and spellings()[name].is_flag)
+        is_flag = name == "help" or (name in spellings() and spellings()[name].is_flag)
         if is_flag and equals:
             result.problems.append(f"`{excerpt(token)}`: a flag takes no value; write --{name} or leave it out")
         elif is_flag or equals:
-            given.append((name, value))
+            _put(result, name, value)
         else:
             waiting = name
     if waiting is not None:
         _report_missing_value(result, waiting)
-    return given
+    return result
 
 
-def _report_stray(result: Source, token: str) -> None:
-    result.problems.append(
-        f"`{excerpt(token)}` belongs to no option; flags take no value, their opposite is another flag "
-        "(--use_prefetch, --no_prefetch)"
-    )
+def _put(result: CommandLine, name: str, text: str) -> None:
+    """Record an option by its full name; a flag's `text` is empty."""
+    if name == "help":
+        result.wants_help = True
+    elif name == "config":
+        result.config_path = text
+    else:
+        spelling = spellings()[name]
+        try:
+            value = spelling.flag_value if spelling.is_flag else spelling.option.from_text(text)
+        except ValueError:
+            result.reject(spelling, f"`--{name} {excerpt(text)}`; {spelling.option.expectation} is needed")
+        else:
+            result.put(spelling, value, place="command line")
 
 
 def _report_missing_value(result: Source, name: str) -> None:
@@ -165,34 +148,21 @@ def _full_name(token: str, typed: str, result: Source) -> str | None:
     if token == "-h":
         return "help"
     name = typed.replace("-", "_")
-    names = (*spellings(), "config", *_GENERAL_FLAGS)
+    names = (*spellings(), "config", "help")
     matches = [name] if name in names else [known for known in names if known.startswith(name)]
     if not token.startswith("--") or not matches:
         shown = excerpt(token.partition("=")[0])
         result.reject_unknown(f"unknown option `{shown}`", name, begun=matches[0] if matches else None)
         return None
-    # `--model_` begins two spellings of one option, which is not ambiguous.
     by_meaning: dict[tuple[str, OptionValue], str] = {}
-    for match in matches:
-        by_meaning.setdefault(_meaning(match), match)
+    for match in matches:  # `--model_` begins two spellings of one option, which is not ambiguous
+        spelling = spellings().get(match)
+        by_meaning.setdefault((spelling.option.name, spelling.flag_value) if spelling else (match, None), match)
     if len(by_meaning) > 1:
         shown = ", ".join(f"--{match}" for match in by_meaning.values())
         result.problems.append(f"`--{typed}` could be any of {shown}; write more of it")
         return None
     return matches[0]
-
-
-def _meaning(name: str) -> tuple[str, OptionValue]:
-    spelling = spellings().get(name)
-    return (spelling.option.name, spelling.flag_value) if spelling else (name, None)
-
-
-def _with_full_model_name(values: dict[str, OptionValue]) -> dict[str, OptionValue]:
-    name = values.get("model_path")
-    full = _SHORT_MODEL_NAMES.get(name.lower()) if isinstance(name, str) else None
-    if full is not None and not Path(str(name)).is_dir():
-        values["model_path"] = full
-    return values
 
 
 def _help_text() -> str:
@@ -217,19 +187,15 @@ def _help_text() -> str:
 
 def _add_option(group: Any, option: Option) -> None:
     names = [spelling for spelling in spellings().values() if spelling.option is option]
-    others = [f"--{spelling.name}" for spelling in names if spelling.name != option.name]
-    default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+    text = option.text.replace("%", "%%")
     if option.value_type is bool:
         flags = {spelling.flag_value: f"--{spelling.name}" for spelling in names}
-        help_text = f"{option.text} [flag; default: {flags[option.default]}]"
-        group.add_argument(*(f"--{spelling.name}" for spelling in names), action="store_true", help=_escape(help_text))
+        help_text = f"{text} [flag; default: {flags[option.default]}]"
+        group.add_argument(*(f"--{spelling.name}" for spelling in names), action="store_true", help=help_text)
         return
+    others = [f"--{spelling.name}" for spelling in names if spelling.name != option.name]
+    default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
     facts = [option.expectation, *([f"default: {default}"] if option.default is not None else [])]
     facts += [f"also: {', '.join(others)}"] if others else []
     metavar = "|".join(option.choices) or {int: "INT", float: "FLOAT", str: "TEXT"}[option.value_type]
-    help_text = _escape(f"{option.text} [{'; '.join(facts)}]")
-    group.add_argument(f"--{option.name}", metavar=metavar, help=help_text)
-
-
-def _escape(text: str) -> str:
-    return text.replace("%", "%%")
+    group.add_argument(f"--{option.name}", metavar=metavar, help=f"{text} [{'; '.join(facts)}]")

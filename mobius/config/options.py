@@ -1,7 +1,4 @@
-"""Owns the table of options made from the config's fields: names, spellings, types, texts.
-
-Does not own where values come from (`cli.py`, `yaml_file.py`) or whether they fit together (`validation.py`).
-"""
+"""Owns the table of options made from the config's fields: names, spellings, types, texts."""
 
 import ast
 import dataclasses
@@ -28,32 +25,27 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "learning_rate": ("lr",),
     "num_chunks": ("num_micro_batches",),
 }
+"""Other names of an option that take the same values."""
 _NUMBERS_OR_WORDS: Final = ("resident_stages", "profile_steps")
 """Texts that may be a whole number, which YAML then reads as one."""
 _NO_NAMES: Final = (*_NUMBERS_OR_WORDS, "cuda_visible_devices")
-_FEW_LETTERS: Final = 3
 _SAME_WORD: Final = 0.7
-"""Of one word to another: letters left out, doubled or swapped leave more, min and max less."""
+"""Likeness of a word and its misspelling: letters left out, doubled or swapped leave more, min and max less."""
 _SURELY_ALIKE: Final = 0.85
 _FLAGS: Final[Mapping[str, Mapping[str, OptionValue]]] = {"dtype": {dtype.value: dtype for dtype in Dtype}}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Option:
     """One field of one section; `value_type` is bool, int, float, str or a StrEnum."""
 
     name: str
     section: str
+    text: str
+    default: OptionValue
     value_type: type
     is_optional: bool
-    default: OptionValue
     bounds: Bounds | None
-    text: str
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        """Other names of the same option that take the same value."""
-        return _ALIASES.get(self.name, ())
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -62,7 +54,7 @@ class Option:
 
     @property
     def expectation(self) -> str:
-        """What may be given, as it reads in a message."""
+        """Words for what may be given, as they read in a message."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -85,8 +77,7 @@ class Option:
             raise ValueError(text)  # `--dataset --` is a slip of the shell; no name consists of dashes
         if text == "auto" and self.allows_auto:
             return None
-        value: OptionValue = self.value_type(text)
-        return value
+        return typing.cast(OptionValue, self.value_type(text))
 
     def from_yaml(self, value: object) -> OptionValue:
         """Value of a YAML key, whose type must already fit; raises ValueError if it does not."""
@@ -121,7 +112,7 @@ class Spelling:
 
 @dataclass
 class Source:
-    """What one source (the file or the command line) says, under the options' own names, and what is wrong with it."""
+    """Values that one source (the file or the command line) gives, by the options' own names, and its problems."""
 
     values: dict[str, OptionValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -173,30 +164,30 @@ def options() -> Mapping[str, Option]:
         texts = _field_texts(section)
         hints = typing.get_type_hints(section, include_extras=True)
         for known in dataclasses.fields(section):
-            value_type, is_optional, bounds = _take_apart(hints[known.name])
-            found[known.name] = Option(
-                name=known.name,
-                section=section_name,
-                value_type=value_type,
-                is_optional=is_optional,
-                default=typing.cast(OptionValue, known.default),
-                bounds=bounds,
-                text=texts[known.name],
-            )
+            default = typing.cast(OptionValue, known.default)
+            kind = _take_apart(hints[known.name])
+            found[known.name] = Option(known.name, section_name, texts[known.name], default, *kind)
     return found
 
 
 @functools.cache
 def spellings() -> Mapping[str, Spelling]:
     """Every accepted name, without dashes; the option's own name comes before its aliases and flags."""
-    found = [spelling for option in options().values() for spelling in _spellings_of(option)]
+    found: list[Spelling] = []
+    for option in options().values():
+        if option.value_type is bool:
+            negative = "no_" + option.name.removeprefix("use_")
+            found += [Spelling(option.name, option, True, True), Spelling(negative, option, True, False)]
+        else:
+            found += [Spelling(name, option) for name in (option.name, *_ALIASES.get(option.name, ()))]
+            found += [Spelling(name, option, True, value) for name, value in _FLAGS.get(option.name, {}).items()]
     return {spelling.name: spelling for spelling in found}
 
 
 def nearest_name(name: str) -> str | None:
     """The known spelling that `name` is a misspelling of, or None: no hint is better than one of another meaning."""
     typed = name.replace("-", "_").lower()
-    alike = {known: _likeness(typed, known) for known in spellings() if abs(len(known) - len(typed)) <= _FEW_LETTERS}
+    alike = {known: _likeness(typed, known) for known in spellings() if abs(len(known) - len(typed)) <= 3}
     best = max(alike, key=alike.__getitem__, default=None)
     return best if best is not None and alike[best] >= _SURELY_ALIKE else None
 
@@ -205,12 +196,10 @@ def _likeness(typed: str, known: str) -> float:
     """From 0 to 1; 0 where a word or a digit is another one, which makes another meaning of a likely name."""
     if [c for c in typed if c.isdigit()] != [c for c in known if c.isdigit()]:
         return 0.0
-    words, known_words = typed.split("_"), known.split("_")
-    if len(words) == len(known_words) and any(
-        _ratio(word, other) < _SAME_WORD for word, other in zip(words, known_words, strict=True)
-    ):
+    words, others = typed.split("_"), known.split("_")
+    if len(words) == len(others) and any(_ratio(*pair) < _SAME_WORD for pair in zip(words, others, strict=True)):
         return 0.0
-    return _ratio("".join(words), "".join(known_words))
+    return _ratio("".join(words), "".join(others))
 
 
 def _ratio(first: str, second: str) -> float:
@@ -228,17 +217,6 @@ def config_from(values: Mapping[str, OptionValue]) -> Config:
     for name, value in values.items():
         sections[options()[name].section][name] = value
     return Config(**{name: section(**sections[name]) for name, section in _sections().items()})
-
-
-def _spellings_of(option: Option) -> list[Spelling]:
-    if option.value_type is bool:
-        negative = "no_" + option.name.removeprefix("use_")
-        return [Spelling(option.name, option, True, True), Spelling(negative, option, True, False)]
-    flags = _FLAGS.get(option.name, {})
-    return [
-        *(Spelling(name, option) for name in (option.name, *option.aliases)),
-        *(Spelling(name, option, True, value) for name, value in flags.items()),
-    ]
 
 
 def _sections() -> dict[str, type]:

@@ -11,8 +11,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from mobius.config.cli import to_yaml
 from mobius.config.config import Config
+from mobius.config.yaml_file import to_yaml
 from mobius.data.batches import Batches
 from mobius.data.datasets import PreparedData, describe_sample, prepare_dataset
 from mobius.errors import CheckpointError, GpuMemoryError, NonFiniteLossError, first_line
