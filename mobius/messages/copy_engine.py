@@ -27,7 +27,7 @@ class CopyQueue(Protocol):
         """Write a uint32 when all before it is done and can be seen by everybody."""
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Copy between two addresses."""
+        """Copy between two addresses of devices or page-locked host memory."""
 
     def record(self) -> Event:
         """The point behind all of the queue so far."""
@@ -50,7 +50,7 @@ class CopyEngine(Protocol):
         """Device memory that can be exported; its address."""
 
     def free(self, address: int) -> None:
-        """Give `allocate`d memory back."""
+        """Give `allocate`d memory back; no other rank may have it open."""
 
     def export(self, address: int) -> bytes:
         """The handle by which another rank opens `allocate`d memory."""

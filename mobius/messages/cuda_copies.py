@@ -15,7 +15,7 @@ _LIBRARY = "libcuda.so.1"
 _EXPORT_GRANULE = 2 * 2**20
 """A smaller piece of device memory may share its block with others, which would be exported along with it."""
 _HIGH_PRIORITY = -1
-"""Such streams come from a pool of their own, so that they share no hardware queue with compute and other copies."""
+"""Streams of this priority come from a pool of their own, and share no hardware queue with compute and other copies."""
 
 _WAIT_UNTIL_NOT_BEFORE = 0x0  # CU_STREAM_WAIT_VALUE_GEQ: cyclic, (int32)(*address - value) >= 0
 _WRITE_BEHIND_A_FENCE = 0x0  # CU_STREAM_WRITE_VALUE_DEFAULT: what the stream did before is visible to everybody
@@ -50,9 +50,9 @@ class DriverError(RuntimeError):
 
 
 class CudaDriver:
-    """The few calls of the CUDA driver that torch does not offer; a refused one raises DriverError in its own words.
+    """The calls of the CUDA driver that torch does not offer; a refused one raises DriverError in the driver's words.
 
-    Addresses and handles are plain numbers. Every call works in the calling thread's current context, which torch sets.
+    Addresses and streams are plain numbers. Every call works in the calling thread's context, which torch sets.
     """
 
     def __init__(self, library: str = _LIBRARY) -> None:
@@ -71,35 +71,28 @@ class CudaDriver:
             self._functions[name] = function
 
     def wait_value(self, stream: int, address: int, value: int) -> None:
-        """Hold the stream up until the uint32 at a device address is not before `value`, cyclically."""
         self._call("cuStreamWaitValue32_v2", stream, address, value, _WAIT_UNTIL_NOT_BEFORE)
 
     def write_value(self, stream: int, address: int, value: int) -> None:
-        """Let the stream write a uint32, behind a fence for all that it did before."""
         self._call("cuStreamWriteValue32_v2", stream, address, value, _WRITE_BEHIND_A_FENCE)
 
     def copy(self, stream: int, target: int, source: int, num_bytes: int) -> None:
-        """Copy between two addresses of any devices or page-locked host memory; returns at once."""
         self._call("cuMemcpyAsync", target, source, num_bytes, stream)
 
     def allocate(self, num_bytes: int) -> int:
-        """Device memory that can be exported; its address."""
         address = c_uint64()
         self._call("cuMemAlloc_v2", byref(address), num_bytes)
         return address.value
 
     def free(self, address: int) -> None:
-        """Give `allocate`d memory back; no other process may have it open."""
         self._call("cuMemFree_v2", address)
 
     def export(self, address: int) -> bytes:
-        """The handle by which another process opens `allocate`d memory."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", byref(handle), address)
         return bytes(handle)
 
     def open_exported(self, handle: bytes) -> int:
-        """Map another process's memory for the current device; its address here."""
         address = c_uint64()
         if len(handle) != ctypes.sizeof(_Handle):
             raise DriverError(f"a handle of {len(handle)} bytes opens no memory")
@@ -107,11 +100,9 @@ class CudaDriver:
         return address.value
 
     def close_exported(self, address: int) -> None:
-        """Undo `open_exported`."""
         self._call("cuIpcCloseMemHandle", address)
 
     def register(self, address: int, num_bytes: int) -> int:
-        """Page-lock host memory for all devices; the address by which the current device knows it."""
         self._call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_FOR_DEVICES)
         device_address = c_uint64()
         try:
@@ -122,7 +113,6 @@ class CudaDriver:
         return device_address.value
 
     def unregister(self, address: int) -> None:
-        """Undo `register`, by the host's address."""
         self._call("cuMemHostUnregister", address)
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -145,12 +135,10 @@ class CudaCopyEngine(CudaDriver):
 
     @property
     def device_index(self) -> int:
-        """The number by which all ranks know the GPU."""
         assert self._device.index is not None
         return self._device.index
 
     def reaches(self, device_index: int) -> bool:
-        """Whether this GPU can write into that one's memory."""
         return (
             self._allows_peers
             and device_index != self.device_index
@@ -159,11 +147,9 @@ class CudaCopyEngine(CudaDriver):
         )
 
     def new_queue(self) -> CopyQueue:
-        """A queue on a stream of its own."""
         return _CudaQueue(self._device, self)
 
     def allocate(self, num_bytes: int) -> int:
-        """Device memory beside torch's that `export` can share; its address."""
         return super().allocate(-(-num_bytes // _EXPORT_GRANULE) * _EXPORT_GRANULE)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,17 +52,19 @@ class Ring:
     """Address of the count of messages that were copied out."""
 
 
+@dataclass(slots=True)
 class Outbox:
-    """The sending end of an edge. Owns the number of the next message."""
+    """The sending end of an edge."""
 
-    def __init__(self, ring: Ring, queue: CopyQueue, *, first: int = 0) -> None:
-        """`first` numbers the first message; both counters must stand there."""
-        self._ring, self._queue, self._next = ring, queue, first
+    ring: Ring
+    queue: CopyQueue
+    next_message: int = 0
+    """Number of the next message; both counters stand there at first."""
 
     def send(self, source: int) -> Event:
         """Send the message that compute has just made at `source`; the event says when it may be changed."""
-        ring, queue, number = self._ring, self._queue, self._next
-        self._next += 1
+        ring, queue, number = self.ring, self.queue, self.next_message
+        self.next_message += 1
         queue.follow_compute()
         # For the first messages it waits for a number before zero, which is no wait.
         queue.wait_value(ring.freed, (number - len(ring.mailboxes) + 1) % _CYCLE)
@@ -71,17 +73,19 @@ class Outbox:
         return queue.record()
 
 
+@dataclass(slots=True)
 class Inbox:
-    """The receiving end of an edge. Owns the number of the next message."""
+    """The receiving end of an edge."""
 
-    def __init__(self, ring: Ring, queue: CopyQueue, *, first: int = 0) -> None:
-        """`first` numbers the first message; both counters must stand there."""
-        self._ring, self._queue, self._next = ring, queue, first
+    ring: Ring
+    queue: CopyQueue
+    next_message: int = 0
+    """Number of the next message; both counters stand there at first."""
 
     def post(self, target: int) -> Event:
         """Receive the next message into `target`, where compute may still work; the event says when it is there."""
-        ring, queue, number = self._ring, self._queue, self._next
-        self._next += 1
+        ring, queue, number = self.ring, self.queue, self.next_message
+        self.next_message += 1
         queue.follow_compute()
         queue.wait_value(ring.arrived, (number + 1) % _CYCLE)
         queue.copy(target, ring.mailboxes[number % len(ring.mailboxes)], ring.message_bytes)
@@ -104,20 +108,56 @@ class CopiedMessage:
         return self.event.query()
 
 
-class Mailboxes:
-    """This rank's ends of all its edges. All messages have one size."""
+def open_mailboxes(
+    meeting: Meeting,
+    make_engine: Callable[[], CopyEngine],
+    *,
+    device: torch.device,
+    message_bytes: int,
+    patience: float = PATIENCE_SECONDS,
+) -> Mailboxes | None:
+    """Mailboxes that have carried a message over every edge, or None on all ranks alike; collective.
+
+    The first problem of any rank is logged as the reason. Takes 2 messages of memory per incoming edge for good, and
+    while the edges are tried some messages more. Raises TransportError if the device does not come to rest.
+    """
+    mailboxes = Mailboxes(meeting, make_engine, device=device, message_bytes=message_bytes, patience=patience)
+    problem = mailboxes.try_edges()
+    if problem is not None:
+        logger.info("messages travel over NCCL: %s", problem)
+        return None
+    logger.info("messages travel by copy engines from GPU to GPU")
+    return mailboxes
+
+
+def _read_offer(told: Any) -> tuple[int, int, bytes]:
+    """Process and descriptor of an edge's counters, and the handle of its mailboxes."""
+    process, descriptor, handle = told
+    return read_number(process), read_number(descriptor), bytes.fromhex(handle)
+
+
+class Mailboxes(Neighbours):
+    """This rank's ends of all its edges. All messages have one size. `open_mailboxes` makes them."""
 
     def __init__(
         self,
+        meeting: Meeting,
+        make_engine: Callable[[], CopyEngine],
         *,
-        inboxes: Mapping[int, Inbox],
-        outboxes: Mapping[int, Outbox],
+        device: torch.device,
         message_bytes: int,
-        release: Callable[[], None],
+        patience: float,
     ) -> None:
-        """`inboxes` by source rank, `outboxes` by target rank; `release` gives the memory back, on all ranks."""
-        self._inboxes, self._outboxes, self._release = inboxes, outboxes, release
+        """Take nothing yet: `try_edges` makes the memory."""
+        super().__init__(meeting, make_engine, device=device, patience=patience)
         self._message_bytes = message_bytes
+        self._mailbox_bytes = -(-message_bytes // _PAGE) * _PAGE
+        self._counters: list[SharedMemory] = []
+        self._queues: list[CopyQueue] = []
+        self._inboxes: dict[int, Inbox] = {}
+        self._outboxes: dict[int, Outbox] = {}
+        self._probe: Tensor
+        self._received: dict[int, tuple[Tensor, Event]] = {}
 
     def post_receive(self, buffer: Tensor, source: int) -> CopiedMessage:
         """Announce the next message of `source`; the caller keeps `buffer` until it has waited for the message."""
@@ -133,71 +173,26 @@ class Mailboxes:
 
     def close(self) -> None:
         """Give all memory back when every message has been received; collective over all ranks."""
-        self._release()
+        for queue in self._queues:
+            queue.record().synchronize()  # sync: once, at the end
+        super().close()
 
+    def try_edges(self) -> str | None:
+        """Make the mailboxes of all edges and send a message over each; collective.
 
-def open_mailboxes(
-    meeting: Meeting,
-    make_engine: Callable[[], CopyEngine],
-    *,
-    device: torch.device,
-    message_bytes: int,
-    patience: float = PATIENCE_SECONDS,
-) -> Mailboxes | None:
-    """Mailboxes that have carried a message over every edge, or None on all ranks alike; collective.
-
-    The first problem of any rank is logged as the reason. Takes 2 messages of memory per incoming edge for good, and
-    while the edges are tried some messages more. Raises TransportError if the device does not come to rest.
-    """
-    return _Setup(meeting, make_engine, device=device, patience=patience, message_bytes=message_bytes).run()
-
-
-def _read_offer(told: Any) -> tuple[int, int, bytes]:
-    """Process and descriptor of an edge's counters, and the handle of its mailboxes."""
-    process, descriptor, handle = told
-    return read_number(process), read_number(descriptor), bytes.fromhex(handle)
-
-
-class _Setup(Neighbours):
-    """Makes the mailboxes of all edges, tries each edge once, and has all ranks agree on whether they are used."""
-
-    def __init__(
-        self,
-        meeting: Meeting,
-        make_engine: Callable[[], CopyEngine],
-        *,
-        device: torch.device,
-        patience: float,
-        message_bytes: int,
-    ) -> None:
-        super().__init__(meeting, make_engine, device=device, patience=patience)
-        self._message_bytes = message_bytes
-        self._counters: list[SharedMemory] = []
-        self._queues: list[CopyQueue] = []
-        self._inboxes: dict[int, Inbox] = {}
-        self._outboxes: dict[int, Outbox] = {}
-        self._probe: Tensor
-        self._received: dict[int, tuple[Tensor, Event]] = {}
-
-    def run(self) -> Mailboxes | None:
+        The first problem of any rank is told on all of them, and everything has been given back then.
+        """
         steps = (self.start, self.reach, self._offer, self._accept, self._post, self._send)
         problem = take_together(self.meeting, steps).problem
         if problem is not None:
-            logger.info("messages travel over NCCL: %s", problem)
-            self._give_up()
-            return None
-        self._received.clear()
-        del self._probe
-        logger.info("messages travel by copy engines from GPU to GPU")
-        return Mailboxes(
-            inboxes=self._inboxes,
-            outboxes=self._outboxes,
-            message_bytes=self._message_bytes,
-            release=self._release,
-        )
+            self._call_off()
+        else:
+            self._received.clear()
+            del self._probe
+        return problem
 
     def reach(self, answers: Sequence[Any]) -> list[int]:
-        """All targets: an edge without peer access ends the setup."""
+        """All targets: one that the device does not reach is a problem."""
         reached = super().reach(answers)
         for target in self.targets:
             if target not in reached:
@@ -256,7 +251,7 @@ class _Setup(Neighbours):
             if not torch.equal(buffer, self._make_probe(source)):
                 raise RuntimeError(f"a message from rank {source} arrived with other contents")
 
-    def _give_up(self) -> None:
+    def _call_off(self) -> None:
         """Let posted receives pass, come to rest, and give everything back."""
         for shared in self._counters:
             shared.write_word(_ARRIVED, 1)
@@ -264,16 +259,7 @@ class _Setup(Neighbours):
             raise TransportError(
                 f"rank {self.meeting.rank} stops: its GPU still waits for a message that was called off"
             )
-        self._release()
-
-    def _release(self) -> None:
-        for queue in self._queues:
-            queue.record().synchronize()  # sync: once, at the end
         self.close()
-
-    @property
-    def _mailbox_bytes(self) -> int:
-        return -(-self._message_bytes // _PAGE) * _PAGE
 
     def _ring(self, shared: SharedMemory, counters: int, mailboxes: int) -> Ring:
         """The edge's ring; `counters` and `mailboxes` are the device's addresses of both."""

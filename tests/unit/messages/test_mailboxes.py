@@ -6,13 +6,15 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
 from mobius.memory.streams import Event
-from mobius.messages.copy_engine import CopyQueue
+from mobius.messages.copy_engine import CopyEngine, CopyQueue
 from mobius.messages.mailboxes import Inbox, Mailboxes, Outbox, Ring
+from mobius.messages.meeting import Told
 
 STALE = 0xEE
 """What memory holds while a copy into it is under way."""
@@ -148,8 +150,8 @@ def carry(
     ring = Ring(SIZE, mailboxes, ARRIVED, FREED)
     send_buffers, receive_buffers = (50, 60), tuple(100 + SIZE * i for i in range(posted_ahead + 1))
     making, reading = machine.new_stream(), machine.new_stream()
-    outbox = Outbox(ring, make_queue(machine, making), first=first)
-    inbox = Inbox(ring, make_queue(machine, reading), first=first)
+    outbox = Outbox(ring, make_queue(machine, making), first)
+    inbox = Inbox(ring, make_queue(machine, reading), first)
     memory, read = machine.memory, list[bytes]()
 
     def make(address: int, number: int) -> Operation:
@@ -240,7 +242,16 @@ def test_two_edges_in_opposite_directions_never_wait_in_a_circle(seed: int) -> N
 
 
 def test_a_message_of_another_size_is_a_bug() -> None:
-    mailboxes = Mailboxes(inboxes={}, outboxes={}, message_bytes=16, release=lambda: None)
+    class Meeting:
+        rank, num_ranks = 0, 2
+
+        def gather(self, value: Told) -> list[Any]:
+            return [value, value]
+
+    def make_engine() -> CopyEngine:
+        raise AssertionError("nothing is made before the edges are tried")
+
+    mailboxes = Mailboxes(Meeting(), make_engine, device=torch.device("cpu"), message_bytes=16, patience=1.0)
     with pytest.raises(AssertionError):
         mailboxes.send(torch.zeros(5), 1)
     with pytest.raises(AssertionError):
