@@ -1,6 +1,4 @@
-"""Owns the exceptions that a user sees as one message without a traceback.
-
-Does not own our own bugs: those are `assert`s and Python's built-in exceptions, and keep their traceback.
+"""Owns the exceptions that a user sees as one message without a traceback; our own bugs keep theirs.
 
     MobiusError                 exit code 1 unless said otherwise
     ├── ConfigError             an option, a key of a YAML file or a launch variable; exit code 2
@@ -28,11 +26,7 @@ class MobiusError(Exception):
 
 
 class ConfigError(MobiusError):
-    """One or more problems with what the user configured, told together.
-
-    `problems` keeps them apart for a caller that wants to add its own; the message has one line for each, and then
-    `hint`, if there is one.
-    """
+    """One or more problems with what the user configured: `problems`, each a line of the message, `hint` its last."""
 
     exit_code: ClassVar[int] = 2
 
@@ -80,6 +74,6 @@ class NoResultError(MobiusError):
 
 
 def first_line(error: BaseException) -> str:
-    """What of a message fits into a line: its first, with the next one behind a colon; the class if there is none."""
+    """The first line of a message, and the next one where it ends with a colon; the class's name if there is none."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

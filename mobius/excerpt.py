@@ -1,7 +1,4 @@
-"""Owns how foreign text is quoted in a message: short, whatever its length and depth.
-
-Does not own what a terminal may be sent (`log.py`).
-"""
+"""Owns how foreign text is quoted in a message: short, whatever its length and depth."""
 
 import reprlib
 from collections.abc import Iterable
@@ -9,7 +6,6 @@ from typing import Final
 
 _SHOWN: Final = 60
 """Characters of a quotation: a path or a name as people give them fits."""
-_SHOWN_NAMES: Final = 12
 
 
 def excerpt(text: str, most: int = _SHOWN) -> str:
@@ -31,6 +27,6 @@ def quoted(value: object, most: int = _SHOWN) -> str:
 def listed(names: Iterable[str]) -> str:
     """Names joined with commas, each short, and no more than a line holds; `(none)` if there are none."""
     every = list(names)
-    shown = [excerpt(name) for name in every[:_SHOWN_NAMES]]
+    shown = [excerpt(name) for name in every[:12]]
     more = len(every) - len(shown)
     return ", ".join([*shown, *([f"and {more} more"] if more else [])]) or "(none)"

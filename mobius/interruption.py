@@ -1,7 +1,5 @@
 """Owns how a process ends that is not done: by Ctrl-C or SIGTERM, or because the process that started it is gone.
 
-Does not own errors (errors.py), nor what a run has to tell: that is handed over as the run's `Standing`.
-
 A signal handler in Python runs between two instructions of the main thread, and that thread may be waiting in C for a
 neighbour or a GPU that never comes. So the signal's number goes to a thread of its own:
 
@@ -24,15 +22,13 @@ from tqdm import tqdm
 from mobius.ranks import is_started_by_torchrun, name_parent_to_workers, parent_of_worker
 
 EXIT_CODE: Final = 130
-"""Of an interrupted process, whatever the signal: 128 + SIGINT, as shells tell it."""
+"""Exit code of an interrupted process, whatever the signal: 128 + SIGINT, as shells tell it."""
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _FIRST_RANK_SECONDS: Final = 0.5
-"""What the other ranks leave the first one, which speaks for all, before their end can reach it as a lost neighbour."""
+"""Time for the first rank, which speaks for all, before the end of the others can reach it as a lost neighbour."""
 _ERROR_SECONDS: Final = 0.3
 """How much later than an error a signal may come that caused it: it does not reach all ranks at the same time."""
-_START_SECONDS: Final = 5.0
-"""How long the start of a worker may hold an interruption up."""
 _PR_SET_PDEATHSIG: Final = 1
 
 _being_started: Final = threading.Lock()
@@ -40,20 +36,17 @@ _being_started: Final = threading.Lock()
 
 
 class Standing:
-    """What a run has reached and would leave if it ended now: the run tells it, an interruption passes it on."""
+    """The state that a run would leave if it ended now: the run tells it, an interruption passes it on."""
 
     def __init__(self) -> None:
-        self._now: tuple[str, Callable[[], None] | None] = (
-            "before the first step: nothing was trained, and nothing is left",
-            None,
-        )
+        self.becomes("before the first step: nothing was trained, and nothing is left")
 
     def becomes(self, text: str, *, clear: Callable[[], None] | None = None) -> None:
         """From now on an interruption calls `clear` and says `text`, which goes on from "interrupted (SIGINT) ".
 
         `clear` runs in another thread, while the run's own goes on.
         """
-        self._now = (text, clear)  # one assignment: the other thread never sees half of it
+        self._now = text, clear  # one assignment: the other thread never sees half of it
 
     def clear(self) -> str:
         """Remove what is not to be left; returns the text."""
@@ -80,7 +73,7 @@ class Interruption:
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._watched = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         for number in self._watched:  # a job in the background of a script ignores Ctrl-C
-            signal.signal(number, _leave_to_the_thread)
+            signal.signal(number, lambda *_: None)  # without a handler Python would not write the number to the socket
         os.register_at_fork(after_in_child=self.stand_down)  # a signal for a fork is not one for this process
         threading.Thread(target=self._end_at_signal, args=(receiver, speaks), name="interruption", daemon=True).start()
 
@@ -103,26 +96,18 @@ class Interruption:
         if not received:  # closed: the watch is over
             return
         self._has_come.set()
-        _being_started.acquire(timeout=_START_SECONDS)
+        _being_started.acquire(timeout=5)  # the start of a worker may hold an interruption up, not stop it
         if speaks:
             text = f"interrupted ({signal.Signals(received[0]).name}) {self._standing.clear()}\n"
-            # Not through `logging` or sys.stderr, whose locks the main thread may hold.
-            with contextlib.suppress(OSError):
-                os.write(2, (_line_start() + text).encode())
+            # The line that standard error is in may have "^C" or a progress bar in it.
+            start = "\r\x1b[K" if os.isatty(2) else "\n" if getattr(tqdm, "_instances", ()) else ""
+            with contextlib.suppress(
+                OSError
+            ):  # not through `logging` or sys.stderr: the main thread may hold their locks
+                os.write(2, (start + text).encode())
         else:
             time.sleep(_FIRST_RANK_SECONDS)
         os._exit(EXIT_CODE)
-
-
-def _line_start() -> str:
-    """What makes an empty line of the one that standard error is in: it may have "^C" or a progress bar in it."""
-    if os.isatty(2):
-        return "\r\x1b[K"
-    return "\n" if getattr(tqdm, "_instances", ()) else ""
-
-
-def _leave_to_the_thread(_number: int, _frame: object) -> None:
-    """Stand for a handler: without one Python would not write the number to the socket."""
 
 
 def end_with_launcher() -> None:

@@ -1,7 +1,4 @@
-"""Owns what a run says on the screen: which rank speaks, on which stream, in which form.
-
-Does not own the content, nor the files a run writes. Parts log through `logging.getLogger(__name__)`.
-"""
+"""Owns how a run speaks on the screen: which rank, on which stream, in which form."""
 
 import logging
 import os
@@ -15,21 +12,8 @@ from tqdm import tqdm
 
 # Their loggers and warnings are for their developers; what matters to a user comes as an exception.
 _NOISY_LIBRARIES: Final = (
-    "transformers",
-    "torch",
-    "datasets",
-    "huggingface_hub",
-    "tokenizers",
-    "safetensors",
-    "pyarrow",
-    "urllib3",
-    "httpx",
-    "httpcore",
-    "filelock",
-    "fsspec",
-    "matplotlib",
-    "PIL",
-    "asyncio",
+    *("transformers", "torch", "datasets", "huggingface_hub", "tokenizers", "safetensors", "pyarrow", "urllib3"),
+    *("httpx", "httpcore", "filelock", "fsspec", "matplotlib", "PIL", "asyncio"),
 )
 
 SAID_ONCE: Final[Mapping[str, object]] = {"is_said_once": True}
@@ -61,7 +45,7 @@ def setup_logging(rank: int) -> None:
 
 
 def drop(stream: IO[str]) -> None:
-    """Let go nowhere what is written to `stream` from here on, and what its buffer holds: nobody reads it any more."""
+    """Discard all that is written to `stream` from here on, and what its buffer holds: nobody reads it any more."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

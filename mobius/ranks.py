@@ -1,7 +1,4 @@
-"""Owns every access to the process environment: which rank this process is, and the variables libraries read.
-
-Does not own process groups or devices: it reads and sets text, nothing else.
-"""
+"""Owns every access to the process environment: which rank this process is, and the variables libraries read."""
 
 import os
 from dataclasses import dataclass
@@ -33,7 +30,7 @@ _ENVIRONMENT: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Where this process stands among the processes of the run: 0 <= rank < num_ranks, all of them on one node."""
+    """Place of this process among the processes of the run: 0 <= rank < num_ranks, all of them on one node."""
 
     rank: int
     num_ranks: int
@@ -49,25 +46,20 @@ class Ranks:
         given = {name: os.environ[name] for name in names if name in os.environ}
         if not given:
             return cls(rank=0, num_ranks=1, local_rank=0)
-        shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        if len(given) < len(names):
-            missing = ", ".join(name for name in names if name not in given)
+        shown = "the environment sets " + ", ".join(f"{name}={value!r}" for name, value in given.items())
+        if missing := ", ".join(name for name in names if name not in given):
             raise ConfigError(
-                f"the environment sets {shown} but not {missing}: start with torchrun, which sets all three, "
-                "or unset them to run as a single process"
+                f"{shown} but not {missing}: start with torchrun, which sets all three, or unset them to run as a "
+                "single process"
             )
         try:
             rank, num_ranks, local_rank = (int(given[name]) for name in names)
         except ValueError:
-            raise ConfigError(f"the environment sets {shown}: all three must be whole numbers") from None
+            raise ConfigError(f"{shown}: all three must be whole numbers") from None
         if not (0 <= rank < num_ranks and 0 <= local_rank < num_ranks):
-            raise ConfigError(
-                f"the environment sets {shown}: RANK and LOCAL_RANK must be at least 0 and below WORLD_SIZE"
-            )
+            raise ConfigError(f"{shown}: RANK and LOCAL_RANK must be at least 0 and below WORLD_SIZE")
         if rank != local_rank:
-            raise ConfigError(
-                f"the environment sets {shown}: all ranks must run on one node, where RANK equals LOCAL_RANK"
-            )
+            raise ConfigError(f"{shown}: all ranks must run on one node, where RANK equals LOCAL_RANK")
         return cls(rank=rank, num_ranks=num_ranks, local_rank=local_rank)
 
     @property
@@ -93,7 +85,7 @@ def name_parent_to_workers() -> None:
 
 
 def parent_of_worker() -> int | None:
-    """The process that has started this one and named itself by `name_parent_to_workers`; None if none has."""
+    """Number of the process that started this one and called `name_parent_to_workers`; None if none has."""
     text = os.environ.get("MOBIUS_PARENT", "")
     return int(text) if text.isdecimal() else None
 
@@ -128,11 +120,11 @@ def omp_num_threads() -> int | None:
 
 
 def cache_folder() -> Path:
-    """Where prepared data is kept between runs: `mobius` in `$XDG_CACHE_HOME`, which is `~/.cache` unless it is set."""
+    """Folder of prepared data, kept between runs: `mobius` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "mobius"
 
 
 def cpu_share(num_ranks: int) -> int:
-    """The CPUs that this process may use, divided among `num_ranks`."""
+    """Number of CPUs that this process may use, divided among `num_ranks`."""
     return len(os.sched_getaffinity(0)) // num_ranks

@@ -1,8 +1,8 @@
 """Owns the command that train.sh executes: how many processes, on which GPUs, with how many threads each.
 
-Does not own starting it, nor anything that happens inside the processes. `python -m mobius.config.launch FOLDER
-[CONFIG.yaml] [options...]` prints the command with a NUL after every word, so that the shell can take it over without
-reading it; FOLDER is where the user stands, which paths of YAML files are relative to.
+`python -m mobius.config.launch FOLDER [CONFIG.yaml] [options...]` prints the command with a NUL after every word, so
+that the shell can take it over without reading it; FOLDER is where the user stands, which paths of YAML files are
+relative to.
 """
 
 import os
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from mobius.config.cli import CommandLine, read_command_line, resolve
+from mobius.config.cli import read_command_line, resolve
 from mobius.config.config import Config, Device
 from mobius.config.validation import validate
 from mobius.errors import ConfigError
@@ -24,12 +24,11 @@ from mobius.log import printable
 from mobius.ranks import omp_num_threads, visible_devices
 
 _DEFAULT_CONFIG: Final = "configs/fine_tune.yaml"
-_NUM_CPU_PROCESSES: Final = 2
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the launcher has to know about where it runs."""
+    """Facts that the launcher needs about where it runs."""
 
     num_gpus: int
     num_cores: int
@@ -87,7 +86,7 @@ def place(config: Config, machine: Machine, *, is_device_list_typed: bool) -> Pl
         if config.pipeline.device is Device.CUDA:
             reason = "CUDA_VISIBLE_DEVICES hides all GPUs" if is_hidden else "this machine has no NVIDIA GPU"
             raise ConfigError(f"`--device cuda`: {reason}; use --device cpu, or auto")
-        return Placement(config.launch.nproc_per_node or len(_names(asked)) or _NUM_CPU_PROCESSES)
+        return Placement(config.launch.nproc_per_node or len(_names(asked)) or 2)
 
     absent = [name for name in listed if name.isdecimal() and int(name) >= machine.num_gpus]
     if absent:
@@ -99,10 +98,10 @@ def place(config: Config, machine: Machine, *, is_device_list_typed: bool) -> Pl
     num_devices = len(listed) or machine.num_gpus
     num_processes = config.launch.nproc_per_node or num_devices
     if num_processes <= num_devices:
-        notice = None
-        if inherited is not None and asked is not None and inherited != asked:
-            notice = f"CUDA_VISIBLE_DEVICES={inherited} of the environment is used instead of the YAML file's {asked}"
-        return Placement(num_processes, asked if inherited is None else None, notice)
+        if inherited is None:
+            return Placement(num_processes, asked)
+        notice = f"CUDA_VISIBLE_DEVICES={inherited} of the environment is used instead of the YAML file's {asked}"
+        return Placement(num_processes, notice=notice if asked not in (None, inherited) else None)
     problem = f"`--nproc_per_node` {num_processes} needs a GPU for each process, and there are {num_devices}"
     if listed or config.pipeline.device is Device.CUDA:
         raise ConfigError(f"{problem}; use --nproc_per_node {num_devices}, or --device cpu")
@@ -113,15 +112,14 @@ def torchrun_command(
     options: Sequence[str], config: Config, placement: Placement, machine: Machine, *, config_path: str
 ) -> list[str]:
     """The words of the command; `options` go to main.py as typed, behind them the file they are read over."""
-    variables = {}
+    words = ["env"]
     if machine.omp_num_threads is None:
-        variables["OMP_NUM_THREADS"] = str(max(1, machine.num_cores // placement.num_processes))
+        words.append(f"OMP_NUM_THREADS={max(1, machine.num_cores // placement.num_processes)}")
     if placement.cuda_visible_devices is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = placement.cuda_visible_devices
-    torchrun = [sys.executable, "scripts/run_ranks.py"]
-    torchrun += ["--nproc_per_node", str(placement.num_processes), "--master_port", str(config.launch.master_port)]
-    settings = [f"{name}={value}" for name, value in variables.items()]
-    return ["env", *settings, *torchrun, "main.py", *options, "--config", config_path]
+        words.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
+    words += [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", str(placement.num_processes)]
+    words += ["--master_port", str(config.launch.master_port)]
+    return [*words, "main.py", *options, "--config", config_path]
 
 
 def check_port(port: int) -> None:
@@ -152,7 +150,7 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, machine: Machi
     """train.sh's arguments -> the command to execute, and a line for the user if something needs saying."""
     options = list(arguments)
     positional = options.pop(0) if options and not options[0].startswith("-") else None
-    command_line: CommandLine = read_command_line(options)
+    command_line = read_command_line(options)
     if command_line.wants_help:
         return [sys.executable, "main.py", "--help"], None
     if positional is not None and command_line.config_path is not None:

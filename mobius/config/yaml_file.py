@@ -1,37 +1,27 @@
-"""Owns YAML files of options: reading one, with every problem and its line, and writing a config as one.
-
-Does not own what the options are (`options.py`) or what goes before a file (`cli.py`).
-"""
+"""Owns YAML files of options: reading one, with every problem and its line, and writing a config as one."""
 
 import errno
 import os
 import re
-from enum import Enum
+import typing
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import yaml
 
 from mobius.config.config import Config
-from mobius.config.options import (
-    OptionValue,
-    Source,
-    Spelling,
-    option_values,
-    options,
-    section_titles,
-    spellings,
-)
+from mobius.config.options import OptionValue, Source, Spelling, option_values, options, section_titles, spellings
 from mobius.errors import ConfigError, first_line
 from mobius.excerpt import excerpt, quoted
 
 _MOST_BYTES: Final = 1 << 18
-"""Of a file: two hundred times all options; PyYAML reads it in seconds."""
+"""Two hundred times all options; PyYAML reads it in seconds."""
 _MOST_DIGITS: Final = 1000
 _SHOWN_OF_PATH: Final = 200
 _MOST_PROBLEMS: Final = 100
+_TAG: Final = "tag:yaml.org,2002:"
 _PLAIN_KINDS: Final = ("null", "bool", "int", "float", "str")
-"""The tags of what an option can be."""
+"""Tags of the values that an option can have."""
 
 
 def read_yaml(path: str) -> Source:
@@ -52,34 +42,27 @@ def read_yaml(path: str) -> Source:
 
 
 def _read_text(path: str) -> str:
-    """The file's text; raises ConfigError. What is not a file could have no end, and each rank reads it anew."""
+    """The file's text; raises ConfigError. A pipe or device could have no end, and each rank reads it anew."""
+    shown, file = excerpt(path, _SHOWN_OF_PATH), Path(path)
     try:
-        content = _read_bytes(Path(path))
+        is_known = file.is_file() or file.is_dir() or file == Path(os.devnull)  # a folder has a message of its own
+        if file.exists() and not is_known:
+            raise OSError(errno.EINVAL, "it is not a file but a pipe or device")
+        with file.open("rb") as opened:
+            content = opened.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it is too large: options fit into {_MOST_BYTES} bytes")
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
         reason = getattr(error, "strerror", None) or str(error)
-        place = excerpt(str(Path(path).absolute()), _SHOWN_OF_PATH)
+        place = excerpt(str(file.absolute()), _SHOWN_OF_PATH)
         raise ConfigError(
-            f"`--config {excerpt(path, _SHOWN_OF_PATH)}` cannot be read ({reason}, looked at {place}); "
-            "give the path of a YAML file of options"
+            f"`--config {shown}` cannot be read ({reason}, looked at {place}); give the path of a YAML file of options"
         ) from error
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"{excerpt(path, _SHOWN_OF_PATH)}, line {line}: not a UTF-8 text file; save it as UTF-8"
-        ) from error
-
-
-def _read_bytes(path: Path) -> bytes:
-    is_known = path.is_file() or path.is_dir() or path == Path(os.devnull)  # a folder has a message of its own
-    if path.exists() and not is_known:
-        raise OSError(errno.EINVAL, "it is not a file but a pipe or device")
-    with path.open("rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise OSError(errno.EFBIG, f"it is too large: options fit into {_MOST_BYTES} bytes")
-    return content
+        raise ConfigError(f"{shown}, line {line}: not a UTF-8 text file; save it as UTF-8") from error
 
 
 def _parse(text: str, path: str) -> yaml.Node | None:
@@ -87,7 +70,7 @@ def _parse(text: str, path: str) -> yaml.Node | None:
     loader = None
     try:
         loader = _YamlLoader(text)
-        root: yaml.Node | None = loader.get_single_node()
+        return loader.get_single_node()
     except yaml.reader.ReaderError as error:
         line, reason = text.count("\n", 0, error.position), f"the character U+{error.character:04X} is not allowed"
     except yaml.MarkedYAMLError as error:
@@ -100,8 +83,6 @@ def _parse(text: str, path: str) -> yaml.Node | None:
         line, reason = loader.line if loader else 0, "lists or mappings are nested too deeply"
     except Exception as error:  # PyYAML's parts raise what comes: ValueError of a number, OverflowError of an escape
         line, reason = loader.line if loader else 0, first_line(error)
-    else:
-        return root
     raise ConfigError(f"{path}, line {line + 1}: not valid YAML: {excerpt(reason, 200)}")
 
 
@@ -110,16 +91,12 @@ def to_yaml(config: Config) -> str:
     blocks = []
     for section, title in section_titles().items():
         values = {
-            name: value.value if isinstance(value, Enum) else _auto_if_none(name, value)
+            name: "auto" if value is None and options()[name].allows_auto else getattr(value, "value", value)
             for name, value in option_values(config).items()
             if options()[name].section == section
         }
         blocks.append(f"# {title}\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10_000))
     return "\n".join(blocks)
-
-
-def _auto_if_none(name: str, value: OptionValue) -> OptionValue:
-    return "auto" if value is None and options()[name].allows_auto else value
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -128,11 +105,11 @@ class _YamlLoader(yaml.SafeLoader):
 
 # The loader's own table, so that other users of PyYAML see no change.
 _YamlLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in _PLAIN_KINDS]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) in _PLAIN_KINDS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    f"{_TAG}float", re.compile(r"^[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
 
@@ -162,26 +139,22 @@ def _put_mapping(result: Source, path: str, root: yaml.MappingNode) -> None:
 
 def _put_yaml_value(result: Source, spelling: Spelling, node: yaml.Node, *, place: str) -> None:
     option = spelling.option
+    needed, quotes = "true or false" if spelling.is_flag else option.expectation, ""
+    shown = _as_written(node)
     try:
         value = _plain_value(node)
-    except ValueError:
-        expectation = "true or false" if spelling.is_flag else option.expectation
-        result.reject(spelling, f"{place}: `{spelling.name}: {_as_written(node)}`; {expectation} is needed")
-        return
-    if spelling.is_flag:
-        if not isinstance(value, bool):
-            result.reject(spelling, f"{place}: `{spelling.name}: {quoted(value)}`; true or false is needed")
+        shown = quoted(value)
+        if not spelling.is_flag:
+            quotes = " in quotes" if option.value_type is str and isinstance(value, int | float) else ""
+            result.put(spelling, option.from_yaml(value), place=place)
+        elif not isinstance(value, bool):
+            raise ValueError(value)
         elif value:
             result.put(spelling, spelling.flag_value, place=place)
-        elif option.value_type is bool:
+        elif option.value_type is bool:  # `fp16: false` says nothing about which of the other formats is wanted
             result.put(spelling, not spelling.flag_value, place=place)
-        # `fp16: false` says nothing about which of the other formats is wanted.
-        return
-    try:
-        result.put(spelling, option.from_yaml(value), place=place)
     except ValueError:
-        quotes = " in quotes" if option.value_type is str and isinstance(value, int | float) else ""
-        result.reject(spelling, f"{place}: `{spelling.name}: {quoted(value)}`; {option.expectation}{quotes} is needed")
+        result.reject(spelling, f"{place}: `{spelling.name}: {shown}`; {needed}{quotes} is needed")
 
 
 def _plain_value(node: yaml.Node) -> OptionValue:
@@ -189,7 +162,7 @@ def _plain_value(node: yaml.Node) -> OptionValue:
 
     Lists and mappings are not made at all: no option takes one, and aliases can make them endless.
     """
-    kind = node.tag.removeprefix("tag:yaml.org,2002:")
+    kind = node.tag.removeprefix(_TAG)
     if not isinstance(node, yaml.ScalarNode) or kind not in _PLAIN_KINDS:
         raise ValueError(node.tag)
     if kind == "str":
@@ -197,18 +170,17 @@ def _plain_value(node: yaml.Node) -> OptionValue:
     if len(node.value) > _MOST_DIGITS:
         raise ValueError(f"{len(node.value)} digits")
     try:
-        value: OptionValue = _YamlLoader("").construct_object(node)
+        return typing.cast(OptionValue, _YamlLoader("").construct_object(node))
     except (KeyError, IndexError, OverflowError) as error:  # `!!bool maybe`, `!!int ''`, `!!float` of 1:1:1...
         raise ValueError(node.value) from error
-    return value
 
 
 def _as_written(node: yaml.Node) -> str:
     """A node as it stands in the file, short: its tag where it names one, and what it holds unless that is a list."""
     if not isinstance(node, yaml.ScalarNode):
         return "[...]" if isinstance(node, yaml.SequenceNode) else "{...}"
-    prefix = "tag:yaml.org,2002:"
-    tag = f"!!{node.tag.removeprefix(prefix)}" if node.tag.startswith(prefix) else node.tag
-    loader: Any = _YamlLoader("")
-    is_tag_written = node.tag != loader.resolve(yaml.ScalarNode, node.value, (True, False))
-    return f"{excerpt(tag)} {excerpt(node.value)}" if is_tag_written else excerpt(node.value)
+    loader: typing.Any = _YamlLoader("")
+    if node.tag == loader.resolve(yaml.ScalarNode, node.value, (True, False)):
+        return excerpt(node.value)
+    tag = f"!!{node.tag.removeprefix(_TAG)}" if node.tag.startswith(_TAG) else node.tag
+    return f"{excerpt(tag)} {excerpt(node.value)}"

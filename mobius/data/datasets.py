@@ -234,7 +234,7 @@ class _ChildOfParent:
         return end_with_parent, ()
 
 
-def _start_worker(_: None, encoder: SampleEncoder) -> None:
+def _start_worker(_: object, encoder: SampleEncoder) -> None:
     _worker_state[:] = [encoder]
 
 
