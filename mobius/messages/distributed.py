@@ -1,9 +1,8 @@
 """The transport between processes: one NCCL (or gloo) communicator per directed edge, gloo for host scalars.
 
-Mailboxes carry the messages instead, where they are handed in and work.
-
-One communicator per edge, because point-to-point operations of one communicator run in the order of issue: with one
-queue per rank, or per pair of ranks, a looped schedule can wait in a circle.
+Mailboxes carry the messages instead, where they are handed in and work. One communicator per edge, because
+point-to-point operations of one communicator run in the order of issue: with one queue per rank, or per pair of ranks,
+a looped schedule can wait in a circle.
 """
 
 from __future__ import annotations
@@ -28,15 +27,13 @@ SCALARS_TIMEOUT = timedelta(hours=12)
 """Ranks also meet here around loading and saving, which may be slow; a dead rank is seen at once all the same."""
 EXCHANGE_ELEMENTS = 2**24
 """Elements per message when two ranks exchange a large tensor: bounds the memory that the received parts take."""
-
-
 MESSAGE_CTAS = 4
 """Multiprocessors that an NCCL message occupies. A receive that is posted ahead occupies them while it waits, which is
 most of the time, and takes them from compute."""
 
 
 def _edge_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
-    """Few multiprocessors, but those at once, before the compute that is enqueued already."""
+    """Options that give a message few multiprocessors, but at once, before the compute that is enqueued already."""
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -71,18 +68,15 @@ class DistributedTransport:
     ) -> None:
         """Create and warm all communicators; collective over all ranks.
 
-        `shape` and `dtype` are those of every activation and activation gradient. `mailboxes` opens what carries them
-        instead of the communicators, or tells on all ranks alike that nothing does. `max_sends` bounds the messages
-        that are kept because they may not have left (plan/gpu_peak.py); without it all that have not are kept.
+        `shape` and `dtype` are those of every activation and activation gradient. `mailboxes` opens mailboxes, which
+        carry them instead of the communicators, or gives None on all ranks alike. `max_sends` bounds the messages
+        that are kept because they may not have left (limits.py); without it all that have not are kept.
         """
         self._spans, self._max_sends = spans, max_sends
         self.rank, self.num_ranks = rank, num_ranks
         self._device, self._shape, self._dtype = device, shape, dtype
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if backend == "nccl":
-            dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
-        else:
-            dist.init_process_group("gloo", timeout=TIMEOUT)
+        dist.init_process_group(backend, device_id=device if backend == "nccl" else None, timeout=TIMEOUT)
         self._scalars = dist.new_group(backend="gloo", timeout=SCALARS_TIMEOUT)
         self._edges = {
             edge: dist.new_group(list(edge), backend=backend, timeout=TIMEOUT, pg_options=_edge_options(backend))
@@ -111,15 +105,11 @@ class DistributedTransport:
     def post_receive(self, source: int) -> None:
         """Start receiving into a new buffer; it may begin once compute that is enqueued already is done."""
         buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        work: _Message | None
+        work: _Message
         if self._mailboxes is not None:
             work = self._mailboxes.post_receive(buffer, source)
         else:
-            try:
-                work = dist.irecv(buffer, source, group=self._edges[source, self.rank])
-            except RuntimeError as error:
-                raise self._lost(source, error) from error
-        assert work is not None
+            work = self._start(dist.irecv, buffer, source, self._edges[source, self.rank])
         self._spans.message(TraceLane.RECEIVE, source, work)
         self._posted[source].append((buffer, work))
 
@@ -131,15 +121,11 @@ class DistributedTransport:
     def send(self, tensor: Tensor, target: int) -> None:
         """Start sending; the tensor is kept until the message has left."""
         tensor = tensor.contiguous()
-        work: _Message | None
+        work: _Message
         if self._mailboxes is not None:
             work = self._mailboxes.send(tensor, target)
         else:
-            try:
-                work = dist.isend(tensor, target, group=self._edges[self.rank, target])
-            except RuntimeError as error:
-                raise self._lost(target, error) from error
-        assert work is not None
+            work = self._start(dist.isend, tensor, target, self._edges[self.rank, target])
         self._spans.message(TraceLane.SEND, target, work)
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()[1].wait()
@@ -192,9 +178,8 @@ class DistributedTransport:
         for own, other in zip(
             tensor.view(-1).split(EXCHANGE_ELEMENTS), received.view(-1).split(EXCHANGE_ELEMENTS), strict=True
         ):
-            works = [dist.irecv(other, peer, group=incoming), dist.isend(own, peer, group=outgoing)]
+            works = [self._start(dist.irecv, other, peer, incoming), self._start(dist.isend, own, peer, outgoing)]
             for work in works:
-                assert work is not None
                 self._wait(work, peer)
         return received
 
@@ -206,6 +191,14 @@ class DistributedTransport:
         if self._mailboxes is not None:
             self._mailboxes.close()
         dist.destroy_process_group()
+
+    def _start(self, operation: Callable[..., _Message | None], tensor: Tensor, peer: int, group: Any) -> _Message:
+        try:
+            work = operation(tensor, peer, group=group)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+        assert work is not None  # torch gives none to a rank outside of the group
+        return work
 
     def _wait(self, work: _Message, peer: int | None) -> None:
         try:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mobius.errors import TransportError
-from mobius.messages.transport import SelfEdge, ring_edges
+from mobius.messages.transport import ring_edges
 
 TIMEOUT_SECONDS = 600.0
 
@@ -23,7 +23,8 @@ class LocalHub:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self.edges: dict[tuple[int, int], queue.Queue[Tensor]] = {edge: queue.Queue() for edge in ring_edges(num_ranks)}
+        edges = [*ring_edges(num_ranks), *((rank, rank) for rank in range(num_ranks))]
+        self.edges: dict[tuple[int, int], queue.Queue[Tensor]] = {edge: queue.Queue() for edge in edges}
         self.exchanged: dict[tuple[int, int], queue.Queue[Tensor]] = {
             (a, b): queue.Queue() for a in range(num_ranks) for b in range(num_ranks)
         }
@@ -41,19 +42,15 @@ class LocalTransport:
     def __init__(self, hub: LocalHub, rank: int) -> None:
         self._hub = hub
         self.rank, self.num_ranks = rank, hub.num_ranks
-        self._own = SelfEdge()
 
     def post_receive(self, source: int) -> None:
         """Nothing to announce: queues take messages at any time."""
 
     def receive(self, source: int) -> Tensor:
-        return self._own.take() if source == self.rank else self._take(self._hub.edges[source, self.rank])
+        return self._take(self._hub.edges[source, self.rank])
 
     def send(self, tensor: Tensor, target: int) -> None:
-        if target == self.rank:
-            self._own.put(tensor)
-        else:
-            self._hub.edges[self.rank, target].put(tensor)
+        self._hub.edges[self.rank, target].put(tensor)
 
     def finish_step(self) -> None:
         """Queues hold nothing back."""

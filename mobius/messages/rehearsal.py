@@ -28,7 +28,7 @@ class RehearsalTransport:
     ) -> None:
         """`shape` and `dtype` are those of every activation and activation gradient.
 
-        As many messages as the real transport keeps at most, `max_sends`, are kept here.
+        `max_sends` is the number of messages that the real transport keeps at most, and so are kept here.
         """
         self.rank, self.num_ranks = rank, num_ranks
         self._device, self._shape, self._dtype = device, shape, dtype

@@ -1,6 +1,7 @@
-"""How ranks talk: activations along directed edges, scalars over all ranks. The executor decides what is said.
+"""The interface by which ranks talk: activations along directed edges of the ring, scalars over all ranks.
 
-Messages are FIFO per directed edge (source rank, target rank). A hop from a rank to itself is a queue of references.
+Messages are FIFO per directed edge (source rank, target rank). A message from a rank to itself is handed over, not
+copied.
 """
 
 from __future__ import annotations
@@ -45,21 +46,6 @@ class Transport(Protocol):
         """End the connections, on the way out of a run that went well."""
 
 
-class SelfEdge:
-    """The queue of messages from a rank to itself."""
-
-    def __init__(self) -> None:
-        self._queue: deque[Tensor] = deque()
-
-    def put(self, tensor: Tensor) -> None:
-        """Append a message; it is not copied."""
-        self._queue.append(tensor)
-
-    def take(self) -> Tensor:
-        """Remove the oldest message; there must be one."""
-        return self._queue.popleft()
-
-
 def ring_edges(num_ranks: int) -> list[tuple[int, int]]:
     """Every directed edge between neighbouring ranks, in the one order in which all ranks create and warm them."""
     forward = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
@@ -74,16 +60,16 @@ class SingleRankTransport:
     num_ranks = 1
 
     def __init__(self) -> None:
-        self._own = SelfEdge()
+        self._sent: deque[Tensor] = deque()
 
     def post_receive(self, source: int) -> None:
         """Nothing to announce: the sender is this rank."""
 
     def receive(self, source: int) -> Tensor:
-        return self._own.take()
+        return self._sent.popleft()
 
     def send(self, tensor: Tensor, target: int) -> None:
-        self._own.put(tensor)
+        self._sent.append(tensor)
 
     def finish_step(self) -> None:
         """Nothing is under way."""
