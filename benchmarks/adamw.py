@@ -38,7 +38,7 @@ def make_state(count: int, gradient_dtype: torch.dtype) -> StageState:
 
 
 def with_whole_master(state: StageState) -> StageState:
-    """The same stage with an fp32 master of its own."""
+    """A copy of the stage with an fp32 master of its own."""
     layouts = {0: state.layout}
     master = HostArena(layouts, dtype=torch.float32, register=False).states[0].weights
     return replace(state, master=master.copy_(state.read_master()))

@@ -34,9 +34,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # make_model
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scripts"))
 
-from launch import RunResult, end_runs_when_terminated, run_ranks
+from launch import end_runs_when_terminated, run_ranks, split_words
 from make_model import SIZES, num_parameters, write_config
 from rows import (
     Measurement,
@@ -53,7 +53,7 @@ from service import Service
 
 FOLDER = Path(__file__).parent
 WORKER_WORDS = 3
-"""Of a command of Mobius's: Python, worker.py and its output; what follows are options."""
+"""Number of words of a command of Mobius's before its options: Python, worker.py and its output."""
 ABLATION = {
     "optimizer not hidden": "--no_overlap_optimizer",
     "no prefetch": "--no_prefetch",
@@ -93,7 +93,7 @@ class Run:
 
     name: str
     options: str
-    """What is the row's own, for the record."""
+    """Options that only this row has, for the record."""
     command: Sequence[str]
     num_processes: int
     threads: int
@@ -129,10 +129,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--same_processes", action="store_true", help="make Mobius's rows one after the other without starting anew"
     )
     parser.add_argument("--output", type=Path, help="JSON-lines file that each row is appended to")
-    own, options = list(argv), []
-    if "--" in own:
-        cut = own.index("--")
-        own, options = own[:cut], own[cut + 1 :]
+    own, options = split_words(argv)
     arguments = parser.parse_args(own)
     if arguments.steps <= arguments.warmup:
         parser.error(f"--steps {arguments.steps}: must be more than the {arguments.warmup} steps of --warmup")
@@ -189,7 +186,6 @@ def measure(
     """Run it, by `service` if there is one; its last lines are printed if it fails."""
     if run.package is not None and importlib.util.find_spec(run.package) is None:
         return Row(name=run.name, options=run.options, measurement=None, problem="not installed", run_seconds=0.0)
-    result: RunResult
     if service is not None:
         result = service.run(run.command[WORKER_WORDS:], timeout_seconds=arguments.timeout)
     else:
@@ -212,7 +208,7 @@ def measure(
 
 
 def environment_of(run: Run, arguments: argparse.Namespace) -> dict[str, str]:
-    """What the processes of a run get beside this process's own."""
+    """Variables that the processes of a run get beside this process's own."""
     return {"OMP_NUM_THREADS": str(run.threads), **dict(arguments.env)}
 
 

@@ -43,7 +43,6 @@ SIZE_13B=${SIZE_13B:-13b}
 MOBIUS_13B=${MOBIUS_13B:---num_stages 44 --num_chunks 4 $STREAMED}
 PEERS_13B=${PEERS_13B-fsdp2-offload deepspeed-zero2}
 NOP2P_PEERS=${NOP2P_PEERS-fsdp2-offload}
-NOP2P_VARIANT=${NOP2P_VARIANT:---no_copy_messages}
 RESIDENT_MOBIUS=${RESIDENT_MOBIUS:---num_stages 32 --num_chunks 8 --no_offload --recompute none --loss_chunk_tokens 8192}
 RESIDENT_PEERS=${RESIDENT_PEERS-fsdp2-compile}
 MEMORY_MOBIUS=${MEMORY_MOBIUS:---num_stages 36 --num_chunks auto}
@@ -83,7 +82,7 @@ part_long() {
 part_13b() { benchmark "$SIZE_13B" "$MOBIUS_13B" --batch_size 64 --seq_length 128 --max_grad_norm 0 $(peers "$PEERS_13B"); }
 part_nop2p() {
     benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 --env NCCL_P2P_DISABLE=1 \
-        --variant "over NCCL=$NOP2P_VARIANT" $(peers "$NOP2P_PEERS")
+        $(peers "$NOP2P_PEERS")
 }
 part_resident() {
     benchmark "$SIZE" "$RESIDENT_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 $(peers "$RESIDENT_PEERS")

@@ -1,7 +1,7 @@
 """Owns the processes of one benchmark run: starts its ranks, waits, and ends every one of them at the time limit.
 
-Does not know what they run. Ranks are started as torchrun does, without its own seconds of start-up, each in a process
-group of its own so that nothing it started outlives the run.
+Ranks are started as torchrun does, without its own seconds of start-up, each in a process group of its own so that
+nothing it started outlives the run.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from typing import IO, Any
 
 POLL_SECONDS = 0.2
 PORTS = range(20000, 32000)
-"""Linux takes those of connections from 32768 on."""
+"""Ports to listen on; Linux gives those from 32768 on to connections."""
 PARENT_SECONDS = 1.0
-"""Between two looks at whether the parent is there."""
+"""Time between two looks at whether the parent is there."""
 GRACE_SECONDS = 5.0
-"""For the other ranks to tell their part once one has failed."""
+"""Time for the other ranks to tell their part once one has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class RunResult:
     machine_bytes: int
     """Host memory that the machine used at the most beyond what it used before, page-locked memory included."""
     seconds: float
-    """From its start to its end."""
+    """Time from its start to its end."""
 
 
 def run_ranks(
@@ -75,12 +75,10 @@ def run_ranks(
         log.seek(0)
         lines = log.read().splitlines()
     problem = None
-    if any(codes):
+    if any(codes) or (None not in codes and not output.is_file()):
         problem = "failed"
     elif None in codes:
         problem = "timed out"
-    elif not output.is_file():
-        problem = "failed"
     return RunResult(
         output=None if problem else json.loads(output.read_text()),
         problem=problem,
@@ -111,11 +109,13 @@ def start_ranks(
 def end_ranks(ranks: Sequence[subprocess.Popen[str]]) -> None:
     """End the processes, and what they started and left in their groups, at once."""
     for process in ranks:
-        _end(process)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def end_with(parent: int) -> None:
-    """From now on end this process, whatever it does, once its parent has gone."""
+    """End this process, whatever it does by then, once its parent has gone."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -148,6 +148,13 @@ def end_runs_when_terminated() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
+def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A program's own words, and those behind ` -- `, which are Mobius's."""
+    words = list(argv)
+    cut = words.index("--") if "--" in words else len(words)
+    return words[:cut], words[cut + 1 :]
+
+
 def _start(command: Sequence[str], environment: Mapping[str, str], log: IO[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         list(command),
@@ -158,10 +165,3 @@ def _start(command: Sequence[str], environment: Mapping[str, str], log: IO[str])
         text=True,
         start_new_session=True,
     )
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End the process, and what it started and left in its group, at once."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -92,9 +92,9 @@ def time_parts(parts: ModelParts, arguments: argparse.Namespace, batch_size: int
     stage = StageModule(
         parts,
         StageSpan(0, 0, 1, is_first=True, is_last=True),
-        LayerInputs(parts, device=device, dtype=dtype),
         loss_chunk_tokens=arguments.loss_chunk_tokens,
     )
+    layer_arguments = LayerInputs(parts, device=device, dtype=dtype)(arguments.seq_length)
     layout = StageLayout.of(stage.shapes)
     weights = layout.views(torch.randn(layout.num_elements, device=device, dtype=dtype) * 0.02)
     gradients = layout.views(torch.zeros(layout.num_elements, device=device))
@@ -104,23 +104,22 @@ def time_parts(parts: ModelParts, arguments: argparse.Namespace, batch_size: int
     inner = StageModule(
         parts,
         StageSpan(0, 0, 1, is_first=False, is_last=False),
-        LayerInputs(parts, device=device, dtype=dtype),
         loss_chunk_tokens=arguments.loss_chunk_tokens,
     )
 
     def forward_backward(*, keep_graphs: bool) -> None:
-        _, kept = inner.forward(weights, hidden, keep_graphs=keep_graphs)
-        inner.backward(weights, gradients, kept, hidden)
+        _, kept = inner.forward(weights, hidden, layer_arguments, keep_graphs=keep_graphs)
+        inner.backward(weights, gradients, kept, hidden, layer_arguments)
 
     def recomputed_backward() -> None:
-        inner.backward(weights, gradients, [hidden], hidden)
+        inner.backward(weights, gradients, [hidden], hidden, layer_arguments)
 
     def loss() -> None:
         stage.loss(weights, gradients, hidden, tokens, num_targets=tokens.numel(), loss_scale=1.0)
 
     layer, head = parts.layers[0].num_parameters, parts.head.num_parameters
     cases: list[tuple[str, Callable[[], object], int]] = [
-        ("layer, forward without a graph", lambda: inner.forward(weights, hidden), 2 * layer),
+        ("layer, forward without a graph", lambda: inner.forward(weights, hidden, layer_arguments), 2 * layer),
         ("layer, backward with recompute", recomputed_backward, 6 * layer),
         ("layer, forward and backward, graph kept", lambda: forward_backward(keep_graphs=True), 6 * layer),
         ("norm, head, loss and their backward", loss, 6 * head),

@@ -1,45 +1,34 @@
-"""Owns the arithmetic and the look of benchmark.py's rows: pure functions from what a run wrote to a line of a table.
-
-Does not run anything.
-"""
+"""Owns the arithmetic and the look of benchmark.py's rows: pure functions, from what a run wrote to a line."""
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-GIB = 2**30
-PEAK_BF16 = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L20": 119.5e12,
-    "L40S": 362e12,
-    "4090": 165e12,
-}
-"""Dense bf16 operations per second by the vendors' datasheets, by a word of the device's name."""
+from mobius.plan.cards import card_of_device
+from mobius.units import GIB
+
 CAUSES = ("weights", "optimizer", "neighbours")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is the same in all rows."""
+    """The work that all rows do alike."""
 
     num_parameters: int
     tokens: int
-    """Of a step."""
+    """Tokens of a step."""
     num_gpus: int
     gpu_name: str
-    """"" without a GPU."""
+    """As the driver tells it; "" without a GPU."""
     warmup: int
-    """Steps left out."""
+    """Steps at the start that medians leave out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one run took; GiB of the GPU are the worst rank's."""
+    """Numbers of one run; GiB of the GPU are the worst rank's."""
 
     step_seconds: float
     """Median without the warm-up."""
@@ -47,24 +36,24 @@ class Measurement:
     mfu: float | None
     """6 operations per parameter and token, as a share of the GPUs' bf16 rate; None for unknown GPUs."""
     wait_seconds: Mapping[str, float] | None
-    """Of Mobius: medians by cause, of the worst rank."""
+    """Mobius's medians by cause, of the worst rank; None of a peer."""
     allocated_gib: float | None
     reserved_gib: float | None
     host_gib: float
     """Sum of the ranks' largest resident sets."""
     machine_gib: float
-    """What the machine's used memory grew by."""
+    """Growth of the memory that the machine uses."""
     load_seconds: float
-    """From the launch to the first step."""
+    """Time from the launch to the first step."""
     loss: float
-    """Of the last step."""
+    """Loss of the last step."""
     all_step_seconds: Sequence[float]
     huge_page_share: float | None = None
-    """Of rank 0's memory; it is recorded, and no column."""
+    """Share of rank 0's memory on huge pages; recorded, and no column."""
     start: Mapping[str, float] | None = None
     """Parts of `load_seconds` on rank 0; recorded, and no column."""
     plan: Mapping[str, Any] | None = None
-    """What Mobius planned and predicted; recorded, and no column."""
+    """Mobius's plan and predictions; recorded, and no column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +70,7 @@ class Row:
 
 
 def mobius_measurement(output: Mapping[str, Any], workload: Workload, machine_bytes: int) -> Measurement:
-    """From what worker.py wrote: a dictionary of every step's metrics."""
+    """Make a measurement of what worker.py wrote: a dictionary of every step's metrics."""
     steps = output["steps"]
     steady, last = steps[workload.warmup :], steps[-1]
     return _measurement(
@@ -105,7 +94,7 @@ def mobius_measurement(output: Mapping[str, Any], workload: Workload, machine_by
 
 
 def peer_measurement(output: Mapping[str, Any], workload: Workload, machine_bytes: int) -> Measurement:
-    """From what a peer wrote."""
+    """Make a measurement of what a peer wrote."""
     return _measurement(
         output["step_seconds"],
         workload,
@@ -132,12 +121,11 @@ def _measurement(seconds: Sequence[float], workload: Workload, **others: Any) ->
 
 
 def model_flops_utilization(tokens_per_second: float, workload: Workload) -> float | None:
-    """Share of the GPUs' bf16 rate that useful work takes (recompute is none); None for a GPU not in the table."""
-    words = workload.gpu_name.split()
-    peak = next((rate for word, rate in PEAK_BF16.items() if any(word in part for part in words)), None)
-    if peak is None:
+    """Share of the GPUs' bf16 rate that useful work takes (recompute is none); None for an unknown GPU."""
+    card = card_of_device(workload.gpu_name)
+    if card is None:
         return None
-    return 6 * workload.num_parameters * tokens_per_second / (workload.num_gpus * peak)
+    return 6 * workload.num_parameters * tokens_per_second / (workload.num_gpus * card.tera_flops * 1e12)
 
 
 def _value(title: str, look: str, get: Callable[[Measurement], float | None]) -> tuple[str, Callable[[Row], str]]:
@@ -181,13 +169,17 @@ def line(row: Row) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table for a document."""
-    titles = ["system", *(title for title, _ in COLUMNS)]
-    lines = [titles, ["---"] * len(titles)]
+    """The table of all rows for a document."""
+    lines = []
     for row in rows:
         texts = [text(row) for _, text in COLUMNS]
         lines.append([row.name, row.problem, *texts[1:]] if row.problem is not None else [row.name, *texts])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return markdown_table(["system", *(title for title, _ in COLUMNS)], lines)
+
+
+def markdown_table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (titles, ["---"] * len(titles), *lines))
 
 
 def record(row: Row, facts: Mapping[str, object]) -> dict[str, object]:

@@ -19,7 +19,7 @@ from launch import GRACE_SECONDS, POLL_SECONDS, RunResult, end_ranks, free_port,
 
 WORKER = Path(__file__).parent / "worker.py"
 LOG, LOG_LINES = "log.txt", 25
-"""What all ranks print, and how many of its last lines are told."""
+"""File that all ranks print to, and how many of its last lines are told."""
 
 
 class Service:

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # make_model
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scripts"))
 
 from benchmark import gpu_names
-from launch import end_runs_when_terminated
+from launch import end_runs_when_terminated, split_words
 from make_model import SIZES, write_config
 from service import Service
 from sweep_results import TITLES, Result, choice_row, describe, faster, prediction_cells, print_table, report, result_of
@@ -150,10 +150,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--new_processes", action="store_true", help="for every run: host memory is its own, starts longer"
     )
     parser.add_argument("--output", type=Path, help="JSON-lines file that each run is appended to")
-    own, options = list(argv), []
-    if "--" in own:
-        cut = own.index("--")
-        own, options = own[:cut], own[cut + 1 :]
+    own, options = split_words(argv)
     arguments = parser.parse_args(own)
     if arguments.mode == "report" and not (arguments.output and arguments.output.is_file()):
         parser.error(f"report: --output {arguments.output} is no file; name the one that the runs were appended to")

@@ -1,4 +1,4 @@
-"""What the runs of benchmarks/sweep.py gave: one result per run, and the tables made of them."""
+"""Results of sweep.py's runs, one for each, and the tables made of them."""
 
 import functools
 import json
@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from launch import RunResult
-from rows import GIB
+from rows import markdown_table
 from sweep_settings import Options
+
+from mobius.units import GIB
 
 ERROR_LINES = 2
 TITLES = {
@@ -27,23 +29,23 @@ class Result:
     all_step_seconds: list[float]
     """Empty if it failed."""
     plan: dict[str, Any]
-    """What worker.py tells of the plan."""
+    """The plan as worker.py tells it."""
     gpu_gib: float | None
     host_gib: float | None
-    """Of the ranks' processes."""
+    """Memory of the ranks' processes."""
     problem: str | None
     start_host_gib: dict[str, float] = field(default_factory=dict)
-    """Of the first rank's process, at the end of each part of its start."""
+    """Memory of the first rank's process at the end of each part of its start."""
     start_seconds: dict[str, float] = field(default_factory=dict)
-    """Of these parts."""
+    """Time of each of these parts."""
     wait_seconds: dict[str, float] = field(default_factory=dict)
-    """What the worst rank's computation waited for in a step, by cause."""
+    """Waits of the worst rank's computation in a step, by cause."""
     machine_gib: float | None = None
-    """What the machine used beyond what it used before the run."""
+    """Growth of the memory that the machine uses."""
 
     @property
     def step_seconds(self) -> float | None:
-        """Of a step between others; None if it failed."""
+        """Time of a step between others; None if the run failed."""
         return steady(self.all_step_seconds)
 
 
@@ -57,7 +59,7 @@ def steady(values: Sequence[float]) -> float | None:
 
 
 def result_of(options: Options, run: RunResult) -> Result:
-    """From what a worker wrote; of a run that failed, its last lines."""
+    """Make a result of what a worker wrote; a run that failed gives its last lines."""
     if run.problem is not None:
         last = " ".join(run.log_end.splitlines()[-ERROR_LINES:])
         return Result(options, [], {}, None, None, f"{run.problem}: {last}")
@@ -78,7 +80,7 @@ def result_of(options: Options, run: RunResult) -> Result:
 
 
 def faster(one: Result, other: Result) -> Result:
-    """That with fewer seconds; a failed run is never it."""
+    """The result with fewer seconds; a failed run is never faster."""
     if one.step_seconds is None:
         return other
     return other if other.step_seconds is not None and other.step_seconds < one.step_seconds else one
@@ -95,7 +97,7 @@ def describe(result: Result) -> str:
 
 
 def choice_row(name: str, results: Sequence[Result], note: str = "") -> list[str]:
-    """Of runs of one setting, the first of them auto's."""
+    """The row of one setting; the first of its runs is auto's."""
     auto, best = results[0], functools.reduce(faster, results)
     if auto.step_seconds is None or best.step_seconds is None:
         return [name, "-", "-", "-", "-", auto.problem or "failed"]
@@ -125,10 +127,9 @@ def beside(predicted: float | None, measured: float | None) -> str:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """In Markdown; the first row has the titles."""
+    """Print a table in Markdown; the first row has the titles."""
     titles, *others = rows
-    lines = [titles, ["---"] * len(titles), *others]
-    print("", *("| " + " | ".join(row) + " |" for row in lines), sep="\n")
+    print("", markdown_table(titles, others), sep="\n")
 
 
 def report(path: Path, words: Sequence[str]) -> None:

@@ -1,18 +1,18 @@
-"""What benchmarks/sweep.py runs: settings that are asked for, and what of a run can be swept."""
+"""Settings that sweep.py runs, and the options of a run that it sweeps."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is given of what can be swept; None leaves it to the planner."""
+    """Options that can be swept; None leaves one to the planner."""
 
     num_stages: int | None = None
     num_chunks: int | None = None
     resident: int | None = None
 
     def words(self) -> list[str]:
-        """As main.py takes them."""
+        """Words of main.py's command line."""
         given = {"num_stages": self.num_stages, "num_chunks": self.num_chunks, "resident_stages": self.resident}
         return [
             word for name, value in given.items() for word in (f"--{name}", "auto" if value is None else str(value))
@@ -25,7 +25,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked for; the rest is the planner's, or swept."""
+    """A workload and its limit; the rest is the planner's, or swept."""
 
     size: str
     batch_size: int
@@ -34,7 +34,7 @@ class Setting:
     """GiB of each GPU."""
     clips: bool = False
     num_chunks: int | None = None
-    """None: what `auto` chooses."""
+    """Microbatches; None leaves them to the planner."""
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class Setting:
         return f"{self.size} {self.batch_size}x{self.seq_length} {limit}{' clip' if self.clips else ''}"
 
     def options(self) -> list[str]:
-        """As main.py takes them."""
+        """Words of main.py's command line."""
         options = ["--batch_size", str(self.batch_size), "--seq_length", str(self.seq_length)]
         options += ["--max_grad_norm", "1" if self.clips else "0"]
         return options if self.limit is None else [*options, "--gpu_memory_limit", f"{self.limit:g}"]

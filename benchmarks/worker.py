@@ -164,12 +164,12 @@ def draw(config: Config, ranks: Ranks, folder: Path) -> Blueprint:
 
 
 class StartClock:
-    """What the start takes, part by part, on this rank; "imports" is what came before it."""
+    """Time and memory of the start on this rank, part by part; "imports" is all that came before the first part."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.host_gib: dict[str, float] = {}
-        """Of this process, at each part's end."""
+        """Memory of this process at each part's end."""
         self.ends("imports")
 
     def ends(self, part: str) -> None:
@@ -180,7 +180,7 @@ class StartClock:
 
 @dataclasses.dataclass(frozen=True)
 class PlanFacts:
-    """What was planned, beside which what was measured can be laid."""
+    """Plan and predictions of a run, to be laid beside what was measured."""
 
     num_stages: int
     num_chunks: int
@@ -202,7 +202,7 @@ class PlanFacts:
     Updates as the plan counts them, which is less than was measured (measuring/host_rates.py).
     """
     launch_seconds: dict[str, float] | None
-    """Of the host, for a layer."""
+    """Host's seconds to enqueue a layer."""
 
 
 def facts_of(blueprint: Blueprint) -> PlanFacts:

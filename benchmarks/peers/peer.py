@@ -1,6 +1,6 @@
-"""What all peers of benchmark.py share: options, the meeting of the ranks, the clock, the memory meter and the result.
+"""Parts that all peers of benchmark.py share: options, the device, the clock, the memory meter and the result.
 
-It knows no system: a peer hands in a function that trains one step.
+A peer hands in a function that trains one step.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
 STANDARD_DEVIATION = 0.02
-"""Of the random weights, as transformers initializes Llama."""
+"""Width of the random weights, as transformers initializes Llama."""
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
