@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from mobius.config.launch import Machine, launch_command
 
 ROOT = Path(__file__).parents[3]
-SCRIPTS = ["scripts/check", "scripts/test", "scripts/docker_entry", ".ci/run"]
+SCRIPTS = ["scripts/check", "scripts/test", "scripts/run_docs", "scripts/docker_entry", ".ci/run"]
 
 
 def requirements(file_name: str) -> dict[str, Requirement]:
@@ -77,5 +77,6 @@ def test_the_image_has_everything_that_it_copies() -> None:
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     kept = [line.removeprefix("!") for line in ignore if line.startswith("!")]
 
-    assert {"main.py", "train.sh", "requirements.txt", "mobius", "configs", "assets", "scripts", "benchmarks"} <= set(kept)
+    folders = {"mobius", "configs", "assets", "scripts", "benchmarks"}
+    assert {"main.py", "train.sh", "requirements.txt", *folders} <= set(kept)
     assert [name for name in kept if not (ROOT / name).exists()] == []

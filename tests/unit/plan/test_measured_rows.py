@@ -1,4 +1,4 @@
-"""Estimates for H200s beside what was measured there: docs/simulation.md has these rows."""
+"""Estimates for H200s beside what was measured there: docs/predictions.md has these rows."""
 
 from __future__ import annotations
 

@@ -1,0 +1,56 @@
+"""Commands of README and docs: those that need no GPU run as they are printed, the others take what is typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness.documents import ROOT, Command, all_commands, check_problems, make_scratch, run_problems
+
+COMMANDS = all_commands()
+RUN = [command for command in COMMANDS if not command.needs]
+CHECKED = [command for command in COMMANDS if command.needs]
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("checkout") / "mobius"
+    make_scratch(place)
+    return place
+
+
+def test_documents_have_commands_of_both_kinds_and_show_output() -> None:
+    assert len(RUN) > 6
+    assert len(CHECKED) > 20
+    assert sum(bool(command.shown) for command in RUN) > 2
+
+
+@pytest.mark.parametrize("command", RUN, ids=lambda command: command.text)
+def test_a_command_runs_as_printed(command: Command, scratch: Path, tmp_path: Path) -> None:
+    assert run_problems(command, scratch, tmp_path) == []
+
+
+@pytest.mark.parametrize("command", CHECKED, ids=lambda command: command.text)
+def test_a_command_that_cannot_run_here_takes_its_options(command: Command) -> None:
+    assert check_problems(command) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torchrun --nproc_per_node 4 main.py --use_offlod",
+        "python scripts/show_schedule.py --num_rank_s 4",
+        "bash train.sh configs/none.yaml",
+        "docker run --rm mobius --batch_size 3 --num_chunks 2",
+        "pytest -m gpu tests/gpu/test_none.py",
+        "python benchmarks/benchmark.py 7b -- --num_stage_s 4",
+    ],
+)
+def test_the_check_would_find_a_wrong_command(text: str) -> None:
+    assert check_problems(Command(text, "", "GPUs"))
+
+
+def test_the_run_would_find_a_wrong_output(tmp_path: Path) -> None:
+    assert run_problems(Command("echo 12 GiB", "", shown=("13 GiB",)), ROOT, tmp_path)
+    assert run_problems(Command("false", ""), ROOT, tmp_path)
+    assert not run_problems(Command("echo 12 GiB", "", shown=("...", "12 GiB")), ROOT, tmp_path)

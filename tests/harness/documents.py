@@ -1,0 +1,209 @@
+"""The commands in README and docs: where each stands, what it needs, how it runs, and how it is checked instead.
+
+A block of commands that needs what a machine without GPUs lacks has a comment above it, `<!-- needs: GPUs -->`. Its
+commands are only checked: their files are there, and they take the options that are typed. So are commands within text.
+A command after `    $ ` is run and must print the lines shown under it; a line `...` stands for any others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mobius.config.cli import parse_args, read_command_line
+from mobius.errors import ConfigError
+from mobius.memory.spans import MeasuredSpan, TraceLane
+from mobius.output.trace import Trace, TraceFacts, write_trace
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = (ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md")))
+"""Without docs/log, which says what was typed on its day."""
+NOT_RUN = {"bash scripts/test": "runs these commands itself", "scripts/run_docs": "the same"}
+HANG_SECONDS = 1200.0
+
+_COMMAND = re.compile(r"(\w+=(\"[^\"]*\"|\S+) )*(python|bash|torchrun|docker|pytest|mobius) ")
+_NEEDS = re.compile(r"<!-- needs: (.*) -->")
+_EXIT_CODE = re.compile(r"<!-- exit code: (\d+) -->")
+_INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+_PARSE_AND_END = """
+import argparse, runpy, sys
+parse = argparse.ArgumentParser.parse_args
+def parse_and_end(*given, **named):
+    parse(*given, **named)
+    sys.exit(0)
+argparse.ArgumentParser.parse_args = parse_and_end
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a document."""
+
+    text: str
+    place: str
+    """File and line."""
+    needs: str = ""
+    """What a machine without GPUs lacks for it; empty if it can run."""
+    shown: tuple[str, ...] = ()
+    """Lines that the document shows as its output."""
+    exit_code: int = 0
+
+
+def all_commands() -> list[Command]:
+    """Every command of every document, each text once; one that shows its output goes before one that does not."""
+    found: dict[str, Command] = {}
+    for path in DOCUMENTS:
+        for command in commands_of(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))):
+            known = found.get(command.text)
+            if known is None or (command.shown and not known.shown) or (known.needs and not command.needs):
+                found[command.text] = command
+    return list(found.values())
+
+
+def commands_of(text: str, name: str) -> Iterator[Command]:
+    """Commands of one document, in its order; those within text come last."""
+    needs, exit_code, in_block, is_bash, begun = "", 0, False, False, ""
+    prose: list[str] = []
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        place = f"{name}:{number}"
+        if line.startswith("```"):
+            in_block, is_bash = not in_block, line == "```bash"
+            if not in_block:
+                needs, begun = "", ""
+        elif in_block:
+            begun += line.removesuffix("\\")
+            if is_bash and not line.endswith("\\"):
+                command = begun.partition("  #")[0].strip()
+                if command and not command.startswith("#"):
+                    yield Command(command, place, _why_not(command, needs))
+                begun = ""
+        elif match := _NEEDS.fullmatch(line):
+            needs = match[1]
+        elif match := _EXIT_CODE.fullmatch(line):
+            exit_code = int(match[1])
+        elif line.startswith("    $ "):
+            command = line.removeprefix("    $ ")
+            yield Command(command, place, _why_not(command, needs), tuple(_indented(lines[number:])), exit_code)
+            needs, exit_code = "", 0
+        elif not line.startswith("    "):
+            prose.append(line)
+    for match in _INLINE.finditer("\n".join(prose)):
+        command = " ".join(match[1].split())
+        if _COMMAND.match(command):
+            yield Command(command, name, "nothing: a command within text is only checked")
+
+
+def _why_not(command: str, needs: str) -> str:
+    return needs or NOT_RUN.get(command, "")
+
+
+def _indented(lines: Sequence[str]) -> Iterator[str]:
+    for line in lines:
+        if not line.startswith("    ") or line.startswith("    $ "):
+            return
+        yield line.removeprefix("    ")
+
+
+def make_scratch(place: Path) -> None:
+    """Copy the project to `place` as a user has it, with this environment, and with the trace of a run."""
+    left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "tests")
+    shutil.copytree(ROOT, place, ignore=left_out)
+    shutil.rmtree(place / "output", ignore_errors=True)
+    (place / ".venv").symlink_to(ROOT / ".venv")
+    steps = tuple(MeasuredSpan(TraceLane.STEP, f"step {step}", step, step / 10, step / 10 + 0.1) for step in (3, 4, 5))
+    (place / "save_ckpt").mkdir()
+    write_trace(place / "save_ckpt" / "trace.json", Trace(TraceFacts(1, 1, 1, 1, "cpu"), (steps,)))
+
+
+def run_problems(command: Command, folder: Path, cache: Path) -> list[str]:
+    """Run a command in the copy of the project; says what is wrong with its exit code or its output."""
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "XDG_CACHE_HOME": str(cache),
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        command.text, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
+    said = result.stdout + result.stderr
+    problems = []
+    if result.returncode != command.exit_code or "Traceback" in said:
+        problems.append(f"ends with {result.returncode}, not {command.exit_code}: {said}")
+    printed = said.splitlines()
+    missing = [line for line in command.shown if line.strip() != "..." and line not in printed]
+    if missing:
+        problems.append("\n".join(["the document shows, but it does not print:", *missing, "it prints:", said]))
+    return problems
+
+
+def check_problems(command: Command) -> list[str]:
+    """What is wrong with a command that is not run: files that are not there, options that nothing takes."""
+    text = command.text.partition(" --variant ...")[0]  # as often as wanted, each with options
+    text = re.sub(r"\b(2?)N\b", lambda match: "8" if match[1] else "4", text)  # N GPUs
+    return [problem for part in text.split(" && ") for problem in _problems(shlex.split(part))]
+
+
+def _problems(words: Sequence[str]) -> list[str]:
+    while words and re.match(r"\w+=", words[0]):
+        words = words[1:]
+    match list(words):
+        case ["python", "-m", "mobius", *options] | ["python", "main.py", *options] | ["mobius", *options]:
+            return _option_problems(options)
+        case ["torchrun", *rest]:
+            (place,) = (index for index, word in enumerate(rest) if word.removeprefix("./") == "main.py")
+            return _option_problems(rest[place + 1 :])
+        case ["bash", "train.sh", file, *options]:
+            return _missing([file]) or _option_problems(["--config", str(ROOT / file), *options])
+        case ["bash", script, *_]:
+            return _missing([script]) or _failure(["bash", "-n", script])
+        case ["docker", "run", *rest]:
+            return _option_problems(rest[rest.index("mobius") + 1 :])
+        case ["docker", "build", *_]:
+            return _missing(["Dockerfile"])
+        case ["python", script, *options]:
+            own, separator, for_mobius = _split(options)
+            problems = _missing([script]) or _failure(
+                [sys.executable, "-c", _PARSE_AND_END, script, *own, *([separator] if separator else [])]
+            )
+            return problems + read_command_line(for_mobius).problems
+        case ["pytest", *rest]:
+            return _missing([word for word in rest if "/" in word])
+        case ["pip", *_] | ["scripts/run_docs"]:
+            return []
+        case _:
+            return [f"nobody knows how to check {' '.join(words)!r}"]
+
+
+def _split(options: Sequence[str]) -> tuple[Sequence[str], str, Sequence[str]]:
+    """Options before `--`, the `--` itself, and what follows it."""
+    place = options.index("--") if "--" in options else len(options)
+    return options[:place], "".join(options[place : place + 1]), options[place + 1 :]
+
+
+def _option_problems(options: Sequence[str]) -> list[str]:
+    try:
+        parse_args([option for option in options if option != "--help"])
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def _missing(files: Sequence[str]) -> list[str]:
+    return [f"there is no {file}" for file in files if not (ROOT / file).exists()]
+
+
+def _failure(command: Sequence[str]) -> list[str]:
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
+    return [] if result.returncode == 0 else [result.stdout + result.stderr]
