@@ -163,36 +163,35 @@ class _LayerWork:
 
     def __init__(self, bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int) -> None:
         device, span = bench.device, StageSpan(0, index, index + 1, is_first=False, is_last=False)
-        inputs = LayerInputs(parts, device=device, dtype=shape.dtype)
-        self._stage = StageModule(parts, span, inputs, loss_chunk_tokens=shape.loss_chunk_tokens)
+        self._arguments = LayerInputs(parts, device=device, dtype=shape.dtype)(shape.seq_length)
+        self._stage = StageModule(parts, span, loss_chunk_tokens=shape.loss_chunk_tokens)
         self._weights, self._gradients = _memory_of(self._stage, shape.dtype, device)
         size = (shape.batch, shape.seq_length, parts.config.hidden_size)
         self._hidden = torch.randn(*size, device=device, dtype=shape.dtype)
 
     def forward(self) -> None:
-        self._stage.forward(self._weights, self._hidden)
+        self._stage.forward(self._weights, self._hidden, self._arguments)
 
     def recomputed(self) -> None:
-        self._stage.backward(self._weights, self._gradients, [self._hidden], self._hidden)
+        self._stage.backward(self._weights, self._gradients, [self._hidden], self._hidden, self._arguments)
 
     def kept(self) -> None:
-        graphs = self._stage.forward(self._weights, self._hidden, keep_graphs=True)[1]
-        self._stage.backward(self._weights, self._gradients, graphs, self._hidden)
+        graphs = self._stage.forward(self._weights, self._hidden, self._arguments, keep_graphs=True)[1]
+        self._stage.backward(self._weights, self._gradients, graphs, self._hidden, self._arguments)
 
 
 def _measure_ends(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:
     """Embedding forward, embedding backward, and norm, head and loss with their backward."""
     device = bench.device
-    inputs = LayerInputs(parts, device=device, dtype=shape.dtype)
     size = (shape.batch, shape.seq_length)
     tokens = torch.randint(0, parts.config.vocab_size, size, device=device)
     hidden = torch.randn(*size, parts.config.hidden_size, device=device, dtype=shape.dtype)
-    first = StageModule(parts, StageSpan(0, 0, 0, True, False), inputs, loss_chunk_tokens=shape.loss_chunk_tokens)
+    first = StageModule(parts, StageSpan(0, 0, 0, True, False), loss_chunk_tokens=shape.loss_chunk_tokens)
     weights, gradients = _memory_of(first, shape.dtype, device)
-    forward = bench.seconds(lambda: first.forward(weights, tokens))
+    forward = bench.seconds(lambda: first.forward(weights, tokens, ()))
     backward = bench.seconds(lambda: first.embedding_backward(weights, gradients, tokens, hidden))
     end = len(parts.layers)
-    last = StageModule(parts, StageSpan(1, end, end, False, True), inputs, loss_chunk_tokens=shape.loss_chunk_tokens)
+    last = StageModule(parts, StageSpan(1, end, end, False, True), loss_chunk_tokens=shape.loss_chunk_tokens)
     own_weights, own_gradients = _memory_of(last, shape.dtype, device)
     loss = bench.seconds(
         lambda: last.loss(own_weights, own_gradients, hidden, tokens, num_targets=shape.tokens, loss_scale=1.0)

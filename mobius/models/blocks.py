@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,8 @@ from mobius.models.loss import LogitsLoss
 from mobius.models.module_graphs import ModuleGraphs
 from mobius.plan.shape import ModelShape
 
+LayerArguments = Sequence[Mapping[str, Any]]
+"""Keyword arguments of each of the model's layers beside its hidden states."""
 _PROBE_TOKENS = 13
 """A sequence length that is no model's width or number of experts."""
 
@@ -193,7 +195,7 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 
 
 class LayerInputs:
-    """What each layer gets beside its hidden states (mask, rotary embeddings), by sequence length.
+    """Makes and keeps what each layer gets beside its hidden states (mask, rotary embeddings), by sequence length.
 
     The family's own forward makes them: it is run once per length with recorders in the layers' places, so masks by
     layer kind, scaled and sliding variants are exactly transformers' own. Right padding with causal attention needs no
@@ -211,9 +213,9 @@ class LayerInputs:
                 self._base._modules[name] = nn.ModuleList(self._recorders)
             elif module is parts.norm.module:
                 self._base._modules[name] = nn.Identity()
-        self._by_length: dict[int, tuple[dict[str, Any], ...]] = {}
+        self._by_length: dict[int, LayerArguments] = {}
 
-    def __call__(self, seq_length: int) -> tuple[dict[str, Any], ...]:
+    def __call__(self, seq_length: int) -> LayerArguments:
         """Keyword arguments of every layer for sequences of `seq_length` tokens.
 
         Tensors have batch size 1 and are shared.
@@ -226,7 +228,7 @@ class LayerInputs:
         return self._by_length[seq_length]
 
 
-def _check_rotary(config: PretrainedConfig, inputs: tuple[dict[str, Any], ...]) -> None:
+def _check_rotary(config: PretrainedConfig, inputs: LayerArguments) -> None:
     """Refuse rotary embeddings that are not finite: every activation would become so. Masks may be infinite."""
     for rotary in {id(own.get("position_embeddings")): own.get("position_embeddings") for own in inputs}.values():
         if not all(bool(value.isfinite().all()) for value in tree_leaves(rotary) if isinstance(value, Tensor)):

@@ -102,14 +102,15 @@ def recomputed_backward(
 
 
 def _add(block: Block, results: Gradients, gradients: Views) -> None:
-    """Add what was found for the leaves of `block` to its sums."""
+    """Add what was found for the leaves of `block` to its sums; a frozen parameter has none."""
     # What has no gradient in this microbatch is left out.
     found = {name: result for name, result in results.items() if result is not None}
-    sums = own_views(gradients, block)
+    names = ((name, block.prefix + name) for name in block.shapes)
+    sums = {name: gradients[full] for name, full in names if full in gradients}
     plain = [name for name in found if name in sums]
     if plain:
         torch._foreach_add_([sums[name] for name in plain], [found[name] for name in plain])
     for linear in block.tapped:
         input_tap, output_tap = tap_names(linear)
-        if output_tap in found:
+        if output_tap in found and weight_name(linear) in sums:
             add_product(sums[weight_name(linear)], found[output_tap], found[input_tap])

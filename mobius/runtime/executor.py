@@ -18,6 +18,7 @@ from mobius.memory.spans import NO_SPANS, Spans, TraceLane
 from mobius.memory.stage_memory import GradientListener, StageMemory
 from mobius.memory.streams import new_stream, record_current
 from mobius.messages.transport import Transport
+from mobius.models.blocks import LayerArguments
 from mobius.models.graph import Views
 from mobius.runtime.stage import Kept, StageModule
 from mobius.runtime.stash import Stash
@@ -59,6 +60,8 @@ class _Step:
     loss_scale: float
     loss: Tensor
     listener: GradientListener | None
+    rows: Sequence[Tensor]
+    """Token ids of each microbatch on the host; every rank has them."""
     squared_norms: dict[int, Tensor] = field(default_factory=dict)
     tokens: Sequence[Tensor] = ()
     labels: Sequence[Tensor] = ()
@@ -73,6 +76,7 @@ class Executor:
         *,
         stages: Mapping[int, StageModule],
         memory: Mapping[int, StageMemory],
+        layer_inputs: Callable[[int], LayerArguments],
         transport: Transport,
         clock: WaitClock,
         device: torch.device,
@@ -88,6 +92,7 @@ class Executor:
         self._schedule, self._rank = schedule, transport.rank
         self._actions: Sequence[Action] = schedule.actions[transport.rank]
         self._stages, self._memory, self._transport, self._clock = stages, memory, transport, clock
+        self._layer_inputs = layer_inputs
         self._device, self._unsealed_names, self._graph_stages = device, unsealed_names, graph_stages
         self._spans = spans
         self._to_device = new_stream(device)
@@ -115,7 +120,8 @@ class Executor:
         the grid of the schedule attached.
         """
         loss = torch.zeros((), dtype=torch.float32, device=self._device)
-        self._step = _Step(batch, loss_scale, loss, listener)
+        rows = batch.input_ids.chunk(self._schedule.num_microbatches)
+        self._step = _Step(batch, loss_scale, loss, listener, rows)
         num_posted = num_received = 0
         for index, action in enumerate(self._actions):
             try:
@@ -161,7 +167,7 @@ class Executor:
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, _microbatch(action)
         inputs = self._stage_input(stage, microbatch)
-        output, kept = self._run_layers(stage, inputs)
+        output, kept = self._run_layers(stage, microbatch, inputs)
         self._stash.put(stage, microbatch, kept)
         self._transport.send(output, self._rank_of(stage + 1))
 
@@ -180,7 +186,7 @@ class Executor:
         module, weights = self._stages[stage], self._weights(stage)
         (inputs,) = self._stash.take(stage, microbatch)
         assert isinstance(inputs, Tensor), "the last stage stashes its input"
-        hidden, kept = self._run_layers(stage, inputs)
+        hidden, kept = self._run_layers(stage, microbatch, inputs)
         loss, gradient = module.loss(
             weights,
             self._memory[stage].gradients(),
@@ -196,7 +202,7 @@ class Executor:
         """Backward through the layers, then to the stage before or into the embedding; the last microbatch seals."""
         module, memory = self._stages[stage], self._memory[stage]
         gradients = memory.gradients()
-        gradient = module.backward(weights, gradients, kept, gradient)
+        gradient = module.backward(weights, gradients, kept, gradient, self._layer_arguments(microbatch))
         if module.span.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
         else:
@@ -205,8 +211,13 @@ class Executor:
             square = memory.seal_gradients(excluded=self._unsealed_names, listener=self._step.listener)
             self._step.squared_norms[stage] = square
 
-    def _run_layers(self, stage: int, inputs: Tensor) -> tuple[Tensor, list[Kept]]:
-        return self._stages[stage].forward(self._weights(stage), inputs, keep_graphs=stage in self._graph_stages)
+    def _run_layers(self, stage: int, microbatch: int, inputs: Tensor) -> tuple[Tensor, list[Kept]]:
+        arguments, keep_graphs = self._layer_arguments(microbatch), stage in self._graph_stages
+        return self._stages[stage].forward(self._weights(stage), inputs, arguments, keep_graphs=keep_graphs)
+
+    def _layer_arguments(self, microbatch: int) -> LayerArguments:
+        """Return what the layers get beside the microbatch's hidden states; it is the same for all of one length."""
+        return self._layer_inputs(self._step.rows[microbatch].shape[1])
 
     def _stage_input(self, stage: int, microbatch: int) -> Tensor:
         return self._step.tokens[microbatch] if self._stages[stage].span.is_first else self._receive(stage - 1)

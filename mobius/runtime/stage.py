@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.blocks import LayerArguments, LayerInputs, ModelParts
 from mobius.models.graph import BlockGraph, Views, backward, recomputed_backward, run, run_with_graph
 from mobius.models.loss import chunked_cross_entropy, shift_labels
 from mobius.plan.partition import StageSpan
@@ -26,13 +25,10 @@ Kept = Tensor | BlockGraph
 class StageModule:
     """The layers of `span`, with the embedding in the first stage and the final norm and head in the last."""
 
-    def __init__(
-        self, parts: ModelParts, span: StageSpan, layer_inputs: LayerInputs, *, loss_chunk_tokens: int
-    ) -> None:
+    def __init__(self, parts: ModelParts, span: StageSpan, *, loss_chunk_tokens: int) -> None:
         self.span = span
         self._parts = parts
         self._layers = [parts.layers[index] for index in span.layers]
-        self._layer_inputs = layer_inputs
         self._loss_chunk_tokens = loss_chunk_tokens
         blocks = [
             *([parts.embedding] if span.is_first else []),
@@ -44,39 +40,45 @@ class StageModule:
         for block in blocks:
             self.shapes.update(block.full_shapes())
 
-    def forward(self, weights: Views, inputs: Tensor, *, keep_graphs: bool = False) -> tuple[Tensor, list[Kept]]:
+    def forward(
+        self, weights: Views, inputs: Tensor, arguments: LayerArguments, *, keep_graphs: bool = False
+    ) -> tuple[Tensor, list[Kept]]:
         """Run the layers; with `keep_graphs` their backward will not recompute them.
 
         Args:
             inputs: token ids [B, L] in the first stage, hidden states [B, L, H] in the others.
+            arguments: of the microbatch, for all layers of the model.
 
         Returns the hidden states [B, L, H], without a graph, and what `backward` needs of every layer.
         """
         hidden = run(self._parts.embedding, weights, inputs, {}) if self.span.is_first else inputs
-        layer_arguments = self._layer_arguments(hidden)
         kept: list[Kept] = []
-        for layer, arguments in zip(self._layers, layer_arguments, strict=True):
+        for index, layer in zip(self.span.layers, self._layers, strict=True):
             if keep_graphs:
-                graph = run_with_graph(layer, weights, hidden, arguments)
+                graph = run_with_graph(layer, weights, hidden, arguments[index])
                 kept.append(graph)
                 hidden = graph.output.detach()
             else:
                 kept.append(hidden)
-                hidden = run(layer, weights, hidden, arguments)
+                hidden = run(layer, weights, hidden, arguments[index])
         return hidden, kept
 
-    def backward(self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor) -> Tensor:
+    def backward(
+        self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor, arguments: LayerArguments
+    ) -> Tensor:
         """Add the layers' parameter gradients to `gradients` and return the gradient of the first layer's input.
+
+        `gradients` are fp32 sums of the trained parameters; a parameter without one there is left alone.
 
         Args:
             kept: from `forward`; the list is emptied, so that each entry is freed once it is used.
             gradient: of the hidden states that left the last layer, [B, L, H].
+            arguments: as `forward` got them.
         """
-        layer_arguments = self._layer_arguments(gradient)
-        for layer, arguments in zip(reversed(self._layers), reversed(layer_arguments), strict=True):
+        for index, layer in zip(reversed(self.span.layers), reversed(self._layers), strict=True):
             last = kept.pop()
             if isinstance(last, Tensor):
-                gradient = recomputed_backward(layer, weights, last, arguments, gradients, gradient)
+                gradient = recomputed_backward(layer, weights, last, arguments[index], gradients, gradient)
             else:
                 gradient = backward(layer, last, gradients, gradient)
             del last
@@ -115,10 +117,6 @@ class StageModule:
             logits_loss=parts.logits_loss,
         )
         return loss, backward(parts.norm, normed, gradients, gradient)
-
-    def _layer_arguments(self, hidden: Tensor) -> list[dict[str, Any]]:
-        arguments = self._layer_inputs(hidden.shape[1])
-        return [arguments[index] for index in self.span.layers]
 
 
 def measure_layer_bytes(

@@ -93,6 +93,7 @@ class RankState:
 
     stages: Mapping[int, StageModule]
     memory: Mapping[int, StageMemory]
+    layer_inputs: LayerInputs
     arena: HostArena | None
 
     def close(self) -> None:
@@ -109,10 +110,9 @@ def load_state(
     `source` gives the values instead of `model_folder` (a benchmark's are random).
     """
     config, parts, device = blueprint.config, blueprint.parts, blueprint.device
-    inputs = LayerInputs(parts, device=device, dtype=blueprint.dtype)
     chunk = config.pipeline.loss_chunk_tokens
     stages = {
-        stage: StageModule(parts, blueprint.plan.spans[stage], inputs, loss_chunk_tokens=chunk)
+        stage: StageModule(parts, blueprint.plan.spans[stage], loss_chunk_tokens=chunk)
         for stage in blueprint.plan.stages_of(blueprint.ranks.rank)
     }
     layouts = {stage: StageLayout.of(module.shapes) for stage, module in stages.items()}
@@ -129,7 +129,7 @@ def load_state(
     )
     source = source or _weight_source(blueprint, model_folder)
     _fill(memory, stages, source, show_progress=blueprint.ranks.is_first)
-    return RankState(stages, memory, arena)
+    return RankState(stages, memory, LayerInputs(parts, device=device, dtype=blueprint.dtype), arena)
 
 
 def _weight_source(blueprint: Blueprint, model_folder: Path) -> WeightSource:
@@ -186,6 +186,7 @@ def _executor(
         blueprint.schedule,
         stages=state.stages,
         memory=state.memory,
+        layer_inputs=state.layer_inputs,
         transport=transport,
         clock=clock,
         device=blueprint.device,

@@ -100,7 +100,7 @@ def count_step(
     """
     parts = ModelParts(config, device, compiled=device.type == "cuda")
     inputs = LayerInputs(parts, device=device, dtype=dtype)
-    stages = {s: StageModule(parts, plan.spans[s], inputs, loss_chunk_tokens=loss_chunk_tokens)
+    stages = {s: StageModule(parts, plan.spans[s], loss_chunk_tokens=loss_chunk_tokens)
               for s in plan.stages_of(rank)}  # fmt: skip
     memory, arena = take_memory(
         {stage: StageLayout.of(module.shapes) for stage, module in stages.items()},
@@ -126,6 +126,7 @@ def count_step(
         schedule,
         stages=stages,
         memory=memory,
+        layer_inputs=inputs,
         transport=transport,
         clock=WaitClock(device),
         device=device,

@@ -118,7 +118,7 @@ class Pipeline:
         num_stages = self.num_ranks * self.stages_per_rank
         spans = partition_of(self.sizes) if self.sizes else balanced_partition(len(parts.layers), num_stages)
         stages = {
-            span.stage: StageModule(parts, span, inputs, loss_chunk_tokens=self.loss_chunk_tokens)
+            span.stage: StageModule(parts, span, loss_chunk_tokens=self.loss_chunk_tokens)
             for span in spans
             if span.stage % self.num_ranks == transport.rank
         }
@@ -134,6 +134,7 @@ class Pipeline:
             schedule,
             stages=stages,
             memory=memory,
+            layer_inputs=inputs,
             transport=transport,
             clock=WaitClock(self.device),
             device=self.device,

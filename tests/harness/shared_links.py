@@ -72,7 +72,9 @@ class TimedStage:
     busy: Busy
     seen: list[Tensor] = field(default_factory=list)
 
-    def forward(self, weights: Mapping[str, Tensor], inputs: Tensor, **_: Any) -> tuple[Tensor, list[Tensor]]:
+    def forward(
+        self, weights: Mapping[str, Tensor], inputs: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, list[Tensor]]:
         self._work(weights, self.seconds)
         return inputs, [inputs]
 
@@ -82,7 +84,7 @@ class TimedStage:
         return 0.0, hidden
 
     def backward(
-        self, weights: Mapping[str, Tensor], gradients: object, kept: Sequence[Tensor], gradient: Tensor
+        self, weights: Mapping[str, Tensor], gradients: object, kept: Sequence[Tensor], gradient: Tensor, *_: object
     ) -> Tensor:
         self._work(weights, 2 * self.seconds)
         return gradient
@@ -167,6 +169,7 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
                 schedule,
                 stages=stages,  # type: ignore[arg-type] # as much of a stage as the executor uses
                 memory=memory,
+                layer_inputs=lambda seq_length: (),
                 transport=FreeMessages(transport, device),  # type: ignore[arg-type]
                 clock=clock,
                 device=device,

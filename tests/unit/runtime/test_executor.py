@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from harness.pipelines import CPU, make_batch, make_model, plain_step
+from harness.pipelines import CPU, SEQ_LENGTH, make_batch, make_model, plain_step
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,10 +17,10 @@ from mobius.memory.layout import StageLayout
 from mobius.memory.streamed import StreamedStage, stream_stages
 from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.messages.transport import SingleRankTransport
-from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.blocks import LayerArguments, LayerInputs, ModelParts
 from mobius.plan.partition import balanced_partition
 from mobius.runtime.executor import Executor
-from mobius.runtime.stage import StageModule
+from mobius.runtime.stage import Kept, StageModule
 from mobius.runtime.waits import WaitCause, WaitClock
 from mobius.schedule.build import build_schedule
 
@@ -33,12 +33,17 @@ class FailingStage(StageModule):
     fail_at = 0
 
     def backward(
-        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], stashed: list[Tensor], gradient: Tensor
+        self,
+        weights: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        kept: list[Kept],
+        gradient: Tensor,
+        arguments: LayerArguments,
     ) -> Tensor:
         if self.fail_at == 0:
             raise RuntimeError("the card is on fire")
         self.fail_at -= 1
-        return super().backward(weights, gradients, stashed, gradient)
+        return super().backward(weights, gradients, kept, gradient, arguments)
 
 
 def make_executor(
@@ -56,7 +61,7 @@ def make_executor(
     for span in balanced_partition(len(parts.layers), NUM_STAGES):
         if span.stage % transport.num_ranks == transport.rank:
             kind = FailingStage if span.stage == failing_stage else StageModule
-            stages[span.stage] = kind(parts, span, inputs, loss_chunk_tokens=16)
+            stages[span.stage] = kind(parts, span, loss_chunk_tokens=16)
             if isinstance(stages[span.stage], FailingStage):
                 stages[span.stage].fail_at = fail_at  # type: ignore[attr-defined]
     layouts = {stage: StageLayout.of(module.shapes) for stage, module in stages.items()}
@@ -72,6 +77,7 @@ def make_executor(
         schedule,
         stages=stages,
         memory=memory,
+        layer_inputs=inputs,
         transport=transport,
         clock=clock or WaitClock(CPU),
         device=CPU,
@@ -90,6 +96,20 @@ def test_a_step_leaves_nothing_in_the_stash_and_can_be_repeated() -> None:
 
     assert torch.equal(first.loss, second.loss)
     assert first.squared_norms == second.squared_norms
+
+
+def test_what_layers_get_beside_hidden_states_is_asked_for_each_microbatch() -> None:
+    executor, _ = make_executor(make_model("llama"), SingleRankTransport())
+    inputs, asked = executor._layer_inputs, list[int]()
+
+    def noted(seq_length: int) -> LayerArguments:
+        asked.append(seq_length)
+        return inputs(seq_length)
+
+    executor._layer_inputs = noted
+    executor.run(make_batch(NUM_MICROBATCHES))
+
+    assert asked == [SEQ_LENGTH] * (2 * NUM_STAGES * NUM_MICROBATCHES), "once forward and once backward"
 
 
 def test_the_sums_of_a_step_are_its_loss_and_the_norm_of_every_stage() -> None:

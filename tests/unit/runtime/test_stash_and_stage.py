@@ -9,7 +9,7 @@ import torch
 from harness.pipelines import CPU, make_model
 from torch import Tensor, nn
 
-from mobius.models.blocks import Block, LayerInputs, ModelParts
+from mobius.models.blocks import Block, LayerArguments, LayerInputs, ModelParts
 from mobius.plan.partition import StageSpan, balanced_partition
 from mobius.runtime.stage import StageModule
 from mobius.runtime.stash import Stash
@@ -47,6 +47,9 @@ def test_after_an_error_everything_is_dropped() -> None:
     assert len(stash) == 0
 
 
+NO_ARGUMENTS: LayerArguments = ({},) * 3
+
+
 class Gated(nn.Module):
     """A layer whose middle parameters take no part: y = x * scale + shift."""
 
@@ -63,11 +66,10 @@ class Gated(nn.Module):
 
 def gated_stage(num_layers: int) -> StageModule:
     parts = copy.copy(ModelParts(make_model("llama").config, CPU))
-    inputs = LayerInputs(parts, device=CPU, dtype=torch.float32)
     module = Gated()
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     parts.layers = tuple(Block(f"model.layers.{index}.", module, shapes) for index in range(num_layers))
-    return StageModule(parts, StageSpan(1, 0, num_layers, False, False), inputs, loss_chunk_tokens=8)
+    return StageModule(parts, StageSpan(1, 0, num_layers, False, False), loss_chunk_tokens=8)
 
 
 def test_a_parameter_without_a_gradient_keeps_the_others_in_their_places() -> None:
@@ -77,8 +79,8 @@ def test_a_parameter_without_a_gradient_keeps_the_others_in_their_places() -> No
     gradients = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
     inputs, incoming = (torch.randn(2, 6, 32, generator=generator) for _ in range(2))
 
-    output, stashed = stage.forward(weights, inputs)
-    outgoing = stage.backward(weights, gradients, stashed, incoming)
+    output, stashed = stage.forward(weights, inputs, NO_ARGUMENTS)
+    outgoing = stage.backward(weights, gradients, stashed, incoming, NO_ARGUMENTS)
 
     scale = [weights[f"model.layers.{i}.scale"] for i in range(2)]
     middle = inputs * scale[0] + weights["model.layers.0.shift"]
@@ -93,16 +95,37 @@ def test_a_parameter_without_a_gradient_keeps_the_others_in_their_places() -> No
     torch.testing.assert_close(outgoing, incoming * scale[1] * scale[0])
 
 
+@pytest.mark.parametrize("keep_graphs", [False, True])
+def test_a_frozen_parameter_has_no_sum_and_the_others_get_what_they_get_without_it(keep_graphs: bool) -> None:
+    parts = ModelParts(make_model("llama").config, CPU)
+    stage = StageModule(parts, StageSpan(0, 0, 2, True, False), loss_chunk_tokens=8)
+    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(6)
+    generator = torch.Generator().manual_seed(4)
+    weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in stage.shapes.items()}
+    tokens = torch.randint(0, 96, (2, 6), generator=generator)
+    incoming = torch.randn(2, 6, 32, generator=generator)
+    frozen = {"model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.up_proj.weight"}
+    results = []
+    for skipped in (set[str](), frozen):
+        sums = {name: torch.zeros(shape) for name, shape in stage.shapes.items() if name not in skipped}
+        _, kept = stage.forward(weights, tokens, arguments, keep_graphs=keep_graphs)
+        stage.embedding_backward(weights, sums, tokens, stage.backward(weights, sums, kept, incoming, arguments))
+        results.append(sums)
+    everything, trained = results
+    assert everything.keys() - trained.keys() == frozen
+    assert all(torch.equal(everything[name], value) for name, value in trained.items())
+
+
 def test_forward_makes_no_graph_and_backward_empties_its_inputs() -> None:
     stage = gated_stage(num_layers=3)
     weights = {name: torch.ones(shape) for name, shape in stage.shapes.items()}
     gradients = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
 
-    output, stashed = stage.forward(weights, torch.ones(1, 4, 32))
+    output, stashed = stage.forward(weights, torch.ones(1, 4, 32), NO_ARGUMENTS)
     assert not output.requires_grad
     assert len(stashed) == 3, "one input per layer"
 
-    gradient = stage.backward(weights, gradients, stashed, torch.ones(1, 4, 32))
+    gradient = stage.backward(weights, gradients, stashed, torch.ones(1, 4, 32), NO_ARGUMENTS)
     assert stashed == []
     assert not gradient.requires_grad
     assert not any(weight.requires_grad or weight.grad is not None for weight in weights.values())
@@ -113,8 +136,8 @@ def test_gradients_add_up_over_microbatches() -> None:
     weights = {name: torch.ones(shape) for name, shape in stage.shapes.items()}
     gradients = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
     for _ in range(3):
-        _, stashed = stage.forward(weights, torch.ones(1, 4, 32))
-        stage.backward(weights, gradients, stashed, torch.ones(1, 4, 32))
+        _, stashed = stage.forward(weights, torch.ones(1, 4, 32), NO_ARGUMENTS)
+        stage.backward(weights, gradients, stashed, torch.ones(1, 4, 32), NO_ARGUMENTS)
 
     assert torch.equal(gradients["model.layers.0.shift"], torch.full((32,), 12.0))
 
@@ -123,10 +146,7 @@ def test_stages_hold_every_parameter_once_and_a_tied_matrix_at_both_ends() -> No
     for family, num_shared in (("llama", 0), ("llama-tied", 1)):
         model = make_model(family)
         parts = ModelParts(model.config, CPU)
-        inputs = LayerInputs(parts, device=CPU, dtype=torch.float32)
-        stages = [
-            StageModule(parts, span, inputs, loss_chunk_tokens=8) for span in balanced_partition(len(parts.layers), 5)
-        ]
+        stages = [StageModule(parts, span, loss_chunk_tokens=8) for span in balanced_partition(len(parts.layers), 5)]
 
         names = [name for stage in stages for name in stage.shapes]
 
