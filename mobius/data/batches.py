@@ -1,7 +1,4 @@
-"""Owns the order of the samples and their padding into batches: the same on every rank, from the seed alone.
-
-Does not own microbatches (the runtime slices a batch) nor tensors.
-"""
+"""Owns the order of the samples and their padding into batches: the same on every rank, from the seed alone."""
 
 from dataclasses import dataclass
 
@@ -29,33 +26,29 @@ class Batch:
 
 
 class Batches:
-    """An endless iterator over shuffled samples.
+    """Endless iterator over shuffled samples.
 
     The epochs' permutations, each a function of (seed, epoch), form one endless stream of samples, and step k takes the
-    positions [k * batch_size, (k + 1) * batch_size) of it. A batch may therefore span epochs, a dataset smaller than a
-    batch repeats, and any step can be reached by arithmetic.
+    positions [k * batch_size, (k + 1) * batch_size) of it: a batch may span epochs, a small dataset repeats, and any
+    step can be reached by arithmetic.
     """
 
     def __init__(
         self, tokenized: TokenizedDataset, *, batch_size: int, seq_length: int, pad_token_id: int, seed: int
     ) -> None:
-        self._tokenized = tokenized
-        self._batch_size = batch_size
-        self._seq_length = seq_length
-        self._pad_token_id = pad_token_id
-        self._seed = seed
-        self._step = 0
-        self._epoch = -1
+        self._tokenized, self._seed, self._pad_token_id = tokenized, seed, pad_token_id
+        self._batch_size, self._seq_length = batch_size, seq_length
+        self._step, self._epoch = 0, -1
         self._permutation: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     @property
     def state(self) -> int:
-        """How many batches were taken: what `seek` needs to continue from here."""
+        """Number of batches taken: what `seek` needs to continue from here."""
         return self._step
 
     @property
     def epoch(self) -> float:
-        """How often the dataset was gone through so far, with its fraction."""
+        """Number of times that the dataset was gone through so far, with its fraction."""
         return self._step * self._batch_size / len(self._tokenized)
 
     def seek(self, step: int) -> None:

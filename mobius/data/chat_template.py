@@ -1,7 +1,7 @@
 """Owns rendering a conversation by the tokenizer's chat template, and what to say when that fails.
 
 A template is a small program that came with the model: it may refuse a conversation, which is the data's matter, or be
-broken, which is not. Does not own what the text means (tokenization.py).
+broken, which is not.
 """
 
 import signal
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_SECONDS: Final = 20.0
-"""Of CPU time for one conversation; a template takes milliseconds."""
+"""CPU time for one conversation; a template takes milliseconds."""
 _MOST_CHARACTERS: Final = 1 << 20
-"""Of a rendered text, beside a hundred times its turns."""
+"""Longest rendered text, beside a hundred times its turns."""
 _SHOWN_ROLES: Final = 8
 
 
 class _UnusableError(Exception):
-    """A template had to be stopped, or wrote what cannot be used; told as what is broken about it."""
+    """The reason why a template had to be stopped, or its text cannot be used."""
 
 
 def render(
@@ -38,34 +38,25 @@ def render(
     messages = [{"role": turn.role.value, "content": turn.content} for turn in turns]
     try:
         with _limited_time():
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        _check_text(str(text), turns)
+            text = str(
+                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+            )
+        if len(text) > _MOST_CHARACTERS + 100 * sum(len(turn.content) for turn in turns):
+            raise _UnusableError(f"it made {len(text):,} characters of {len(turns)} turns")
+        text.encode()
+        return text
+    except UnicodeEncodeError as error:
+        _tell_broken(f"it wrote half of a character, {error.object[error.start]!r}", where, error)
     except _UnusableError as error:
         _tell_broken(str(error), where, error)
     except Exception as error:  # a template is foreign code and raises what it likes
         if type(error) is TemplateError:  # what `raise_exception` in a template raises; broken ones raise subclasses
-            _tell_refusal(error, turns, where)
+            shown = [*(turn.role.value for turn in turns[:_SHOWN_ROLES]), *["..."][: len(turns) > _SHOWN_ROLES]]
+            raise DataError(
+                f"{where}: the tokenizer's chat template refuses the conversation ({', '.join(shown)}): "
+                f"{excerpt(str(error), 400)}. Change the order or the roles of the turns"
+            ) from error
         _tell_broken(f"{type(error).__name__}: {excerpt(first_line(error), 200)}{_place(error)}", where, error)
-    return str(text)
-
-
-def _check_text(text: str, turns: Sequence[Turn]) -> None:
-    if len(text) > _MOST_CHARACTERS + 100 * sum(len(turn.content) for turn in turns):
-        raise _UnusableError(f"it made {len(text):,} characters of {len(turns)} turns")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _UnusableError(f"it wrote half of a character, {text[error.start]!r}") from error
-
-
-def _tell_refusal(error: Exception, turns: Sequence[Turn], where: str) -> NoReturn:
-    roles = ", ".join(
-        [*(turn.role.value for turn in turns[:_SHOWN_ROLES]), *(["..."] if len(turns) > _SHOWN_ROLES else [])]
-    )
-    raise DataError(
-        f"{where}: the tokenizer's chat template refuses the conversation ({roles}): {excerpt(str(error), 400)}. "
-        "Change the order or the roles of the turns"
-    ) from error
 
 
 def _tell_broken(reason: str, where: str, error: Exception) -> NoReturn:
@@ -77,7 +68,7 @@ def _tell_broken(reason: str, where: str, error: Exception) -> NoReturn:
 
 
 def _place(error: Exception) -> str:
-    """The line of the template, where it is known."""
+    """Words for the line of the template, where it is known."""
     from jinja2 import TemplateSyntaxError
 
     if isinstance(error, TemplateSyntaxError):

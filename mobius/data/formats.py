@@ -1,11 +1,9 @@
-"""Owns the record formats: which columns make which format, and what a record of it says.
-
-It knows no tokens, no templates and no files: a record comes in as a mapping, a `Sample` goes out.
-"""
+"""Owns the record formats: which columns make which format, and how a record of it becomes a `Sample`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from mobius.errors import DataError
 from mobius.excerpt import listed, quoted
@@ -22,7 +20,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one role said, in one go."""
+    """Text that one role said in one go."""
 
     role: Role
     content: str
@@ -30,14 +28,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Every assistant turn is a target."""
+    """Turns, of which every assistant's is a target."""
 
     turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The response is the target; it follows the prompt without anything in between."""
+    """A prompt and directly behind it a response, the target."""
 
     prompt: str
     response: str
@@ -45,7 +43,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Every token is a target."""
+    """Text of which every token is a target."""
 
     text: str
 
@@ -99,10 +97,9 @@ def recognize(columns: Sequence[str], where: str) -> RecordFormat:
 
 
 def parse_record(record_format: RecordFormat, record: Mapping[str, object], where: str) -> Sample:
-    """Raises DataError that names `where` when a column is missing or does not hold what the format says."""
+    """The sample of a record; raises DataError that names `where` if a column is missing or of another kind."""
     try:
-        missing = [column for column in record_format.required if column not in record]
-        if missing:
+        if missing := [column for column in record_format.required if column not in record]:
             raise DataError(
                 f"the column {', '.join(missing)} is missing; found: {listed(map(str, record))}. "
                 f"The first record is in the format {record_format.describe()}, and all must be"
@@ -115,9 +112,7 @@ def parse_record(record_format: RecordFormat, record: Mapping[str, object], wher
 def _text(record: Mapping[str, object], column: str) -> str:
     """The column's text; an absent or null column is empty text."""
     value = record.get(column)
-    if value is None:
-        return ""
-    return _as_text(value, f"`{column}`")
+    return "" if value is None else _as_text(value, f"`{column}`")
 
 
 def _as_text(value: object, place: str) -> str:
@@ -161,20 +156,14 @@ def _parse_alpaca(record: Mapping[str, object]) -> Sample:
 
 
 _ROLES = {
-    "system": Role.SYSTEM,
-    "developer": Role.SYSTEM,
-    "human": Role.USER,
-    "user": Role.USER,
-    "gpt": Role.ASSISTANT,
-    "chatgpt": Role.ASSISTANT,
-    "model": Role.ASSISTANT,
-    "assistant": Role.ASSISTANT,
-    "tool": Role.TOOL,
-    "observation": Role.TOOL,
+    **dict.fromkeys(("system", "developer"), Role.SYSTEM),
+    **dict.fromkeys(("human", "user"), Role.USER),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "assistant"), Role.ASSISTANT),
+    **dict.fromkeys(("tool", "observation"), Role.TOOL),
 }
 
 
-def _parse_turns(record: Mapping[str, object], column: str, role_key: str, content_key: str) -> Sample:
+def _parse_turns(column: str, role_key: str, content_key: str, record: Mapping[str, object]) -> Sample:
     turns = _system_turns(record)
     for position, item in enumerate(_items(record, column)):
         place = f"`{column}[{position}]`"
@@ -188,18 +177,6 @@ def _parse_turns(record: Mapping[str, object], column: str, role_key: str, conte
     return Conversation(tuple(turns))
 
 
-def _parse_sharegpt(record: Mapping[str, object]) -> Sample:
-    return _parse_turns(record, "conversations", "from", "value")
-
-
-def _parse_messages(record: Mapping[str, object]) -> Sample:
-    return _parse_turns(record, "messages", "role", "content")
-
-
-def _parse_completion(record: Mapping[str, object]) -> Sample:
-    return Completion(_text(record, "prompt"), _text(record, "completion"))
-
-
 def _parse_xsum(record: Mapping[str, object]) -> Sample:
     document, summary = _text(record, "document"), _text(record, "summary")
     if not document.strip():
@@ -207,17 +184,18 @@ def _parse_xsum(record: Mapping[str, object]) -> Sample:
     return Completion(f"Summarize the article in one sentence.\n\n{document}\n\nSummary:\n", summary)
 
 
-def _parse_text(record: Mapping[str, object]) -> Sample:
-    return Document(_text(record, "text"))
-
-
 # Order matters: a record that has the columns of two formats (alpaca sets often carry a rendered `text` too) is read
 # as the earlier one, which says more about what is a target.
 FORMATS: tuple[RecordFormat, ...] = (
-    RecordFormat("messages", ("messages",), ("system",), _parse_messages),
-    RecordFormat("sharegpt", ("conversations",), ("system",), _parse_sharegpt),
+    RecordFormat("messages", ("messages",), ("system",), partial(_parse_turns, "messages", "role", "content")),
+    RecordFormat("sharegpt", ("conversations",), ("system",), partial(_parse_turns, "conversations", "from", "value")),
     RecordFormat("alpaca", ("instruction", "output"), ("input", "system", "history"), _parse_alpaca),
-    RecordFormat("prompt-completion", ("prompt", "completion"), (), _parse_completion),
+    RecordFormat(
+        "prompt-completion",
+        ("prompt", "completion"),
+        (),
+        lambda record: Completion(_text(record, "prompt"), _text(record, "completion")),
+    ),
     RecordFormat("xsum", ("document", "summary"), (), _parse_xsum),
-    RecordFormat("text", ("text",), (), _parse_text, is_packed=True),
+    RecordFormat("text", ("text",), (), lambda record: Document(_text(record, "text")), is_packed=True),
 )

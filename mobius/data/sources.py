@@ -1,24 +1,20 @@
-"""Owns where records come from: a local file or folder, a known name, or the Hugging Face Hub.
-
-Does not own what a record means (formats.py) nor what becomes of it.
-"""
+"""Owns where records come from: a local file or folder, a known name, or the Hugging Face Hub."""
 
 import csv
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from mobius.errors import DataError, first_line
 from mobius.excerpt import excerpt, listed, quoted
 
-# Names the user may type instead of a hub id.
-KNOWN_DATASETS: Mapping[str, str] = MappingProxyType({"xsum": "EdinburghNLP/xsum"})
+KNOWN_DATASETS: Mapping[str, str] = {"xsum": "EdinburghNLP/xsum"}
+"""Names that the user may type instead of a hub id."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TRAIN_SPLIT = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)", re.IGNORECASE)
@@ -52,34 +48,27 @@ def open_source(dataset: str, *, show_progress: bool = False) -> Source:
     Local files are hashed here and read later; `show_progress` is for downloads. Raises DataError if nothing is found
     or the kind is not supported.
     """
-    path = _local_path(dataset)
+    path = Path(dataset)
+    with suppress(RuntimeError):  # `~name` of a user that there is not
+        path = path.expanduser()
+    given = f"--dataset {excerpt(dataset)}"
     try:
         if path.is_file():
             return _open_files(str(path), [path])
         if path.is_dir():
             return _open_files(str(path), _files_of(path))
-        exists = path.exists()
+        if path.exists():
+            raise DataError(f"{given}: is neither a file nor a folder but a pipe or device; give a file")
     except (OSError, ValueError) as error:  # no right to look there, or a name that no file can have
-        raise DataError(f"--dataset {excerpt(dataset)}: cannot be looked up: {_reason(error)}") from error
-    if exists:
-        raise DataError(
-            f"--dataset {excerpt(dataset)}: is neither a file nor a folder but a pipe or device; give a file"
-        )
+        raise DataError(f"{given}: cannot be looked up: {_reason(error)}") from error
     hub_id = KNOWN_DATASETS.get(dataset, dataset)
     if path.suffix.lower() in _READERS or not _HUB_ID.fullmatch(hub_id) or len(hub_id) > _HUB_ID_CHARACTERS:
         raise DataError(
-            f"--dataset {excerpt(dataset)}: there is no file or folder {excerpt(str(path.absolute()), 300)}. Give an "
+            f"{given}: there is no file or folder {excerpt(str(path.absolute()), 300)}. Give an "
             f"existing file ({_SUFFIXES}), a folder of such files, or a dataset on the Hugging Face Hub such as "
             "EdinburghNLP/xsum"
         )
     return _open_hub(dataset, hub_id, path.absolute(), show_progress)
-
-
-def _local_path(dataset: str) -> Path:
-    try:
-        return Path(dataset).expanduser()
-    except RuntimeError:  # `~name` of a user that there is not
-        return Path(dataset)
 
 
 def _reason(error: Exception) -> str:
@@ -121,7 +110,6 @@ def _open_files(label: str, files: list[Path]) -> Source:
                     num_lines += block.count(b"\n")
         except OSError as error:
             raise DataError(f"--dataset {label}: cannot read {path.absolute()}: {error.strerror}") from error
-
         num_lines += not block.endswith(b"\n")
 
     def read() -> Iterator[Record]:
@@ -145,14 +133,10 @@ def _parse_json(text: str, path: Path, line: int | None = None) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        advice = (
-            ""
-            if line is None
-            else ". Each line must hold one whole JSON object; the line begins with " + quoted(text.strip()[:60])
-        )
-        raise DataError(
-            f"{path}, line {line or error.lineno}, column {error.colno}: broken JSON: {error.msg}{advice}"
-        ) from error
+        place = f"{path}, line {line or error.lineno}, column {error.colno}: broken JSON: {error.msg}"
+        if line is not None:
+            place += f". Each line must hold one whole JSON object; the line begins with {quoted(text.strip()[:60])}"
+        raise DataError(place) from error
     except RecursionError as error:
         raise DataError(f"{where}: lists or objects are nested too deeply to be a record") from error
     except ValueError as error:  # Python reads whole numbers of up to 4300 digits
@@ -221,45 +205,39 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
+        with path.open("rb") as file:  # the decoder knows the place in its buffer only
+            number = next(number for number, line in enumerate(file, start=1) if not _is_text(line))
         raise DataError(
-            f"{path}, line {_first_undecodable_line(path)}: is not UTF-8 text ({error.reason}); convert the file to "
-            "UTF-8"
+            f"{path}, line {number}: is not UTF-8 text ({error.reason}); convert the file to UTF-8"
         ) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {_reason(error)}") from error
 
 
-def _first_undecodable_line(path: Path) -> int:
-    """Counted from 1; the decoder itself knows the place in its buffer only."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
-                return number
-    return number
+def _is_text(line: bytes) -> bool:
+    return line.decode("utf-8", "ignore").encode() == line
 
 
-_READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = MappingProxyType(
-    {".json": _read_json, ".jsonl": _read_json_lines, ".csv": _read_csv, ".parquet": _read_parquet}
-)
+_READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
+    ".json": _read_json, ".jsonl": _read_json_lines, ".csv": _read_csv, ".parquet": _read_parquet
+}  # fmt: skip
 _SUFFIXES = ", ".join(_READERS)
 
 
 def _open_hub(dataset: str, hub_id: str, looked_up_path: Path, show_progress: bool) -> Source:
     """The `train` split as the `datasets` library downloads or caches it."""
+    missing = f"--dataset {dataset}: there is no file or folder {looked_up_path}, and"
     folder = hub_id.rpartition("/")[2]
     advice = (
-        "Without network: on a machine that has it, run "
-        f"`hf download --repo-type dataset {hub_id} --local-dir {folder}`, "
-        f"copy the folder {folder} here and give `--dataset {folder}/`"
+        f"Without network: on a machine that has it, run `hf download --repo-type dataset {hub_id} --local-dir "
+        f"{folder}`, copy the folder {folder} here and give `--dataset {folder}/`"
     )
     try:
         import datasets
     except ImportError as error:
         raise DataError(
-            f"--dataset {dataset}: there is no file or folder {looked_up_path}, and reading {hub_id} from the Hugging "
-            f"Face Hub needs the package datasets: `pip install datasets`. {advice}"
+            f"{missing} reading {hub_id} from the Hugging Face Hub needs the package datasets: `pip install datasets`. "
+            f"{advice}"
         ) from error
     if not show_progress:
         datasets.disable_progress_bars()
@@ -268,22 +246,18 @@ def _open_hub(dataset: str, hub_id: str, looked_up_path: Path, show_progress: bo
     except Exception as error:  # network, permission, missing split, old script: each has its own type
         cause = excerpt(str(error).strip().partition("\n")[0] or type(error).__name__, 300)
         raise DataError(
-            f"--dataset {dataset}: there is no file or folder {looked_up_path}, and the `train` split of {hub_id} "
-            f"could not be had from the Hugging Face Hub or its local cache: {cause}. {advice}"
+            f"{missing} the `train` split of {hub_id} could not be had from the Hugging Face Hub or its local cache: "
+            f"{cause}. {advice}"
         ) from error
 
     def read() -> Iterator[Record]:
-        rows, index = iter(split), 0
-        while True:
+        rows = iter(split)
+        for index in range(len(split)):
+            where = f"{hub_id}, record {index}"
             try:
-                fields = next(rows, None)
+                fields = next(rows)
             except Exception as error:  # a column that cannot be decoded, a shard that is damaged: types of all kinds
-                raise DataError(
-                    f"{hub_id}, record {index}: cannot be read: {excerpt(first_line(error), 300)}"
-                ) from error
-            if fields is None:
-                return
-            yield Record(fields, f"{hub_id}, record {index}")
-            index += 1
+                raise DataError(f"{where}: cannot be read: {excerpt(first_line(error), 300)}") from error
+            yield Record(fields, where)
 
     return Source(hub_id, str(split._fingerprint), len(split), read)

@@ -1,7 +1,4 @@
-"""Owns tokenized samples as arrays, in memory or memory-mapped from a folder of .npy files.
-
-Does not own how the tokens came about, nor when a stored dataset may be reused.
-"""
+"""Owns tokenized samples as arrays, in memory or memory-mapped from a folder of .npy files."""
 
 import fcntl
 import json
@@ -36,7 +33,7 @@ class TokenizedDataset:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row]) -> "TokenizedDataset":
-        """Needs at least one row."""
+        """The rows in flat arrays; at least one is needed."""
         assert rows, "a dataset without samples must be refused before"
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum([len(input_ids) for input_ids, _ in rows], out=offsets[1:])
@@ -69,14 +66,11 @@ def save(folder: Path, dataset: TokenizedDataset, facts: Mapping[str, object]) -
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         for name in _ARRAYS:
-            with (partial / f"{name}.npy").open("wb") as file:
-                np.save(file, getattr(dataset, name))
-                file.flush()
+            np.save(partial / f"{name}.npy", getattr(dataset, name))
+        (partial / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        for path in partial.iterdir():
+            with path.open("rb") as file:
                 os.fsync(file.fileno())
-        with (partial / _FACTS).open("w", encoding="utf-8") as text:
-            json.dump(facts, text, indent=1)
-            text.flush()
-            os.fsync(text.fileno())
         partial.rename(folder)
 
 
@@ -94,7 +88,7 @@ def _explained(folder: Path) -> Iterator[None]:
 def load(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | None:
     """The dataset memory-mapped, so that ranks share its pages, and its facts; None if `folder` is not there.
 
-    What is damaged, by a full disk or a careless hand, is removed and not there either; the caller holds the lock.
+    A damaged one is removed, and then not there either; the caller holds the lock.
     """
     if not folder.is_dir():
         return None
