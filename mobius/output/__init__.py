@@ -1,1 +1,1 @@
-"""What a run leaves: the model folder, reports, metrics, traces and their pictures."""
+"""Owns all that a run leaves: the model folder, reports, metrics, traces and their pictures."""

@@ -147,7 +147,7 @@ def write_model_files(folder: Path, base: BaseFiles, model_config: PretrainedCon
 
 
 def write_params_file(path: Path, folder: Path) -> None:
-    """Write all weights of `folder` to the single file `path`: a dict of name to tensor, as `torch.load` reads it.
+    """Write all weights of `folder` to the single file `path`: a dict from name to tensor, as `torch.load` reads it.
 
     A tied head, which the folder does not store, gets its name too, because `load_state_dict` asks for it; the bytes
     are in the file once. The file appears whole, synced to the disk. Each other tensor has a storage of its own, so

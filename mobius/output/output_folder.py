@@ -1,7 +1,5 @@
 """Owns when bytes become visible under their final names: a results folder and single files appear whole or not at all.
 
-Does not know what is in them: weights are `checkpoint.py`'s, the summary is `report.py`'s.
-
     prepare   save_ckpt (old, if any)          save_ckpt.partial (made, locked)
     a run     save_ckpt (old, if any)          save_ckpt.partial <- every file of the run, config.json as the last
     commit    save_ckpt -> save_ckpt.replaced  save_ckpt.partial -> save_ckpt   then save_ckpt.replaced is removed
@@ -33,7 +31,7 @@ from mobius.units import bytes_text
 logger = logging.getLogger(__name__)
 
 _RUN_FILES = {"training_args.yaml", "plan.json", "metrics.jsonl", "trace.json", "tokenizer.json"}
-"""What a torn folder of a run has, if it has no weights yet."""
+"""Files of which a torn folder of a run has at least one, if it has no weights yet."""
 
 
 def sync_to_disk(path: Path) -> None:

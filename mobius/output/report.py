@@ -21,7 +21,7 @@ class RankMemory:
 
     rank: int
     device: str
-    """As people name it: "NVIDIA L20", "cpu"."""
+    """Name as people know it: "NVIDIA L20", "cpu"."""
     peak_allocated_bytes: int | None
     """Most GPU memory in tensors at one time."""
     peak_reserved_bytes: int | None
@@ -36,9 +36,9 @@ class RunTimings:
     """Wall-clock seconds of the parts of a run."""
 
     load_seconds: float
-    """From the start of the program to the start of training."""
+    """Time from the start of the program to the start of training."""
     training_seconds: float
-    """All steps, the optimizer's work included."""
+    """Time of all steps, the optimizer's work included."""
     save_seconds: float
 
 

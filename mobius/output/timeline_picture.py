@@ -110,7 +110,7 @@ def _title(facts: TraceFacts, step: int, duration: float) -> str:
 
 
 def _bars(spans: Sequence[MeasuredSpan], facts: TraceFacts, origin: float) -> dict[TraceLane, list[_Bar]]:
-    """What one rank's lanes show; `origin` is the picture's time 0 in seconds."""
+    """Bars of one rank's lanes; `origin` is the picture's time 0 in seconds."""
     bars: dict[TraceLane, list[_Bar]] = {}
     for span in spans:
         colour = _colour(span, facts)

@@ -208,7 +208,7 @@ def _metadata(rank: int, tid: int, kind: str, **arguments: str | int) -> dict[st
 
 
 def _arguments(span: MeasuredSpan) -> dict[str, int]:
-    """What the span is about; of a message, the action that sent it."""
+    """Numbers that tell what the span is about; a message has those of the action that sent it."""
     action = take_apart(span.name.partition(" ")[0])
     values = {
         "step": span.step,

@@ -1,7 +1,4 @@
-"""Owns the schedule: one ordered list of typed actions per rank, made by small passes and checked before it runs.
-
-Does not own devices, tensors or messages; nothing here needs torch.
-"""
+"""Owns the schedule: one ordered list of typed actions per rank, made by small passes and checked before it runs."""
 
 from mobius.schedule.action import Action, ActionKind, incoming, outgoing
 from mobius.schedule.build import build_schedule

@@ -1,12 +1,10 @@
 """Owns the words of the schedule: what one rank does at one point of a step, and its five-field text form.
 
-Does not own any order of actions, nor when one of them may run.
+{action} {source_stage} {my_stage} {target_stage} {microbatch}      -1 where a field does not apply
 
-    {action} {source_stage} {my_stage} {target_stage} {microbatch}      -1 where a field does not apply
-
-    forward_first -1 0 1 0       stage 0 computes microbatch 0 and hands its activation to stage 1
-    backward_first 1 0 -1 0      stage 0 gets the activation gradient of microbatch 0 from stage 1
-    load -1 3 -1 -1              the weights of stage 3 start their way into a GPU slot
+forward_first -1 0 1 0       stage 0 computes microbatch 0 and hands its activation to stage 1
+backward_first 1 0 -1 0      stage 0 gets the activation gradient of microbatch 0 from stage 1
+load -1 3 -1 -1              the weights of stage 3 start their way into a GPU slot
 """
 
 import difflib
@@ -22,7 +20,7 @@ _INTEGER = re.compile(r"-1|0|[1-9][0-9]*")
 
 
 class ActionKind(StrEnum):
-    """What an action does; the value is its word in the text form."""
+    """Kinds of actions; the value is the word of the text form."""
 
     GENERATE_DATA = "generate_data"
     FORWARD_FIRST = "forward_first"
@@ -138,7 +136,7 @@ def outgoing(action: Action, num_stages: int) -> int | None:
 
 
 def describe_misfit(action: Action, num_stages: int) -> str | None:
-    """Why `action` cannot exist among `num_stages` stages, None where it can."""
+    """Reason why `action` cannot exist among `num_stages` stages, None where it can."""
     if not 0 <= action.stage < num_stages:
         return f"there is no stage {action.stage}, the stages are 0 to {num_stages - 1}"
     if not action.kind.is_compute:

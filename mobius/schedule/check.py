@@ -12,10 +12,10 @@ from mobius.schedule.schedule import Schedule, take_turns
 
 
 class Rule(StrEnum):
-    """What a message of `check` starts with."""
+    """Names of the rules; a message of `check` starts with one."""
 
     SHAPE = "shape"
-    """As many lists as ranks, stages a multiple of the ranks, every action possible at its stage."""
+    """There are as many lists as ranks, the stages are a multiple of the ranks, each action is possible at its stage."""
     PLACEMENT = "placement"
     """A rank acts on its own stages only."""
     DATA = "data"

@@ -1,7 +1,5 @@
 """Owns the compute order of a step: looped breadth-first over the stages of a rank.
 
-Does not own where the weights are meanwhile (residency.py).
-
     rank 0 of 2, stages 0 and 2, two microbatches:   F0.0 F0.1 F2.0 F2.1   B2.0 B2.1 B0.0 B0.1
     rank 1 of 2, stages 1 and 3:                     F1.0 F1.1   F3.0 B3.0 F3.1 B3.1   B1.0 B1.1
 
@@ -14,7 +12,7 @@ from mobius.schedule.action import Action, ActionKind, backward_kind, forward_ki
 
 
 def data_actions(rank: int, num_ranks: int, num_stages: int) -> list[Action]:
-    """`generate_data` for the ranks that need the batch: tokens for the first stage, labels for the last.
+    """Actions that make the batch, on the ranks that need it: tokens for the first stage, labels for the last.
 
     A rank that owns both makes the batch once, as stage 0.
     """
@@ -26,7 +24,7 @@ def data_actions(rank: int, num_ranks: int, num_stages: int) -> list[Action]:
 
 
 def compute_order(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """Every forward and backward of `rank` in order.
+    """All forwards and backwards of `rank` in order.
 
     Backward mirrors the stages but not the microbatches: gradients are added in the order 0, 1, ..., as a plain loop
     over the microbatches adds them, so that the sums are equal to the last bit.

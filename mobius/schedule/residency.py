@@ -1,6 +1,6 @@
 """Owns when the weights of a stage are in a GPU slot: a pass that adds loads and offloads to one rank's compute order.
 
-Does not own the slots themselves or their bytes.
+A slot is a piece of GPU memory that holds one stage's weights at a time. A resident stage keeps its weights on the GPU.
 
     rank 0 of 2, stages 0, 2 and 4, two slots, a run being all microbatches of one stage in one direction:
 
@@ -24,9 +24,9 @@ from mobius.schedule.action import Action, ActionKind
 
 
 def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[int] = ()) -> list[Action]:
-    """`order`, the compute actions of one rank, with the loads and offloads that `num_slots` slots allow.
+    """Add to `order`, the compute actions of one rank, the loads and offloads that `num_slots` slots allow.
 
-    Stages in `resident` have none. The result starts with the loads of the first streamed stages and ends with every
+    Stages in `resident` get none. The result starts with the loads of the first streamed stages and ends with every
     slot empty. Each stage is offloaded after its backward, which takes its gradients home, and the slot is then free
     for the next load.
     """
@@ -47,7 +47,7 @@ def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[
 
 
 def _run_of(action: Action) -> tuple[int, bool]:
-    """What the actions of a run have in common; the last stage, which turns round, has one run for both directions."""
+    """Key that the actions of a run share; the last stage, which turns round, has one run for both directions."""
     return action.stage, action.kind.is_backward and action.kind is not ActionKind.BACKWARD_LAST
 
 

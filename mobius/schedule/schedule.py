@@ -58,7 +58,7 @@ class Conflict:
 
 
 def take_turns(schedule: Schedule) -> tuple[list[tuple[int, Action]], Conflict | None]:
-    """All actions with their ranks, every receiver behind its sender, as far as they can be played; what stops them.
+    """The actions with their ranks, each receiver behind its sender, as far as they can be played, and what stops them.
 
     The ranks take turns; each goes on until a message is missing. The conflict is None if all reach the end.
     """

@@ -15,7 +15,7 @@ from mobius.schedule.schedule import Schedule, take_turns
 
 
 class Lane(StrEnum):
-    """What works on an action; the lanes of a rank work at the same time."""
+    """Workers of a rank, which work at the same time: each action runs on one."""
 
     COMPUTE = "compute"
     LOAD = "load"
@@ -24,7 +24,7 @@ class Lane(StrEnum):
 
 @dataclass(frozen=True)
 class Costs:
-    """Duration of the kinds of action in time slots, the same for all stages; messages and the batch take no time."""
+    """Durations of actions in time slots, equal for all stages; messages and the batch take no time."""
 
     forward: int = 1
     backward: int = 2
@@ -35,7 +35,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When one action runs, from `start` up to but not including `end`, in time slots from the step's start."""
+    """Time of one action, from `start` up to but not including `end`, in time slots from the step's start."""
 
     action: Action
     lane: Lane
@@ -51,7 +51,7 @@ _LANES = {ActionKind.LOAD: Lane.LOAD, ActionKind.OFFLOAD: Lane.OFFLOAD}
 
 @dataclass
 class _RankClock:
-    """How far the lanes of one rank have got."""
+    """State of the lanes of one rank while the timeline is made."""
 
     lane_free: dict[Lane, int] = field(default_factory=lambda: dict.fromkeys(Lane, 0))
     weights_ready: dict[int, int] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class _RankClock:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """When each action runs on the lanes of its rank; `schedule` must have passed `check`."""
+    """Timeline of `schedule`, which must have passed `check`."""
     costs = costs or Costs()
     spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
     clocks = [_RankClock() for _ in range(schedule.num_ranks)]
