@@ -1,7 +1,4 @@
-"""Owns the preparation of a dataset: read, tokenize, count, cache by content, once for all ranks of the machine.
-
-Does not own the formats (formats.py), the files (sources.py), the masks (tokenization.py) or the arrays (store.py).
-"""
+"""Owns the preparation of a dataset: read, tokenize, count, cache by content, once for all ranks of the machine."""
 
 import hashlib
 import json
@@ -20,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from mobius.data import store
-from mobius.data.formats import RecordFormat, Sample, parse_record, recognize
-from mobius.data.sources import Record, Source, open_source
+from mobius.data.formats import Sample, parse_record, recognize
+from mobius.data.sources import Source, open_source
 from mobius.data.store import Row, TokenizedDataset
 from mobius.data.tokenization import Encoded, Note, SampleEncoder, pack
 from mobius.errors import DataError
@@ -43,9 +40,9 @@ _SHOWN_CHARACTERS = 1200
 
 @dataclass(frozen=True, slots=True)
 class SampleCounts:
-    """In records: `read` = `kept` + `dropped` + `empty`; `cut` are those among the kept that lost tokens.
+    """Numbers of records: `read` = `kept` + `dropped` (no trainable token) + `empty` (no text).
 
-    `dropped` records have text but no trainable token, `empty` ones no text.
+    `cut` are those among the kept that lost tokens.
     """
 
     read: int
@@ -63,7 +60,7 @@ class SampleCounts:
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """`format_name` is the format recognized; `warnings` say what the user should know, one sentence each."""
+    """A tokenized dataset, the format recognized, and `warnings` for the user, one sentence each."""
 
     tokenized: TokenizedDataset
     counts: SampleCounts
@@ -102,16 +99,11 @@ def prepare_dataset(
             stored = store.load(folder)
             assert stored is not None
     tokenized, facts = stored
-    return PreparedData(
-        tokenized, SampleCounts(**facts["counts"]), format_name=facts["format_name"], warnings=tuple(facts["warnings"])
-    )
+    return PreparedData(tokenized, SampleCounts(**facts["counts"]), facts["format_name"], tuple(facts["warnings"]))
 
 
 def describe_sample(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase", index: int = 0) -> str:
-    """One sample as the model sees it, special tokens included, with prompt and target parts told apart.
-
-    Long parts are shown without their middle.
-    """
+    """One sample as the model sees it: special tokens, prompt and target apart, long parts without their middle."""
     input_ids, is_target = prepared.tokenized.sample(index)
     lines = [f"sample {index}: {len(input_ids)} tokens, {int(is_target[1:].sum())} of them targets"]
     position = 0
@@ -122,8 +114,7 @@ def describe_sample(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase"
         if len(text) > _SHOWN_CHARACTERS:
             half = _SHOWN_CHARACTERS // 2
             text = f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
-        label = "target" if part_is_target else "prompt"
-        lines += [f"  {label} | {line}" for line in text.split("\n")]
+        lines += [f"  {'target' if part_is_target else 'prompt'} | {line}" for line in text.split("\n")]
         position += length
     return "\n".join(lines)
 
@@ -158,7 +149,10 @@ def _tokenize(
     if first is None:
         raise DataError(f"--dataset {source.label}: the dataset is empty; it must hold at least one record")
     record_format = recognize([str(column) for column in first.fields], first.where)
-    chunks = _chunks(chain([first], records), record_format)
+    samples = (
+        (parse_record(record_format, record.fields, record.where), record.where) for record in chain([first], records)
+    )  # columns that no format knows, of any kind and depth, go no further than here
+    chunks = iter(lambda: list(islice(samples, _CHUNK_RECORDS)), [])
     total = source.num_records if max_samples is None else min(source.num_records or max_samples, max_samples)
     rows: list[Row] = []
     tally: Counter[str] = Counter()
@@ -185,18 +179,12 @@ def _tokenize(
     return rows, {"counts": asdict(counts), "format_name": record_format.name, "warnings": warnings}
 
 
-def _chunks(records: Iterator[Record], record_format: RecordFormat) -> Iterator[Chunk]:
-    """Samples with their places; columns that no format knows, of any kind and depth, go no further than here."""
-    while chunk := list(islice(records, _CHUNK_RECORDS)):
-        yield [(parse_record(record_format, record.fields, record.where), record.where) for record in chunk]
-
-
 def _encode_chunks(chunks: Iterator[Chunk], encoder: SampleEncoder, num_workers: int) -> Iterator[list[Encoded]]:
-    """In the order of the records, whatever the number of workers."""
+    """Encoded chunks in the order of the records, whatever the number of workers."""
     first_chunks = list(islice(chunks, 2))
     chunks = chain(first_chunks, chunks)
     if num_workers == 1 or len(first_chunks) < 2:  # a worker takes seconds to start
-        yield from (_encode_chunk(encoder, chunk) for chunk in chunks)
+        yield from ([encoder.encode(*sample) for sample in chunk] for chunk in chunks)
         return
     # Not fork: by now torch and the tokenizer may have threads, and a fork keeps their locks but not the threads.
     context = multiprocessing.get_context("spawn")
@@ -219,10 +207,6 @@ def _encode_chunks(chunks: Iterator[Chunk], encoder: SampleEncoder, num_workers:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _encode_chunk(encoder: SampleEncoder, chunk: Chunk) -> list[Encoded]:
-    return [encoder.encode(sample, where) for sample, where in chunk]
-
-
 # A worker process gets the tokenizer once, when it starts: sent with every chunk, it would be megabytes each time.
 _worker_state: list[SampleEncoder] = []
 
@@ -240,4 +224,4 @@ def _start_worker(_: object, encoder: SampleEncoder) -> None:
 
 def _work(chunk: Chunk) -> list[Encoded]:
     (encoder,) = _worker_state
-    return _encode_chunk(encoder, chunk)
+    return [encoder.encode(*sample) for sample in chunk]

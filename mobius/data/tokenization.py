@@ -1,7 +1,4 @@
-"""Owns the way from one sample to rows of token ids with a target mask, at most seq_length tokens each.
-
-Does not own where samples come from, nor padding. Of the tokenizer it uses what every Hugging Face tokenizer does.
-"""
+"""Owns the way from one sample to rows of token ids with a target mask, at most seq_length tokens each."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Note(StrEnum):
-    """What the user should know of how samples were tokenized; the value completes "<n> records: ..."."""
+    """Facts about the tokenizing for the user; the value completes "<n> records: ..."."""
 
     SPLIT_TURNS = (
         "each assistant turn became a sample of its own, because the tokenizer's chat template renders earlier turns "
@@ -34,9 +31,9 @@ class Note(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A record's rows (none if it has no trainable token); `is_cut` if tokens were lost to seq_length.
+    """Rows of a record (none if it has no trainable token); `is_cut` if tokens were lost to seq_length.
 
-    A document is one row of any length: cutting documents into blocks is `pack`'s.
+    A document is one row of any length, which `pack` cuts.
     """
 
     rows: tuple[Row, ...]
@@ -45,9 +42,10 @@ class Encoded:
     notes: frozenset[Note] = frozenset()
 
 
-# A prompt's text and the target's text that follows it; token ids likewise.
 Exchange = tuple[str, str]
+"""Text of a prompt, and of the target that follows it."""
 ExchangeIds = tuple[list[int], list[int]]
+"""Token ids of a prompt and of its target."""
 
 
 class SampleEncoder:
@@ -59,16 +57,14 @@ class SampleEncoder:
                 "the tokenizer has no end-of-sequence token, so a model could not learn to stop: "
                 "set `eos_token` in its tokenizer_config.json"
             )
-        self._tokenizer = tokenizer
-        self._seq_length = seq_length
-        self._eos_id = int(tokenizer.eos_token_id)
-        self._eos = str(tokenizer.eos_token)
+        self._tokenizer, self._seq_length = tokenizer, seq_length
+        self._eos_id, self._eos = int(tokenizer.eos_token_id), str(tokenizer.eos_token)
         bos_id = tokenizer.bos_token_id
         adds_bos = bos_id is not None and list(tokenizer("a").input_ids[:1]) == [bos_id]
         self._start: list[int] = [int(bos_id)] if adds_bos else []
 
     def encode(self, sample: Sample, where: str) -> Encoded:
-        """Raises DataError that names `where` if the chat template refuses the conversation or is broken."""
+        """The rows of a sample; raises DataError that names `where` if the chat template refuses it or is broken."""
         if is_empty(sample):
             return Encoded((), is_empty=True)
         match sample:
@@ -105,7 +101,7 @@ class SampleEncoder:
         return self._encode_rows(rows, [], frozenset(notes))
 
     def _plain_exchanges(self, turns: Sequence[Turn], answered: Sequence[int]) -> list[Exchange]:
-        """The text for tokenizers without a chat template."""
+        """Prompts and targets of a conversation for tokenizers without a chat template."""
         headings = {Role.SYSTEM: "", Role.USER: "### Instruction:\n", Role.TOOL: "### Tool:\n"}
         exchanges: list[Exchange] = []
         prompt = ""
@@ -120,10 +116,9 @@ class SampleEncoder:
         return exchanges
 
     def _template_exchanges(self, turns: Sequence[Turn], answered: Sequence[int], where: str) -> list[Exchange] | None:
-        """The whole conversation as one text, cut by prefix differences.
+        """The whole conversation as one text, cut where each turn adds to the rendering of those before it.
 
-        Stock templates do not mark what the assistant said, but what a turn adds to the rendering of those before it is
-        that turn. None if the template is not that regular, or ends an inner turn without the end-of-sequence token.
+        None if the template is not that regular, or ends an inner turn without the end-of-sequence token.
         """
         whole = self._render(turns[: answered[-1] + 1], where)
         position = 0
@@ -158,7 +153,7 @@ class SampleEncoder:
         return (prompt, self._until_eos(through[len(prompt) :])), False
 
     def _until_eos(self, text: str) -> str:
-        """Without the white space that templates write after the end-of-sequence token: it is never generated."""
+        """`text` without white space that templates write after the end-of-sequence token: it is never generated."""
         stripped = text.rstrip()
         return stripped if stripped.endswith(self._eos) else text
 
@@ -181,25 +176,18 @@ class SampleEncoder:
     def _tokenize_exchanges(self, exchanges: Sequence[Exchange], start: list[int]) -> list[ExchangeIds]:
         """Token ids of each prompt and target; the last target ends with the end-of-sequence token.
 
-        A mask by length needs a token boundary where the text changes sides. Usually the tokens of a prefix are a
-        prefix of the tokens; where a token would span the border, the parts are tokenized one by one, as inference
-        does it.
+        Where a token would span the border of two parts, they are tokenized one by one, as inference does it.
         """
-        text = ""
-        before: list[int] = []
+        text, before = "", list[int]()
         result: list[ExchangeIds] = []
         for prompt, target in exchanges:
             through_prompt = self._tokenize(text + prompt)
             through_target = self._tokenize(text + prompt + target)
-            is_regular = (
-                through_prompt[: len(before)] == before and through_target[: len(through_prompt)] == through_prompt
-            )
-            if not is_regular:
+            if through_prompt[: len(before)] != before or through_target[: len(through_prompt)] != through_prompt:
                 result = [(self._tokenize(prompt), self._tokenize(target)) for prompt, target in exchanges]
                 break
             result.append((through_prompt[len(before) :], through_target[len(through_prompt) :]))
-            text += prompt + target
-            before = through_target
+            text, before = text + prompt + target, through_target
         if result[-1][1][-1:] != [self._eos_id]:
             result[-1][1].append(self._eos_id)
         result[0][0][:0] = start
@@ -213,9 +201,8 @@ class SampleEncoder:
 def fit(exchanges: Sequence[ExchangeIds], seq_length: int) -> tuple[list[ExchangeIds], bool]:
     """As many leading exchanges as seq_length holds, and whether something was lost.
 
-    If not even the first fits, prompt and target share the length (`share_length`). The prompt is then cut in its
-    middle: its head holds the instruction and its end the words that call for the answer. A cut target does not end
-    with the end-of-sequence token, because the answer does not end there.
+    If not even the first fits, prompt and target share the length. The prompt is cut in its middle: its head holds the
+    instruction, its end the words that call for the answer. A cut target ends without the end-of-sequence token.
     """
     length = 0
     for index, (prompt, target) in enumerate(exchanges):
@@ -232,7 +219,7 @@ def fit(exchanges: Sequence[ExchangeIds], seq_length: int) -> tuple[list[Exchang
 
 
 def share_length(num_prompt: int, num_target: int, seq_length: int) -> tuple[int, int]:
-    """How many tokens of prompt and target to keep when both together exceed seq_length.
+    """Numbers of tokens of prompt and target to keep when both together exceed seq_length.
 
     Whichever needs at most half stays whole and the other takes the rest; if both need more, each gets half.
     """
