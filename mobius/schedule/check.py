@@ -15,7 +15,7 @@ class Rule(StrEnum):
     """Names of the rules; a message of `check` starts with one."""
 
     SHAPE = "shape"
-    """There are as many lists as ranks, the stages are a multiple of the ranks, each action is possible at its stage."""
+    """There are as many lists as ranks, the stages are a multiple of them, each action is possible at its stage."""
     PLACEMENT = "placement"
     """A rank acts on its own stages only."""
     DATA = "data"
