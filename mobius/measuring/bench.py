@@ -1,4 +1,4 @@
-"""Runs work on all ranks at once for a while and tells how long it took, the same on all of them. Collective."""
+"""Times work that all ranks do at once; what it tells is the same on all of them. Collective."""
 
 from __future__ import annotations
 
@@ -93,6 +93,11 @@ class Bench:
 
     def mean(self, value: float) -> float:
         """The mean of all ranks' values, the same to the bit on each of them."""
-        return float(self.transport.sum_over_ranks(torch.tensor([value], dtype=torch.float64))) / (
-            self.transport.num_ranks
-        )
+        summed = self.transport.sum_over_ranks(torch.tensor([value], dtype=torch.float64))
+        return float(summed) / self.transport.num_ranks
+
+    def forget(self) -> None:
+        """Give torch's cached GPU memory back and reset its peak, which a run reports as its own."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)

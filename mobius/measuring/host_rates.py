@@ -1,14 +1,14 @@
-"""Measures what copies and CPU optimizers do while all ranks work at once, and puts it into a profile. Collective.
+"""Measures how fast copies and CPU optimizers are while all ranks work at once, for a profile. Collective.
 
 Both live on the host's memory bandwidth, of which machines that look alike, or one an hour later, gave 1.5 to 2.4e9
-updated parameters per second and rank (docs/decisions.md). So a run looks at its start, for a second or two.
+updated parameters per second and rank (docs/decisions.md). So a run measures at its start, for a second or two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,24 +25,37 @@ from mobius.plan.profile import CopyRates, Profile
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
 PART_SECONDS = 0.15
 COPY_BYTES, PARAMETERS = 2**26, 2**25
-"""At a time: 128 MiB of GPU memory and 0.6 GiB of the host's are taken for a moment."""
+"""Amounts at a time: 128 MiB of GPU memory and 0.6 GiB of the host's are taken for a moment."""
 UPDATES_WITHIN_STEP = 0.87
-"""What updates reach within a step, where Python works too, of what was measured: 6.3 of 7.3e9 per second on one H200,
-1.7 of 2.0e9 for each of four."""
+"""Share of the measured updates per second that a step reaches, where Python works too: 6.3 of 7.3e9 on one H200, 1.7
+of 2.0e9 for each of four."""
 
 
 @dataclass(frozen=True)
 class HostRates:
-    """Of each rank while all do the same, in bytes or parameters per second."""
+    """Rates of each rank while all do the same, in bytes or parameters per second."""
 
     copies_each_way: float
-    """Down and up at once."""
+    """Copies down while others go up, and as much up."""
     updates: float
     updates_beside_copies: float
     copies_beside_updates: float
-    """Each way, meanwhile."""
+    """Copies each way, meanwhile."""
     update_bytes: int
     """Memory traffic per parameter."""
+
+    def profile_fields(self, num_ranks: int) -> dict[str, Any]:
+        """Fields of a profile that these rates decide by themselves, as they are within a step of that many ranks."""
+        updates = UPDATES_WITHIN_STEP * self.updates
+        # What was seen to be moved, of updates within a step: otherwise copies would cost them less than they do.
+        seen = max(2 * self.copies_each_way, updates * self.update_bytes)
+        return {
+            "cpu_adamw_together": updates,
+            "cpu_adamw_beside_copies": min(updates, UPDATES_WITHIN_STEP * self.updates_beside_copies),
+            "copies_beside_cpu_adamw": self.copies_beside_updates,
+            "cpu_adamw_bytes": self.update_bytes,
+            "host_bandwidth": num_ranks * seen,
+        }
 
 
 def measure_host_rates(
@@ -56,45 +69,15 @@ def measure_host_rates(
 ) -> HostRates:
     """Time copies both ways, updates, and updates beside such copies; gives all memory back."""
     bench = Bench(device, transport, part_seconds=PART_SECONDS)
-    memory = Copies(device, copy_bytes)
-    try:
-        each_way = copy_bytes / bench.seconds(memory.both)
-        _, rates = measure_cpu_optimizer(bench, dtype, kernel, parameters, memory, each_way=each_way)
-    finally:
-        memory.close()
-    del memory
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)  # a run reports its own
+    with Copies(device, copy_bytes) as copies:
+        each_way = copy_bytes / bench.seconds(copies.both)
+        _, rates = measure_cpu_optimizer(bench, dtype, kernel, parameters, copies, each_way=each_way)
+    bench.forget()
     return rates
 
 
-class HostFields(TypedDict):
-    """Those fields of a profile which the host's rates decide by themselves."""
-
-    cpu_adamw_together: float
-    cpu_adamw_beside_copies: float
-    copies_beside_cpu_adamw: float
-    cpu_adamw_bytes: int
-    host_bandwidth: float
-
-
-def host_fields(rates: HostRates, num_ranks: int) -> HostFields:
-    """What `rates` come to within a step of that many ranks."""
-    updates, beside_copies = (UPDATES_WITHIN_STEP * rate for rate in (rates.updates, rates.updates_beside_copies))
-    # What was seen to be moved, of updates within a step: otherwise copies would cost them less than they do.
-    seen = max(2 * rates.copies_each_way, updates * rates.update_bytes)
-    return HostFields(
-        cpu_adamw_together=updates,
-        cpu_adamw_beside_copies=min(updates, beside_copies),
-        copies_beside_cpu_adamw=rates.copies_beside_updates,
-        cpu_adamw_bytes=rates.update_bytes,
-        host_bandwidth=num_ranks * seen,
-    )
-
-
 def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
-    """`profile` with what was measured of the host in the place of what it had."""
+    """`profile` with the measured rates of the host in place of its own."""
     copies, each_way = profile.copies, rates.copies_each_way
     return replace(
         profile,
@@ -107,31 +90,36 @@ def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
             up_together=max(copies.up_together, each_way),
         ),
         cpu_adamw=max(profile.cpu_adamw, UPDATES_WITHIN_STEP * rates.updates),
-        **host_fields(rates, profile.num_ranks),
+        **rates.profile_fields(profile.num_ranks),
     )
 
 
 class Copies:
-    """Page-locked and device memory with a stream for each direction; `close` gives it back."""
+    """Page-locked and device memory with a stream for each direction, taken within the `with` statement."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
+        """`num_bytes` are copied at a time."""
         self._device, self.num_bytes = device, num_bytes
-        self._host = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)]
-        self._on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._streams: list[torch.cuda.Stream] = []
-        if device.type == "cuda":
-            self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    def __enter__(self) -> Copies:
+        self._host = [torch.zeros(self.num_bytes, dtype=torch.uint8) for _ in range(2)]
+        self._on_device = [torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        if self._device.type == "cuda":
+            self._streams = [torch.cuda.Stream(self._device) for _ in range(2)]
             # Not pin_memory: torch would keep the memory for good.
             for tensor in self._host:
                 error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
                 assert int(error) == 0, f"cudaHostRegister: {error}"
+        return self
 
-    def close(self) -> None:
-        """Wait for copies and give page-locked memory back."""
+    def __exit__(self, *error: object) -> None:
+        """Wait for copies and give the memory back."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             for tensor in self._host:
                 torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        del self._host, self._on_device
 
     def down(self) -> None:
         """Start a copy to the device."""
@@ -181,7 +169,7 @@ def measure_cpu_optimizer(
     *,
     each_way: float,
 ) -> tuple[float, HostRates]:
-    """Parameters per second of a streamed stage's update by the run's threads: of a rank alone, and of all at once.
+    """Parameters per second that the run's threads update of a streamed stage on one rank alone, and the rates of all.
 
     `each_way` is the rate of `copies` both ways by themselves; on a CPU, which has no copy engines, updates do not
     change it.

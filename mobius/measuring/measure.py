@@ -1,8 +1,7 @@
 """Measures a Profile on the real device with the real shapes: layers, loss, copies, messages, optimizers. Collective.
 
 Every number is taken on every rank at once where ranks disturb each other, and averaged, so that all ranks get the same
-profile. It decides nothing (planner/) and keeps nothing (profile_cache.py). Compiling what it times comes on top of its
-own seconds, and is not done again by the run.
+profile. Layers that are compiled for this are not compiled again by the run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from mobius.measuring.host_rates import (
     SETTINGS,
     UPDATES_WITHIN_STEP,
     Copies,
-    host_fields,
     measure_copies,
     measure_cpu_optimizer,
     update_once,
@@ -44,7 +42,7 @@ MESSAGES = 8
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """What flows: sequences and tokens of a microbatch, and how it is computed."""
+    """Sequences and tokens of a microbatch, and how it is computed."""
 
     batch: int
     seq_length: int
@@ -58,7 +56,7 @@ class MicrobatchShape:
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is copied and updated at a time; smaller for tests."""
+    """Bytes that are copied and parameters that are updated at a time; smaller for tests."""
 
     copy_bytes: int = COPY_BYTES
     cpu_parameters: int = PARAMETERS
@@ -81,23 +79,26 @@ def measure_profile(
     """
     amounts = amounts or Amounts()
     bench = Bench(device, transport)
-    layers, launch, kind_of_layer = _measure_layers(bench, parts, shape)
+    # Layers of one kind share a module; masks differ by what the family gives them beside the hidden states.
+    modules = [id(layer.module) for layer in parts.layers]
+    kinds = list(dict.fromkeys(modules))
+    layers = [_layer_seconds(bench.seconds, _LayerWork(bench, parts, shape, modules.index(kind))) for kind in kinds]
+    launch = measure_launches(bench, parts, shape)
     embedding_forward, embedding_backward, loss = _measure_ends(bench, parts, shape)
-    memory = Copies(device, amounts.copy_bytes)
-    try:
+    with Copies(device, amounts.copy_bytes) as memory:
         copies = measure_copies(bench, memory)
         updates_alone, rates = measure_cpu_optimizer(
             bench, shape.dtype, kernel, amounts.cpu_parameters, memory, each_way=copies.both_down
         )
-    finally:
-        memory.close()
+    is_cuda = device.type == "cuda"
+    gpu_memory = torch.cuda.get_device_properties(device).total_memory if is_cuda else available_host_bytes()
     profile = Profile(
         source=Source.MEASURED,
-        basis=f"{transport.num_ranks} x {_device_name(device)}",
+        basis=f"{transport.num_ranks} x {torch.cuda.get_device_name(device) if is_cuda else 'cpu'}",
         num_ranks=transport.num_ranks,
         microbatch_tokens=shape.tokens,
         layer_kinds=tuple(map(_sustained, layers)),
-        kind_of_layer=kind_of_layer,
+        kind_of_layer=tuple(map(kinds.index, modules)),
         embedding_forward=embedding_forward,
         embedding_backward=embedding_backward,
         loss=loss / SUSTAINED_SHARE,
@@ -106,40 +107,20 @@ def measure_profile(
         cpu_adamw=UPDATES_WITHIN_STEP * updates_alone,
         gpu_adamw=_measure_gpu_optimizer(bench, shape.dtype, amounts.gpu_parameters),
         gpu_bandwidth=_measure_gpu_memory(bench, amounts.copy_bytes),
-        gpu_memory=int(bench.mean(_memory_bytes(device))),  # of a CPU it changes from one look to the next
+        gpu_memory=int(bench.mean(gpu_memory)),  # a host's changes from one look to the next
         step_overhead=STEP_OVERHEAD + 2 * bench.seconds(transport.barrier),
         launch=launch,
         action_launch=action_launch(launch),
-        **host_fields(rates, transport.num_ranks),
+        **rates.profile_fields(transport.num_ranks),
     )
-    del memory
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)  # a run reports its own
+    bench.forget()
     return profile
 
 
-def _measure_layers(
-    bench: Bench, parts: ModelParts, shape: MicrobatchShape
-) -> tuple[tuple[LayerSeconds, ...], LayerSeconds, tuple[int, ...]]:
-    """Every kind of layer, forward, backward with recompute, and forward and backward with the graph kept.
-
-    Tells the device's seconds of each kind, the host's of the first, and every layer's kind.
-    """
-    # Layers of one kind share a module; masks differ by what the family gives them beside the hidden states.
-    kinds: dict[int, int] = {}
-    for index, layer in enumerate(parts.layers):
-        kinds.setdefault(id(layer.module), index)
-    seconds = tuple(_layer_seconds(bench.seconds, _LayerWork(bench, parts, shape, index)) for index in kinds.values())
-    order = list(kinds)
-    kind_of_layer = tuple(order.index(id(layer.module)) for layer in parts.layers)
-    return seconds, measure_launches(bench, parts, shape), kind_of_layer
-
-
 def measure_launches(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> LayerSeconds:
-    """What the host takes to enqueue the first layer, while the other ranks do the same; 0 on a CPU. Collective.
+    """The host's seconds to enqueue the first layer, while the other ranks do the same; 0 on a CPU. Collective.
 
-    Where layers are compiled, that is done before, or on top of it.
+    Compiling the layer comes on top, where that is not done yet.
     """
     work = _LayerWork(bench, parts, shape, 0)
     for each in (work.forward, work.recomputed, work.kept):  # the first call of each makes its kernels
@@ -148,18 +129,18 @@ def measure_launches(bench: Bench, parts: ModelParts, shape: MicrobatchShape) ->
 
 
 def _sustained(alone: LayerSeconds) -> LayerSeconds:
-    """What a layer takes within a step, where the GPU works all the time."""
+    """A layer's seconds within a step, where the GPU works all the time."""
     return LayerSeconds(*(seconds / SUSTAINED_SHARE for seconds in astuple(alone)))
 
 
 def _layer_seconds(seconds: Callable[[Callable[[], None]], float], work: _LayerWork) -> LayerSeconds:
-    """What is kept is measured as a pair; a forward that keeps its graph counts as one that does not."""
+    """Forward, backward and backward with recompute; a forward that keeps its graph counts as one that does not."""
     forward = seconds(work.forward)
     return LayerSeconds(forward, max(seconds(work.kept) - forward, 0.0), seconds(work.recomputed))
 
 
 class _LayerWork:
-    """What a stage of one layer does with a microbatch, on random weights."""
+    """The work of a stage of one layer on a microbatch, with random weights."""
 
     def __init__(self, bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int) -> None:
         device, span = bench.device, StageSpan(0, index, index + 1, is_first=False, is_last=False)
@@ -242,13 +223,3 @@ def _measure_gpu_memory(bench: Bench, num_bytes: int) -> float:
     """Bytes per second read and written by a copy within the device."""
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=bench.device) for _ in range(2))
     return 2 * num_bytes / bench.seconds(lambda: target.copy_(source))
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return available_host_bytes()

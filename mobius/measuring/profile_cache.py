@@ -1,13 +1,13 @@
-"""Keeps measured profiles between runs, keyed by all that they depend on; what is unreadable is measured again."""
+"""Keeps measured profiles between runs, by all that they depend on."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -56,10 +56,10 @@ def profile_path(folder: Path, key: Mapping[str, object]) -> Path:
 
 
 def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transport) -> tuple[Profile, bool]:
-    """The profile in `path`, or what `measure` finds, which is then kept there, and whether it is new; collective.
+    """The profile in `path`, or the one that `measure` gives and is kept there, and whether it is new; collective.
 
-    All ranks read or all measure. A file that is no profile is told of and replaced; one that cannot be written costs
-    a line.
+    All ranks read or all measure. A file that is no profile is logged and replaced; one that cannot be written is
+    logged only.
     """
     known = _read(path)
     num_known = float(transport.sum_over_ranks(torch.tensor([float(known is not None)], dtype=torch.float64)))
@@ -82,16 +82,12 @@ def _read(path: Path) -> Profile | None:
 
 
 def _write(path: Path, profile: Profile) -> None:
-    """Under a name of its own first: another run may be reading."""
-    temporary: Path | None = None
+    temporary = path.with_suffix(f".{os.getpid()}.partial")  # first: another run may be reading
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-        temporary = Path(name)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(profile.to_json())
+        temporary.write_text(profile.to_json(), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         logger.warning("the profile cannot be kept in %s, the next run measures again: %s", path, error.strerror)
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
