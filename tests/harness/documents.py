@@ -19,8 +19,6 @@ from pathlib import Path
 
 from mobius.config.cli import parse_args, read_command_line
 from mobius.errors import ConfigError
-from mobius.memory.spans import MeasuredSpan, TraceLane
-from mobius.output.trace import Trace, TraceFacts, write_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -117,11 +115,15 @@ def _indented(lines: Sequence[str]) -> Iterator[str]:
 
 def make_scratch(place: Path) -> None:
     """Copy the project to `place` as a user has it, with this environment, and with the trace of a run."""
+    from mobius.memory.spans import Lane  # here, because who only reads documents needs no torch
+from mobius.schedule.lanes import LaneSpan
+    from mobius.output.trace import Trace, TraceFacts, write_trace
+
     left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "tests")
     shutil.copytree(ROOT, place, ignore=left_out)
     shutil.rmtree(place / "output", ignore_errors=True)
     (place / ".venv").symlink_to(ROOT / ".venv")
-    steps = tuple(MeasuredSpan(TraceLane.STEP, f"step {step}", step, step / 10, step / 10 + 0.1) for step in (3, 4, 5))
+    steps = tuple(LaneSpan(Lane.STEP, f"step {step}", step, step / 10, step / 10 + 0.1) for step in (3, 4, 5))
     (place / "save_ckpt").mkdir()
     write_trace(place / "save_ckpt" / "trace.json", Trace(TraceFacts(1, 1, 1, 1, "cpu"), (steps,)))
 
