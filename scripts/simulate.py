@@ -24,8 +24,8 @@ from mobius.log import drop, printable
 from mobius.plan.cards import CARDS, HOST_BANDWIDTH, PCIE_BYTES, Host, find_card
 from mobius.plan.model_files import LLAMA_SHAPES, shape_of_model
 from mobius.plan.profile import Profile, ProfileError
-from mobius.plan.step_tasks import WaitFor
 from mobius.plan.what_if import Answer, Machine, Run, answer
+from mobius.schedule.lanes import WaitCause
 from mobius.units import GIB
 
 HEADER = (
@@ -128,9 +128,7 @@ def row_of(model: str, found: Answer) -> list[str]:
     numbers = [number for number in fitting.slots if number > 0]
     fewest, most = min(numbers, default="-"), max(numbers, default="-")
     slots = str(most) if fewest == most else f"{fewest}-{most}"
-    waits = [
-        f"{prediction.worst_wait(cause):.3f}" for cause in (WaitFor.WEIGHTS, WaitFor.OPTIMIZER, WaitFor.NEIGHBOURS)
-    ]
+    waits = [f"{prediction.worst_wait(cause):.3f}" for cause in WaitCause]
     return [
         *begin_row(model, found.machine, found.run),
         str(candidate.num_stages),

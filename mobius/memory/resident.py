@@ -21,9 +21,10 @@ from torch import Tensor
 from mobius.errors import ScheduleError
 from mobius.memory.gradient_sum import GradientSum, cast_gradients, squared_norm
 from mobius.memory.layout import StageLayout
-from mobius.memory.spans import NO_SPANS, Spans, TraceLane
+from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, Update
 from mobius.memory.stage_state import StageState
+from mobius.schedule.lanes import Lane
 
 ROUNDED_ELEMENTS = 2**24
 """Gradients rounded at a time: bounds what it takes beside them to 32 MiB."""
@@ -123,7 +124,7 @@ class ResidentStage:
         self._run(update, None)
 
     def _run(self, update: Update, found_inf: Tensor | None) -> None:
-        with self._spans.device_span(TraceLane.OPTIMIZER, f"U{self._stage}"):
+        with self._spans.device_span(Lane.OPTIMIZER, f"U{self._stage}"):
             update(pieces=self.state.layout.ranges, found_inf=found_inf)
 
     @property

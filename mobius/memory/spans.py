@@ -1,7 +1,6 @@
 """When the work of one rank really ran: named spans on lanes, of the device and of the host, for a few steps.
 
-It never synchronizes while a step runs: spans of the device lie between two events, which are read after the run. It
-does not know what the work is, nor how spans are written or drawn.
+Nothing synchronizes while a step runs: spans of the device lie between two events, which are read after the run.
 
     perf_counter     base ........................ start ====== end       one clock for all processes of a node
                       |                              |           |
@@ -15,39 +14,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Protocol
 
 import torch
 
 from mobius.memory.streams import timed_mark
-
-
-class TraceLane(StrEnum):
-    """What works on a span; the lanes of a rank work at the same time."""
-
-    STEP = "step"
-    COMPUTE = "compute"
-    WAIT = "wait"
-    LOAD = "load"
-    OFFLOAD = "offload"
-    SEND = "send"
-    RECEIVE = "receive"
-    OPTIMIZER = "optimizer"
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredSpan:
-    """One thing that ran; times are seconds of `time.perf_counter`."""
-
-    lane: TraceLane
-    name: str
-    step: int
-    """The step in which it began, counted from 1."""
-    start: float
-    end: float
-    peer: int | None = None
-    """The other rank of a message."""
+from mobius.schedule.lanes import Lane, LaneSpan
 
 
 class Waitable(Protocol):
@@ -60,13 +32,13 @@ class Waitable(Protocol):
 class Spans(Protocol):
     """Where parts of a rank tell what they do; all methods may be called by any thread."""
 
-    def device_span(self, lane: TraceLane, name: str) -> AbstractContextManager[object]:
+    def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
         """Record the time that the work enqueued within takes on the current stream (on a CPU: the host's time)."""
 
-    def host_span(self, lane: TraceLane, name: str) -> AbstractContextManager[object]:
+    def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
         """Record the host's own time within."""
 
-    def message(self, lane: TraceLane, peer: int, work: Waitable) -> None:
+    def message(self, lane: Lane, peer: int, work: Waitable) -> None:
         """Record a message from now, on the current stream, until it is through; call it right after enqueuing it.
 
         On a CPU it is recorded as a moment, for nobody is told there when a message is through.
@@ -78,13 +50,13 @@ class _NoSpans:
 
     _nothing: AbstractContextManager[object] = nullcontext()
 
-    def device_span(self, lane: TraceLane, name: str) -> AbstractContextManager[object]:
+    def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
         return self._nothing
 
-    def host_span(self, lane: TraceLane, name: str) -> AbstractContextManager[object]:
+    def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
         return self._nothing
 
-    def message(self, lane: TraceLane, peer: int, work: Waitable) -> None:
+    def message(self, lane: Lane, peer: int, work: Waitable) -> None:
         return
 
 
@@ -96,7 +68,7 @@ _Mark = float | torch.cuda.Event
 class _Recorded:
     """A span whose ends may be events that the device has not reached."""
 
-    lane: TraceLane
+    lane: Lane
     name: str
     step: int
     start: _Mark
@@ -116,7 +88,7 @@ class SpanRecorder:
         # Appending to a list is one operation for all threads.
         self._recorded: list[_Recorded] = []
         self._base: tuple[float, torch.cuda.Event] | None = None
-        self._edges: dict[tuple[TraceLane, int], torch.cuda.Stream] = {}
+        self._edges: dict[tuple[Lane, int], torch.cuda.Stream] = {}
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -132,17 +104,17 @@ class SpanRecorder:
             self._base = self._take_base()
         self._step, start = number, time.perf_counter()
         yield
-        self._recorded.append(_Recorded(TraceLane.STEP, f"step {number}", number, start, time.perf_counter()))
+        self._recorded.append(_Recorded(Lane.STEP, f"step {number}", number, start, time.perf_counter()))
 
-    def device_span(self, lane: TraceLane, name: str) -> AbstractContextManager[object]:
+    def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
         step = self._step
         return nullcontext() if step is None else self._device_span(lane, name, step)
 
-    def host_span(self, lane: TraceLane, name: str) -> AbstractContextManager[object]:
+    def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
         step = self._step
         return nullcontext() if step is None else self._host_span(lane, name, step)
 
-    def message(self, lane: TraceLane, peer: int, work: Waitable) -> None:
+    def message(self, lane: Lane, peer: int, work: Waitable) -> None:
         if self._step is None:
             return
         start = self._mark()
@@ -156,31 +128,31 @@ class SpanRecorder:
                 end = self._mark()
         else:
             end = start
-        name = f"{self._current} to {peer}".lstrip() if lane is TraceLane.SEND else f"from {peer}"
+        name = f"{self._current} to {peer}".lstrip() if lane is Lane.SEND else f"from {peer}"
         self._recorded.append(_Recorded(lane, name, self._step, start, end, peer))
 
-    def collect(self) -> list[MeasuredSpan]:
+    def collect(self) -> list[LaneSpan]:
         """All spans so far, in order of their start; synchronizes. Compute is told without the waits within it."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)  # sync: once, after the last step
         measured = [
-            MeasuredSpan(r.lane, r.name, r.step, self._seconds(r.start), self._seconds(r.end), r.peer)
+            LaneSpan(r.lane, r.name, r.step, self._seconds(r.start), self._seconds(r.end), r.peer)
             for r in self._recorded
         ]
         return sorted(compute_without_waits(messages_in_turn(measured)), key=lambda span: (span.start, -span.end))
 
     @contextmanager
-    def _device_span(self, lane: TraceLane, name: str, step: int) -> Iterator[None]:
+    def _device_span(self, lane: Lane, name: str, step: int) -> Iterator[None]:
         start = self._mark()
-        if lane is TraceLane.COMPUTE:
+        if lane is Lane.COMPUTE:
             self._current = name
         yield
-        if lane is TraceLane.COMPUTE:
+        if lane is Lane.COMPUTE:
             self._current = ""
         self._recorded.append(_Recorded(lane, name, step, start, self._mark()))
 
     @contextmanager
-    def _host_span(self, lane: TraceLane, name: str, step: int) -> Iterator[None]:
+    def _host_span(self, lane: Lane, name: str, step: int) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self._recorded.append(_Recorded(lane, name, step, start, time.perf_counter()))
@@ -207,12 +179,12 @@ class SpanRecorder:
         return seconds + milliseconds / 1000
 
 
-def messages_in_turn(spans: list[MeasuredSpan]) -> list[MeasuredSpan]:
+def messages_in_turn(spans: list[LaneSpan]) -> list[LaneSpan]:
     """Messages of one edge one after the other, as they travel: the next begins when the one before is through."""
-    turned: list[MeasuredSpan] = []
-    ends: dict[tuple[TraceLane, int | None], float] = {}
+    turned: list[LaneSpan] = []
+    ends: dict[tuple[Lane, int | None], float] = {}
     for span in spans:
-        if span.lane in (TraceLane.SEND, TraceLane.RECEIVE):
+        if span.lane in (Lane.SEND, Lane.RECEIVE):
             edge = (span.lane, span.peer)
             start = max(span.start, ends.get(edge, span.start))
             ends[edge] = max(span.end, start)
@@ -222,12 +194,12 @@ def messages_in_turn(spans: list[MeasuredSpan]) -> list[MeasuredSpan]:
     return turned
 
 
-def compute_without_waits(spans: list[MeasuredSpan]) -> list[MeasuredSpan]:
+def compute_without_waits(spans: list[LaneSpan]) -> list[LaneSpan]:
     """Compute begins when the last wait within it is over: an action's waits come before its work."""
-    waits = sorted((span.start, span.end) for span in spans if span.lane is TraceLane.WAIT)
+    waits = sorted((span.start, span.end) for span in spans if span.lane is Lane.WAIT)
     trimmed = []
     for span in spans:
-        if span.lane is TraceLane.COMPUTE:
+        if span.lane is Lane.COMPUTE:
             within = waits[bisect_left(waits, (span.start,)) : bisect_right(waits, (span.end,))]
             span = replace(span, start=max([span.start, *(end for _, end in within if end <= span.end)]))
         trimmed.append(span)

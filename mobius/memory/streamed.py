@@ -32,10 +32,11 @@ from mobius.errors import ScheduleError
 from mobius.limits import PIECE_ELEMENTS
 from mobius.memory.gradient_sum import GradientSum, cast_gradients
 from mobius.memory.layout import FlatRange
-from mobius.memory.spans import NO_SPANS, Spans, TraceLane
+from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, Update
 from mobius.memory.stage_state import StageState
 from mobius.memory.streams import Event, Stream, new_stream, record_current
+from mobius.schedule.lanes import Lane
 
 
 class Updates(Protocol):
@@ -150,7 +151,7 @@ class StreamedStage:
         with slot.filling.run():
             if slot.free is not None:
                 slot.free.wait()
-            with self._spans.device_span(TraceLane.LOAD, f"L{self._stage}"):
+            with self._spans.device_span(Lane.LOAD, f"L{self._stage}"):
                 slot.buffer[: self.state.layout.num_elements].copy_(self.state.weights, non_blocking=True)
             slot.ready = slot.filling.record()
 
@@ -194,7 +195,7 @@ class StreamedStage:
         source = self._sum.flat(layout) if self._leaves_in_fp32 else slot.buffer[: layout.num_trained]
         with to_host.run():
             done.wait()
-            with self._spans.device_span(TraceLane.OFFLOAD, f"O{self._stage}"):
+            with self._spans.device_span(Lane.OFFLOAD, f"O{self._stage}"):
                 self._host_square.copy_(square, non_blocking=True)
                 self.state.gradients.copy_(source, non_blocking=True)
             arrival = to_host.record()
@@ -229,7 +230,7 @@ class StreamedStage:
             square = departure.wait()
             if looks_at_norm and not math.isfinite(square):
                 return
-            with self._spans.host_span(TraceLane.OPTIMIZER, f"U{self._stage}"):
+            with self._spans.host_span(Lane.OPTIMIZER, f"U{self._stage}"):
                 update(pieces=part)
 
         pieces = [partial(run, part) for part in self.state.layout.pieces(PIECE_ELEMENTS)]

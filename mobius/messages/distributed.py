@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mobius.errors import TransportError, first_line
-from mobius.memory.spans import NO_SPANS, Spans, TraceLane
+from mobius.memory.spans import NO_SPANS, Spans
 from mobius.messages.mailboxes import Mailboxes
 from mobius.messages.meeting import MOST_BYTES, Meeting, Told, not_told, told_text, told_value
 from mobius.messages.transport import ring_edges
+from mobius.schedule.lanes import Lane
 
 TIMEOUT = timedelta(minutes=10)
 SCALARS_TIMEOUT = timedelta(hours=12)
@@ -110,7 +111,7 @@ class DistributedTransport:
             work = self._mailboxes.post_receive(buffer, source)
         else:
             work = self._start(dist.irecv, buffer, source, self._edges[source, self.rank])
-        self._spans.message(TraceLane.RECEIVE, source, work)
+        self._spans.message(Lane.RECEIVE, source, work)
         self._posted[source].append((buffer, work))
 
     def receive(self, source: int) -> Tensor:
@@ -126,7 +127,7 @@ class DistributedTransport:
             work = self._mailboxes.send(tensor, target)
         else:
             work = self._start(dist.isend, tensor, target, self._edges[self.rank, target])
-        self._spans.message(TraceLane.SEND, target, work)
+        self._spans.message(Lane.SEND, target, work)
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()[1].wait()
         # The host is ahead of the GPU and sees none completed. There it does not wait here: compute does, for a message

@@ -26,7 +26,8 @@ from mobius.optim.adamw import FlatAdamW
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.tied import TiedPair
 from mobius.runtime.executor import StepSums
-from mobius.runtime.waits import WaitCause, WaitClock
+from mobius.runtime.waits import WaitClock
+from mobius.schedule.lanes import WaitCause
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What all ranks agree on after a step."""
+    """Result of a step, on which all ranks agree."""
 
     loss: float
     grad_norm: float

@@ -38,7 +38,7 @@ class StepMetrics:
     peak_host_memory_gib: float
     """All ranks together, since the start."""
     wait_seconds: Mapping[str, float]
-    """Seconds by cause (`runtime.waits.WaitCause`) that the worst rank's computation stood still in this step."""
+    """Seconds by cause (`WaitCause`) that the worst rank's computation stood still in this step."""
     skipped_steps: int
     """Steps so far whose update was left out because a gradient was not finite."""
     loss_scale: float | None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mobius.errors import ConfigError
+from mobius.schedule.lanes import Lane
 from mobius.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 Colour = tuple[float, float, float]
 
 IDLE_COLOUR = (0.95, 0.95, 0.95)
-LANES: Mapping[str, tuple[Colour, str]] = {
-    "load": ((0.95, 0.65, 0.22), "L s  load weights"),
-    "offload": ((0.54, 0.37, 0.75), "O s  offload: gradients go home"),
-    "optimizer": ((0.76, 0.30, 0.30), "U s  update of stage s"),
-    "send": ((0.45, 0.45, 0.45), "message on its way"),
+LANES: Mapping[Lane, tuple[Colour, str]] = {
+    Lane.LOAD: ((0.95, 0.65, 0.22), "L s  load weights"),
+    Lane.OFFLOAD: ((0.54, 0.37, 0.75), "O s  offload: gradients go home"),
+    Lane.OPTIMIZER: ((0.76, 0.30, 0.30), "U s  update of stage s"),
+    Lane.SEND: ((0.45, 0.45, 0.45), "message on its way"),
 }
-"""Colour and words of every lane beneath the computation, by the values of Lane and TraceLane."""
+"""Colour and words of every lane beneath the computation."""
 
 _PICTURE_SUFFIXES = (".png", ".svg")
 _LIGHTEST, _DARKEST = 0.35, 0.75
@@ -90,7 +91,7 @@ def draw_frame(
 
 
 def draw_legend(
-    figure: Figure, step: Schedule | TraceFacts, lanes: Iterable[str], more: Sequence[Artist], *, num_rows: int
+    figure: Figure, step: Schedule | TraceFacts, lanes: Iterable[Lane], more: Sequence[Artist], *, num_rows: int
 ) -> None:
     """Explain forward and backward, the `lanes` that are shown, and then `more`, below the picture."""
     from matplotlib.patches import Patch

@@ -11,7 +11,7 @@ from mobius.errors import CheckpointError
 from mobius.output.metrics import StepMetrics
 from mobius.output.output_folder import replaced_whole
 from mobius.plan.forecast import Forecast, steady_seconds
-from mobius.runtime.waits import WaitCause
+from mobius.schedule.lanes import WaitCause
 from mobius.units import gib_cell
 
 

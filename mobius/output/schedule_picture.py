@@ -18,8 +18,9 @@ from mobius.output.picture_style import (
     text_colour,
 )
 from mobius.schedule.action import ActionKind
+from mobius.schedule.lanes import Lane
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.simulate import Lane, Span, simulate
+from mobius.schedule.simulate import Span, simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

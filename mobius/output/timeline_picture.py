@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from mobius.memory.spans import MeasuredSpan, TraceLane
 from mobius.output.picture_style import (
     IDLE_COLOUR,
     LANES,
@@ -24,7 +23,7 @@ from mobius.output.picture_style import (
     text_colour,
 )
 from mobius.output.trace import Trace, TraceFacts, take_apart
-from mobius.runtime.waits import WaitCause
+from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,8 +64,8 @@ def draw_timeline(trace: Trace, path: Path, *, step: int | None = None) -> None:
 
     start, end = trace.window(step)
     bands = [_bars(trace.within(rank, step), trace.facts, start) for rank in range(trace.facts.num_ranks)]
-    lanes = [lane for lane in map(TraceLane, LANES) if any(lane in band for band in bands)]
-    places, pitch = _places([TraceLane.COMPUTE, *lanes])
+    lanes = [lane for lane in LANES if any(lane in band for band in bands)]
+    places, pitch = _places([Lane.COMPUTE, *lanes])
     duration = 1000 * (end - start)
     width = _width(bands, duration)
     height = 1.4 + _INCHES_PER_UNIT * pitch * len(bands)
@@ -74,13 +73,13 @@ def draw_timeline(trace: Trace, path: Path, *, step: int | None = None) -> None:
     axes = figure.add_axes((1.0 / width, 0.90 / height, 1 - 1.2 / width, 1 - 1.35 / height))
     points_per_ms = 72 * (width - 1.2) / duration
     for rank, band in enumerate(bands):
-        axes.barh(rank * pitch + places[TraceLane.COMPUTE][0], duration, _COMPUTE_HEIGHT, align="edge",
+        axes.barh(rank * pitch + places[Lane.COMPUTE][0], duration, _COMPUTE_HEIGHT, align="edge",
                   color=IDLE_COLOUR)  # fmt: skip
-        for lane in (TraceLane.WAIT, TraceLane.COMPUTE, *lanes):
+        for lane in (Lane.WAIT, Lane.COMPUTE, *lanes):
             place, thickness = places[lane]
             _draw_lane(axes, band.get(lane, []), rank * pitch + place, thickness, points_per_ms, lane)
     name = "rank" if trace.facts.device == "cpu" else "GPU"
-    shares = [100 * sum(bar.length for bar in band.get(TraceLane.COMPUTE, [])) / duration for band in bands]
+    shares = [100 * sum(bar.length for bar in band.get(Lane.COMPUTE, [])) / duration for band in bands]
     middles = [rank * pitch + _GAP + _COMPUTE_HEIGHT / 2 for rank in range(len(bands))]
     draw_frame(
         axes,
@@ -91,7 +90,7 @@ def draw_timeline(trace: Trace, path: Path, *, step: int | None = None) -> None:
         x_label="time in ms",
         size=9,
     )
-    waits = [bar for band in bands for bar in band.get(TraceLane.WAIT, [])]
+    waits = [bar for band in bands for bar in band.get(Lane.WAIT, [])]
     told = [
         Patch(color=colour, label=f"waits for {cause}")
         for cause, colour in _WAIT_COLOURS.items()
@@ -109,9 +108,9 @@ def _title(facts: TraceFacts, step: int, duration: float) -> str:
     return f"Step {step} {how} ({facts.device}), {duration:,.0f} ms: {sizes}"
 
 
-def _bars(spans: Sequence[MeasuredSpan], facts: TraceFacts, origin: float) -> dict[TraceLane, list[_Bar]]:
+def _bars(spans: Sequence[LaneSpan], facts: TraceFacts, origin: float) -> dict[Lane, list[_Bar]]:
     """Bars of one rank's lanes; `origin` is the picture's time 0 in seconds."""
-    bars: dict[TraceLane, list[_Bar]] = {}
+    bars: dict[Lane, list[_Bar]] = {}
     for span in spans:
         colour = _colour(span, facts)
         if colour is not None:
@@ -121,11 +120,11 @@ def _bars(spans: Sequence[MeasuredSpan], facts: TraceFacts, origin: float) -> di
     return bars
 
 
-def _colour(span: MeasuredSpan, facts: TraceFacts) -> Colour | None:
+def _colour(span: LaneSpan, facts: TraceFacts) -> Colour | None:
     """None for what is not drawn: steps, receives (the same as the neighbour's sends), the batch."""
-    if span.lane is TraceLane.WAIT:
+    if span.lane is Lane.WAIT:
         return _WAIT_COLOURS.get(span.name)
-    if span.lane is not TraceLane.COMPUTE:
+    if span.lane is not Lane.COMPUTE:
         return LANES[span.lane][0] if span.lane in LANES else None
     action = take_apart(span.name)
     if action is None or action.letter not in "FB":
@@ -133,30 +132,28 @@ def _colour(span: MeasuredSpan, facts: TraceFacts) -> Colour | None:
     return stage_colour(facts, action.stage, is_backward=action.letter == "B")
 
 
-def _places(lanes: Sequence[TraceLane]) -> tuple[dict[TraceLane, tuple[float, float]], float]:
+def _places(lanes: Sequence[Lane]) -> tuple[dict[Lane, tuple[float, float]], float]:
     """Top and height of each lane in a rank's band, and the height of a band."""
     places, top = {}, _GAP
     for lane in lanes:
-        thickness = {TraceLane.COMPUTE: _COMPUTE_HEIGHT, TraceLane.SEND: _SEND_HEIGHT}.get(lane, _LANE_HEIGHT)
+        thickness = {Lane.COMPUTE: _COMPUTE_HEIGHT, Lane.SEND: _SEND_HEIGHT}.get(lane, _LANE_HEIGHT)
         places[lane] = (top, thickness)
         top += thickness + _GAP
-    places[TraceLane.WAIT] = places[TraceLane.COMPUTE]
+    places[Lane.WAIT] = places[Lane.COMPUTE]
     return places, top + _BAND_GAP
 
 
-def _width(bands: Sequence[dict[TraceLane, list[_Bar]]], duration: float) -> float:
+def _width(bands: Sequence[dict[Lane, list[_Bar]]], duration: float) -> float:
     """Inches at which half of the compute bars are wide enough for their text."""
-    lengths = [bar.length for band in bands for bar in band.get(TraceLane.COMPUTE, [])]
+    lengths = [bar.length for band in bands for bar in band.get(Lane.COMPUTE, [])]
     return min(max(1.2 + 0.34 * duration / median(lengths), 12.0), 24.0) if lengths else 12.0
 
 
-def _draw_lane(
-    axes: Axes, bars: list[_Bar], top: float, thickness: float, points_per_ms: float, lane: TraceLane
-) -> None:
-    largest = 8.5 if lane is TraceLane.COMPUTE else 7.0
+def _draw_lane(axes: Axes, bars: list[_Bar], top: float, thickness: float, points_per_ms: float, lane: Lane) -> None:
+    largest = 8.5 if lane is Lane.COMPUTE else 7.0
     for bar in bars:
         # White between neighbours, but not instead of them where they are thin.
-        edge = 0.0 if lane is TraceLane.WAIT else min(0.6, 0.1 * bar.length * points_per_ms)
+        edge = 0.0 if lane is Lane.WAIT else min(0.6, 0.1 * bar.length * points_per_ms)
         axes.barh(
             top, bar.length, thickness, bar.start, align="edge", color=bar.colour, edgecolor="white", linewidth=edge
         )

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mobius.errors import ConfigError
-from mobius.memory.spans import MeasuredSpan, TraceLane
 from mobius.plan.simulation import Prediction
+from mobius.schedule.lanes import Lane, LaneSpan
 from mobius.schedule.schedule import Schedule
 
 _NAME = re.compile(r"(?P<letter>[DFBLOU])(?P<stage>\d+)(?:\.(?P<microbatch>\d+))?")
@@ -42,12 +42,12 @@ class Trace:
     """The spans of every rank, on one clock."""
 
     facts: TraceFacts
-    spans: tuple[tuple[MeasuredSpan, ...], ...]
+    spans: tuple[tuple[LaneSpan, ...], ...]
 
     @property
     def steps(self) -> list[int]:
         """The steps that were recorded, ascending."""
-        return sorted({span.step for spans in self.spans for span in spans if span.lane is TraceLane.STEP})
+        return sorted({span.step for spans in self.spans for span in spans if span.lane is Lane.STEP})
 
     def choose_step(self, step: int | None) -> int:
         """`step`, or without one the second: the first may warm up, and the last of a run has no step behind it.
@@ -61,10 +61,10 @@ class Trace:
 
     def window(self, step: int) -> tuple[float, float]:
         """Start and end of `step` in seconds, of the first rank that starts and the last that ends."""
-        found = [span for spans in self.spans for span in spans if span.lane is TraceLane.STEP and span.step == step]
+        found = [span for spans in self.spans for span in spans if span.lane is Lane.STEP and span.step == step]
         return min(span.start for span in found), max(span.end for span in found)
 
-    def within(self, rank: int, step: int) -> list[MeasuredSpan]:
+    def within(self, rank: int, step: int) -> list[LaneSpan]:
         """The spans of `rank` that were under way during `step`, cut at its borders."""
         start, end = self.window(step)
         cut = [replace(span, start=max(span.start, start), end=min(span.end, end)) for span in self.spans[rank]]
@@ -76,7 +76,7 @@ class Trace:
         for rank in range(self.facts.num_ranks):
             row: dict[str, float] = {}
             for span in sorted(self.within(rank, step), key=_lane_key):
-                name = f"wait: {span.name}" if span.lane is TraceLane.WAIT else span.lane.value
+                name = f"wait: {span.name}" if span.lane is Lane.WAIT else span.lane.value
                 row[name] = row.get(name, 0.0) + span.end - span.start
             rows.append(row)
         return rows
@@ -103,17 +103,16 @@ def predicted_trace(prediction: Prediction, schedule: Schedule, *, device: str) 
     """The simulated steps as a trace whose time 0 is their start; `device` is the card's name."""
     sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches, schedule.num_slots)
     steps = [
-        MeasuredSpan(TraceLane.STEP, f"step {number}", number, start, end)
+        LaneSpan(Lane.STEP, f"step {number}", number, start, end)
         for number, (start, end) in enumerate(pairwise((0.0, *prediction.step_ends)), start=1)
     ]
     spans = []
     for rank_spans in prediction.spans:
-        own = [MeasuredSpan(TraceLane(s.lane.value), s.name, s.step, s.start, s.end, s.peer) for s in rank_spans]
-        spans.append(tuple(sorted([*steps, *own], key=lambda span: (span.start, -span.end))))
+        spans.append(tuple(sorted([*steps, *rank_spans], key=lambda span: (span.start, -span.end))))
     return Trace(TraceFacts(*sizes, device, is_predicted=True), tuple(spans))
 
 
-def write_part(folder: Path, rank: int, spans: Sequence[MeasuredSpan]) -> None:
+def write_part(folder: Path, rank: int, spans: Sequence[LaneSpan]) -> None:
     """Leave one rank's spans in `folder` for `merge_parts`."""
     _part(folder, rank).write_text(json.dumps([asdict(span) for span in spans]), encoding="utf-8")
 
@@ -140,7 +139,7 @@ def read_trace(path: Path) -> Trace:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         facts = TraceFacts(**document["otherData"])
-        spans: list[list[MeasuredSpan]] = [[] for _ in range(facts.num_ranks)]
+        spans: list[list[LaneSpan]] = [[] for _ in range(facts.num_ranks)]
         for event in document["traceEvents"]:
             if event["ph"] != "X":
                 continue
@@ -166,11 +165,11 @@ def _part(folder: Path, rank: int) -> Path:
     return folder / f"trace.rank{rank}.json"
 
 
-def _span(*, lane: str, **fields: Any) -> MeasuredSpan:
-    return MeasuredSpan(lane=TraceLane(lane), **fields)
+def _span(*, lane: str, **fields: Any) -> LaneSpan:
+    return LaneSpan(lane=Lane(lane), **fields)
 
 
-def _events(rank: int, spans: Iterable[MeasuredSpan], origin: float, facts: TraceFacts) -> list[dict[str, Any]]:
+def _events(rank: int, spans: Iterable[LaneSpan], origin: float, facts: TraceFacts) -> list[dict[str, Any]]:
     """The events of one rank: what it and its lanes are called, then its spans."""
     spans = list(spans)
     lanes = sorted({_lane_key(span) for span in spans})
@@ -179,7 +178,7 @@ def _events(rank: int, spans: Iterable[MeasuredSpan], origin: float, facts: Trac
         _metadata(rank, 0, "process_sort_index", sort_index=rank),
     ]
     for tid, (_, peer, lane) in enumerate(lanes):
-        direction = {TraceLane.SEND: f" to {peer}", TraceLane.RECEIVE: f" from {peer}"}.get(lane, "")
+        direction = {Lane.SEND: f" to {peer}", Lane.RECEIVE: f" from {peer}"}.get(lane, "")
         events.append(_metadata(rank, tid, "thread_name", name=f"{lane}{direction}"))
         events.append(_metadata(rank, tid, "thread_sort_index", sort_index=tid))
     for span in spans:
@@ -198,16 +197,16 @@ def _events(rank: int, spans: Iterable[MeasuredSpan], origin: float, facts: Trac
     return events
 
 
-def _lane_key(span: MeasuredSpan) -> tuple[int, int, TraceLane]:
+def _lane_key(span: LaneSpan) -> tuple[int, int, Lane]:
     """Sorts lanes in their own order; messages have a lane per edge, because only those of one edge take turns."""
-    return list(TraceLane).index(span.lane), -1 if span.peer is None else span.peer, span.lane
+    return list(Lane).index(span.lane), -1 if span.peer is None else span.peer, span.lane
 
 
 def _metadata(rank: int, tid: int, kind: str, **arguments: str | int) -> dict[str, Any]:
     return {"ph": "M", "pid": rank, "tid": tid, "name": kind, "args": arguments}
 
 
-def _arguments(span: MeasuredSpan) -> dict[str, int]:
+def _arguments(span: LaneSpan) -> dict[str, int]:
     """Numbers that tell what the span is about; a message has those of the action that sent it."""
     action = take_apart(span.name.partition(" ")[0])
     values = {

@@ -13,8 +13,8 @@ from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, GpuNeed, HostN
 from mobius.plan.cards import Card
 from mobius.plan.plan import Plan
 from mobius.plan.shape import ModelShape
-from mobius.plan.step_tasks import WaitFor
 from mobius.plan.what_if import Answer
+from mobius.schedule.lanes import WaitCause
 from mobius.units import bytes_text, gib_cell
 
 _CATEGORIES = (
@@ -109,10 +109,7 @@ def describe_host(need: HostNeed, available_bytes: int | None) -> str:
 def describe_step(found: Answer) -> str:
     """The predicted step, what holds it up, and on what the numbers rest."""
     candidate, prediction = found.candidate, found.candidate.prediction
-    waits = ", ".join(
-        f"{cause.value} {prediction.worst_wait(cause):.3f}"
-        for cause in (WaitFor.WEIGHTS, WaitFor.OPTIMIZER, WaitFor.NEIGHBOURS)
-    )
+    waits = ", ".join(f"{cause} {prediction.worst_wait(cause):.3f}" for cause in WaitCause)
     return "\n".join(
         (
             f"predicted step: {prediction.step_seconds:.3f} s for {found.run.step_tokens:,} tokens, "

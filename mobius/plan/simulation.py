@@ -22,21 +22,10 @@ from dataclasses import dataclass
 
 from mobius.plan.profile import Profile
 from mobius.plan.stage_costs import StageCost, StepRules
-from mobius.plan.step_tasks import ComputeTask, Lane, StepTasks, WaitFor
+from mobius.plan.step_tasks import ComputeTask, StepTasks
 from mobius.plan.tasks import run
+from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
 from mobius.schedule.schedule import Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class PredictedSpan:
-    """When something runs on a lane, in seconds from the start of the first step."""
-
-    lane: Lane
-    name: str
-    step: int
-    start: float
-    end: float
-    peer: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,12 +35,12 @@ class Prediction:
     step_seconds: float
     busy_seconds: tuple[float, ...]
     """Of compute, by rank."""
-    waits: tuple[dict[WaitFor, float], ...]
+    waits: tuple[dict[WaitCause, float], ...]
     """Seconds that compute waited, by rank and cause."""
     used_shares: dict[str, float]
     """Resource -> share of what it could have done in all simulated steps."""
     step_ends: tuple[float, ...]
-    spans: tuple[tuple[PredictedSpan, ...], ...]
+    spans: tuple[tuple[LaneSpan, ...], ...]
     """By rank, in order of their start."""
 
     @property
@@ -59,7 +48,7 @@ class Prediction:
         """Share of the step in which compute stands still, over all ranks."""
         return 1 - sum(self.busy_seconds) / (self.step_seconds * len(self.busy_seconds))
 
-    def worst_wait(self, cause: WaitFor) -> float:
+    def worst_wait(self, cause: WaitCause) -> float:
         """Seconds of the rank that waits longest for `cause`, as a run reports it."""
         return max(waits[cause] for waits in self.waits)
 
@@ -135,26 +124,26 @@ def _describe(builder: StepTasks, used: Mapping[Hashable, float]) -> Prediction:
     last = len(ends) - 1
     start = ends[-2] if last else 0.0
     busy, waits = [], []
-    spans: list[list[PredictedSpan]] = [[] for _ in builder.ranks]
+    spans: list[list[LaneSpan]] = [[] for _ in builder.ranks]
     for task, (rank, lane, name, step, peer) in builder.names.items():
         if task.end > task.start or lane is Lane.COMPUTE:
-            spans[rank].append(PredictedSpan(lane, str(name), step, task.start, task.end, peer))
+            spans[rank].append(LaneSpan(lane, str(name), step, task.start, task.end, peer))
     for rank, state in enumerate(builder.ranks):
-        rank_waits = dict.fromkeys(WaitFor, 0.0)
+        rank_waits = dict.fromkeys(WaitCause, 0.0)
         busy.append(0.0)
         before = 0.0
         for compute in state.computes:
             waited = _waits_of(compute, before)
             before = compute.task.end
             spans[rank] += [
-                PredictedSpan(Lane.WAIT, cause.value, compute.step + 1, since, until) for cause, since, until in waited
+                LaneSpan(Lane.WAIT, cause.value, compute.step + 1, since, until) for cause, since, until in waited
             ]
             if compute.step == last:
                 busy[rank] += compute.task.end - compute.task.start
                 for cause, since, until in waited:
                     rank_waits[cause] += until - since
         own_end = max(c.task.end for c in state.computes if c.step == last)
-        rank_waits[WaitFor.NEIGHBOURS] += ends[-1] - own_end
+        rank_waits[WaitCause.NEIGHBOURS] += ends[-1] - own_end
         waits.append(rank_waits)
     end = max(task.end for task in builder.tasks)
     shares = {name: used[name] / (builder.capacities[name] * end) for name in used if isinstance(name, str)}
@@ -168,7 +157,7 @@ def _describe(builder: StepTasks, used: Mapping[Hashable, float]) -> Prediction:
     )
 
 
-def _waits_of(compute: ComputeTask, before: float) -> list[tuple[WaitFor, float, float]]:
+def _waits_of(compute: ComputeTask, before: float) -> list[tuple[WaitCause, float, float]]:
     """For what compute stood still before it began, one cause after the other, as an action waits."""
     since = max(before, compute.begin.end if compute.begin else 0.0)
     found = []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from mobius.limits import PIECE_ELEMENTS
 from mobius.plan.profile import Profile
@@ -15,6 +14,7 @@ from mobius.plan.shared_rates import SharedRates
 from mobius.plan.stage_costs import StageCost, StepRules
 from mobius.plan.tasks import Flow, Task
 from mobius.schedule.action import Action, ActionKind, incoming, outgoing
+from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.schedule import Schedule
 
 SEAL_BYTES = 14
@@ -22,31 +22,12 @@ SEAL_BYTES = 14
 format in which gradients travel 6, sums cleared 4."""
 
 
-class Lane(StrEnum):
-    """What works on a span; the words of a measured trace."""
-
-    COMPUTE = "compute"
-    LOAD = "load"
-    OFFLOAD = "offload"
-    SEND = "send"
-    OPTIMIZER = "optimizer"
-    WAIT = "wait"
-
-
-class WaitFor(StrEnum):
-    """What compute waited for; the words of runtime/waits.py, in the order in which an action waits."""
-
-    NEIGHBOURS = "neighbours"
-    OPTIMIZER = "optimizer"
-    WEIGHTS = "weights"
-
-
 @dataclass(slots=True)
 class ComputeTask:
     """A task of a rank's compute lane, and what it waits for beside the one before it."""
 
     task: Task
-    waits: dict[WaitFor, Task | None]
+    waits: dict[WaitCause, Task | None]
     step: int
     begin: Task | None
     """What the host waited for before it began the step."""
@@ -140,9 +121,9 @@ class StepTasks:
         # The model's last stage only keeps its input in forward.
         needs_weights = action.kind is not ActionKind.FORWARD_LAST
         waits = {
-            WaitFor.NEIGHBOURS: message,
-            WaitFor.OPTIMIZER: state.updates.get(stage) if needs_weights else None,
-            WaitFor.WEIGHTS: state.loads.get(stage) if needs_weights else None,
+            WaitCause.NEIGHBOURS: message,
+            WaitCause.OPTIMIZER: state.updates.get(stage) if needs_weights else None,
+            WaitCause.WEIGHTS: state.loads.get(stage) if needs_weights else None,
         }
         is_backward = action.kind.is_backward
         ends_stage = is_backward and action.microbatch == self.schedule.num_microbatches - 1
@@ -160,7 +141,7 @@ class StepTasks:
         return True
 
     def _compute(
-        self, rank: int, name: object, seconds: float, waits: dict[WaitFor, Task | None], *, launch: float = 0.0
+        self, rank: int, name: object, seconds: float, waits: dict[WaitCause, Task | None], *, launch: float = 0.0
     ) -> Task:
         state = self.ranks[rank]
         state.enqueued += launch

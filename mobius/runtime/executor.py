@@ -1,4 +1,4 @@
-"""Plays one rank's actions of one step: for each action its handler. The order is the schedule's business.
+"""Plays one rank's actions of one step, in the order of the schedule: for each action its handler.
 
 Nothing here waits for the device: handlers enqueue, and the order of streams and edges does the rest.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 
 from mobius.limits import RECEIVES_AHEAD
-from mobius.memory.spans import NO_SPANS, Spans, TraceLane
+from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, StageMemory
 from mobius.memory.streams import new_stream, record_current
 from mobius.messages.transport import Transport
@@ -22,8 +22,9 @@ from mobius.models.blocks import LayerArguments
 from mobius.models.graph import Views
 from mobius.runtime.stage import Kept, StageModule
 from mobius.runtime.stash import Stash
-from mobius.runtime.waits import WaitCause, WaitClock
+from mobius.runtime.waits import WaitClock
 from mobius.schedule.action import Action, ActionKind, incoming
+from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.render import render_text
 from mobius.schedule.schedule import Schedule
 
@@ -44,7 +45,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class StepSums:
-    """What one rank's part of a step left on its device; nothing is synchronized yet."""
+    """Sums of one rank's part of a step, on its device; nothing is synchronized yet."""
 
     loss: Tensor
     """fp32 scalar: the mean loss over the step's targets on the rank of the last stage, 0 elsewhere."""
@@ -54,7 +55,7 @@ class StepSums:
 
 @dataclass
 class _Step:
-    """What the handlers of one step share."""
+    """State that the handlers of one step share."""
 
     batch: StepBatch
     loss_scale: float
@@ -98,9 +99,9 @@ class Executor:
         self._to_device = new_stream(device)
         self._stash = Stash()
         self._step: _Step
-        self._receivers = [
-            i for i, action in enumerate(self._actions) if incoming(action, schedule.num_stages) is not None
-        ]
+        sources = [incoming(action, schedule.num_stages) for action in self._actions]
+        self._senders = [self._rank_of(source) for source in sources if source is not None]
+        """Rank that sends each message of a step, in the order in which they are received."""
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.GENERATE_DATA: self._generate_data,
             ActionKind.FORWARD_FIRST: self._forward,
@@ -125,8 +126,8 @@ class Executor:
         num_posted = num_received = 0
         for index, action in enumerate(self._actions):
             try:
-                while num_posted < min(len(self._receivers), num_received + RECEIVES_AHEAD):
-                    self._post_receive(self._actions[self._receivers[num_posted]])
+                while num_posted < min(len(self._senders), num_received + RECEIVES_AHEAD):
+                    self._transport.post_receive(self._senders[num_posted])
                     num_posted += 1
                 num_received += incoming(action, self._schedule.num_stages) is not None
                 self._play(action)
@@ -140,7 +141,7 @@ class Executor:
     def _play(self, action: Action) -> None:
         """Run the action's handler under its name; loads and offloads record their copies where they make them."""
         name, is_copy = str(action), action.kind in (ActionKind.LOAD, ActionKind.OFFLOAD)
-        span = nullcontext() if is_copy else self._spans.device_span(TraceLane.COMPUTE, name)
+        span = nullcontext() if is_copy else self._spans.device_span(Lane.COMPUTE, name)
         # A name takes the host 5 microseconds, and nobody reads it otherwise.
         named = torch.profiler.record_function(name) if _profiler_enabled() else nullcontext()
         with named, span:
@@ -237,13 +238,8 @@ class Executor:
 
     @contextmanager
     def _waiting(self, cause: WaitCause) -> Iterator[None]:
-        with self._clock.waiting(cause), self._spans.device_span(TraceLane.WAIT, cause.value):
+        with self._clock.waiting(cause), self._spans.device_span(Lane.WAIT, cause.value):
             yield
-
-    def _post_receive(self, action: Action) -> None:
-        source_stage = incoming(action, self._schedule.num_stages)
-        assert source_stage is not None
-        self._transport.post_receive(self._rank_of(source_stage))
 
     def _rank_of(self, stage: int) -> int:
         return stage % self._schedule.num_ranks

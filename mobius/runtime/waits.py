@@ -6,19 +6,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 
 import torch
 
 from mobius.memory.streams import timed_mark
-
-
-class WaitCause(StrEnum):
-    """What compute waited for."""
-
-    WEIGHTS = "weights"
-    OPTIMIZER = "optimizer"
-    NEIGHBOURS = "neighbours"
+from mobius.schedule.lanes import WaitCause
 
 
 class WaitClock:

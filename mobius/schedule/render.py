@@ -1,8 +1,9 @@
 """Owns the text grid of a schedule, for terminals and error messages. Its picture is output/schedule_picture.py's."""
 
 from mobius.schedule.action import ActionKind
+from mobius.schedule.lanes import Lane
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.simulate import Lane, Span, Timeline, simulate
+from mobius.schedule.simulate import Span, Timeline, simulate
 
 _ERROR_MARK = "<-- ERROR HERE"
 _LABEL_WIDTH = 11
@@ -25,7 +26,7 @@ def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, li
         band = range(start, min(start + per_band, duration))
         lines.append(("time".ljust(_LABEL_WIDTH) + "".join(str(slot).ljust(cell) for slot in band)).rstrip())
         for rank, spans in enumerate(timeline):
-            for lane in tuple(Lane) if schedule.streamed_stages(rank) else (Lane.COMPUTE,):
+            for lane in (Lane.COMPUTE, Lane.LOAD, Lane.OFFLOAD) if schedule.streamed_stages(rank) else (Lane.COMPUTE,):
                 row = [span for span in spans if span.lane is lane]
                 label = (f"rank {rank}" if lane is Lane.COMPUTE else f"  {lane}").ljust(_LABEL_WIDTH)
                 line = (label + _draw_row(row, failed_span, cell, duration, lane)[_columns(band, cell)]).rstrip()

@@ -8,18 +8,10 @@ Per rank three lanes run side by side: compute, load and offload. Within a lane 
 """
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from mobius.schedule.action import Action, ActionKind, incoming
+from mobius.schedule.lanes import Lane
 from mobius.schedule.schedule import Schedule, take_turns
-
-
-class Lane(StrEnum):
-    """Workers of a rank, which work at the same time: each action runs on one."""
-
-    COMPUTE = "compute"
-    LOAD = "load"
-    OFFLOAD = "offload"
 
 
 @dataclass(frozen=True)

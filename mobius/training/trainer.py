@@ -19,7 +19,8 @@ from mobius.optim.stepper import StepOutcome, Stepper
 from mobius.output.metrics import StepMetrics
 from mobius.output.recordings import StepWatch
 from mobius.runtime.executor import Executor, StepBatch
-from mobius.runtime.waits import WaitCause, WaitClock
+from mobius.runtime.waits import WaitClock
+from mobius.schedule.lanes import WaitCause
 from mobius.units import GIB
 
 

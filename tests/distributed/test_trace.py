@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from harness.runs import make_checkpoint, make_dataset, run_main
 
-from mobius.memory.spans import MeasuredSpan, TraceLane
 from mobius.output.trace import Trace, read_trace
 from mobius.schedule import build_schedule
+from mobius.schedule.lanes import Lane, LaneSpan
 
 STEPS = 4
 TRACED = [2, 3, 4]
@@ -37,7 +37,7 @@ def trace(folder: Path) -> Trace:
     return read_trace(folder / "trace.json")
 
 
-def of_lane(spans: tuple[MeasuredSpan, ...], lane: TraceLane) -> list[MeasuredSpan]:
+def of_lane(spans: tuple[LaneSpan, ...], lane: Lane) -> list[LaneSpan]:
     return sorted((span for span in spans if span.lane is lane), key=lambda span: (span.start, span.end))
 
 
@@ -47,7 +47,7 @@ def test_each_traced_step_has_every_action_of_the_schedule_once_in_its_order(tra
     for rank, actions in enumerate(schedule.actions):
         expected = [str(action) for action in actions if action.kind not in ("load", "offload")]
         for step in TRACED:
-            names = [s.name for s in of_lane(trace.spans[rank], TraceLane.COMPUTE) if s.step == step]
+            names = [s.name for s in of_lane(trace.spans[rank], Lane.COMPUTE) if s.step == step]
             assert names == expected
 
 
@@ -55,9 +55,9 @@ def test_loads_offloads_and_updates_are_there_for_every_stage(trace: Trace) -> N
     for rank in (0, 1):
         own = range(rank, 8, 2)
         spans = trace.spans[rank]
-        assert {s.name for s in of_lane(spans, TraceLane.LOAD)} == {f"L{stage}" for stage in own}
-        assert {s.name for s in of_lane(spans, TraceLane.OFFLOAD)} == {f"O{stage}" for stage in own}
-        updates = [s.name for s in of_lane(spans, TraceLane.OPTIMIZER)]
+        assert {s.name for s in of_lane(spans, Lane.LOAD)} == {f"L{stage}" for stage in own}
+        assert {s.name for s in of_lane(spans, Lane.OFFLOAD)} == {f"O{stage}" for stage in own}
+        updates = [s.name for s in of_lane(spans, Lane.OPTIMIZER)]
         assert set(updates) == {f"U{stage}" for stage in own}
         # An update of the step before may begin in the first that is traced.
         assert {updates.count(name) for name in updates} <= {len(TRACED), len(TRACED) + 1}
@@ -67,14 +67,14 @@ def test_spans_of_a_lane_take_turns(trace: Trace) -> None:
     # Not loads: on a CPU the main thread and the optimizer's copy at the same time; on a GPU they share a stream.
     # Times are rounded to nanoseconds when they are written.
     for spans in trace.spans:
-        for lane in set(TraceLane) - {TraceLane.LOAD}:
+        for lane in set(Lane) - {Lane.LOAD}:
             own = of_lane(spans, lane)
             overlaps = [(a.name, b.name) for a, b in pairwise(own) if b.start < a.end - 1e-6 and a.peer == b.peer]
             assert overlaps == [], lane
 
 
 def test_the_ranks_share_a_clock_so_that_no_message_arrives_before_it_is_sent(trace: Trace) -> None:
-    starts = {(s.step, s.name): s.start for spans in trace.spans for s in of_lane(spans, TraceLane.COMPUTE)}
+    starts = {(s.step, s.name): s.start for spans in trace.spans for s in of_lane(spans, Lane.COMPUTE)}
     for step in TRACED:
         for microbatch in range(3):
             forward = [starts[step, f"F{stage}.{microbatch}"] for stage in range(8)]
@@ -83,9 +83,9 @@ def test_the_ranks_share_a_clock_so_that_no_message_arrives_before_it_is_sent(tr
 
 
 def test_messages_are_named_after_their_actions(trace: Trace) -> None:
-    sent = {s.name for s in of_lane(trace.spans[0], TraceLane.SEND)}
+    sent = {s.name for s in of_lane(trace.spans[0], Lane.SEND)}
     assert {"F0.0 to 1", "F6.2 to 1", "B2.1 to 1"} <= sent
-    assert {s.name for s in of_lane(trace.spans[1], TraceLane.RECEIVE)} == {"from 0"}
+    assert {s.name for s in of_lane(trace.spans[1], Lane.RECEIVE)} == {"from 0"}
 
 
 def test_the_picture_is_beside_the_trace_and_nothing_of_the_making_is_left(folder: Path) -> None:

@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from mobius.memory.spans import MeasuredSpan, SpanRecorder, TraceLane
+from mobius.memory.spans import SpanRecorder
+from mobius.schedule.lanes import Lane, LaneSpan
 
 pytestmark = pytest.mark.gpu
 
@@ -39,11 +40,11 @@ class Message:
         self._event.wait()
 
 
-def named(recorder: SpanRecorder) -> dict[str, MeasuredSpan]:
+def named(recorder: SpanRecorder) -> dict[str, LaneSpan]:
     return {span.name: span for span in recorder.collect()}
 
 
-def length(span: MeasuredSpan) -> float:
+def length(span: LaneSpan) -> float:
     return span.end - span.start
 
 
@@ -53,9 +54,9 @@ def test_a_device_span_is_the_time_on_the_device_although_the_host_goes_on() -> 
     recorder = SpanRecorder(CUDA, range(1, 2))
     with recorder.step(1):
         before = time.perf_counter()
-        with recorder.device_span(TraceLane.COMPUTE, "F0.0"):
+        with recorder.device_span(Lane.COMPUTE, "F0.0"):
             busy(0.05)
-        with recorder.device_span(TraceLane.COMPUTE, "F0.1"):
+        with recorder.device_span(Lane.COMPUTE, "F0.1"):
             busy(0.05)
         enqueued = time.perf_counter()
         torch.cuda.synchronize()
@@ -76,11 +77,11 @@ def test_work_on_another_stream_from_another_thread_lies_beside_compute() -> Non
     recorder = SpanRecorder(CUDA, range(1, 2))
 
     def load() -> None:
-        with torch.cuda.stream(copies), recorder.device_span(TraceLane.LOAD, "L2"):
+        with torch.cuda.stream(copies), recorder.device_span(Lane.LOAD, "L2"):
             busy(0.03)
 
     with recorder.step(1):
-        with recorder.device_span(TraceLane.COMPUTE, "F0.0"):
+        with recorder.device_span(Lane.COMPUTE, "F0.0"):
             busy(0.1)
         thread = threading.Thread(target=load)
         thread.start()
@@ -99,8 +100,8 @@ def test_compute_is_told_without_the_wait_for_another_stream() -> None:
         with torch.cuda.stream(copies):
             busy(0.06)
             ready = copies.record_event()
-        with recorder.device_span(TraceLane.COMPUTE, "F0.0"):
-            with recorder.device_span(TraceLane.WAIT, "weights"):
+        with recorder.device_span(Lane.COMPUTE, "F0.0"):
+            with recorder.device_span(Lane.WAIT, "weights"):
                 ready.wait()
             busy(0.02)
 
@@ -119,11 +120,11 @@ def test_a_message_ends_when_it_is_through_and_holds_up_no_compute() -> None:
         for _ in range(2):
             with torch.cuda.stream(network):
                 busy(0.05)
-            recorder.message(TraceLane.SEND, 1, Message(network))
-        with recorder.device_span(TraceLane.COMPUTE, "F0.0"):
+            recorder.message(Lane.SEND, 1, Message(network))
+        with recorder.device_span(Lane.COMPUTE, "F0.0"):
             busy(0.01)
 
-    first, second = sorted((s for s in recorder.collect() if s.lane is TraceLane.SEND), key=lambda s: s.start)
+    first, second = sorted((s for s in recorder.collect() if s.lane is Lane.SEND), key=lambda s: s.start)
     compute = named(recorder)["F0.0"]
     assert length(first) == pytest.approx(expected, rel=0.1)
     assert length(second) == pytest.approx(expected, rel=0.1)
@@ -135,7 +136,7 @@ def test_times_of_a_later_step_are_as_exact_as_those_of_the_first() -> None:
     recorder = SpanRecorder(CUDA, range(1, 3))
     for number in (1, 2):
         with recorder.step(number):
-            with recorder.device_span(TraceLane.COMPUTE, f"F0.{number}"):
+            with recorder.device_span(Lane.COMPUTE, f"F0.{number}"):
                 busy(0.01)
             torch.cuda.synchronize()
         time.sleep(0.5)

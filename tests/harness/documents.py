@@ -115,9 +115,8 @@ def _indented(lines: Sequence[str]) -> Iterator[str]:
 
 def make_scratch(place: Path) -> None:
     """Copy the project to `place` as a user has it, with this environment, and with the trace of a run."""
-    from mobius.memory.spans import Lane  # here, because who only reads documents needs no torch
-from mobius.schedule.lanes import LaneSpan
-    from mobius.output.trace import Trace, TraceFacts, write_trace
+    from mobius.output.trace import Trace, TraceFacts, write_trace  # here: who only reads documents needs no torch
+    from mobius.schedule.lanes import Lane, LaneSpan
 
     left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "tests")
     shutil.copytree(ROOT, place, ignore=left_out)

@@ -13,7 +13,8 @@ import pytest
 from mobius.machine.mapping import Choice, best_order, choose_order
 from mobius.machine.topology import Ancestor, Gpu, Link, Topology
 from mobius.schedule import build_schedule
-from mobius.schedule.simulate import Costs, Lane, simulate
+from mobius.schedule.lanes import Lane
+from mobius.schedule.simulate import Costs, simulate
 
 FOLDER = Path(__file__).parent / "topologies"
 PERCENT = {"PIX": 100, "PXB": 100, "PHB": 50, "NODE": 10, "SYS": 0}

@@ -8,22 +8,16 @@ import time
 import pytest
 import torch
 
-from mobius.memory.spans import (
-    NO_SPANS,
-    MeasuredSpan,
-    SpanRecorder,
-    TraceLane,
-    compute_without_waits,
-    messages_in_turn,
-)
+from mobius.memory.spans import NO_SPANS, SpanRecorder, compute_without_waits, messages_in_turn
+from mobius.schedule.lanes import Lane, LaneSpan
 
 CPU = torch.device("cpu")
 COMPUTE, WAIT, SEND, RECEIVE, UPDATE = (
-    TraceLane.COMPUTE,
-    TraceLane.WAIT,
-    TraceLane.SEND,
-    TraceLane.RECEIVE,
-    TraceLane.OPTIMIZER,
+    Lane.COMPUTE,
+    Lane.WAIT,
+    Lane.SEND,
+    Lane.RECEIVE,
+    Lane.OPTIMIZER,
 )
 
 
@@ -36,11 +30,11 @@ class Message:
         self.num_waits += 1
 
 
-def span(lane: TraceLane, start: float, end: float, *, name: str = "", peer: int | None = None) -> MeasuredSpan:
-    return MeasuredSpan(lane, name, 1, start, end, peer)
+def span(lane: Lane, start: float, end: float, *, name: str = "", peer: int | None = None) -> LaneSpan:
+    return LaneSpan(lane, name, 1, start, end, peer)
 
 
-def times(spans: list[MeasuredSpan], lane: TraceLane) -> list[tuple[float, float]]:
+def times(spans: list[LaneSpan], lane: Lane) -> list[tuple[float, float]]:
     return [(span.start, span.end) for span in spans if span.lane is lane]
 
 
@@ -49,7 +43,7 @@ def test_a_span_lies_where_its_work_ran(kind: str) -> None:
     recorder = SpanRecorder(CPU, range(1, 2))
     with recorder.step(1):
         before = time.perf_counter()
-        with getattr(recorder, kind)(TraceLane.LOAD, "L4"):
+        with getattr(recorder, kind)(Lane.LOAD, "L4"):
             entered = time.perf_counter()
             time.sleep(0.02)
             left = time.perf_counter()
@@ -58,7 +52,7 @@ def test_a_span_lies_where_its_work_ran(kind: str) -> None:
     load = next(span for span in recorder.collect() if span.name == "L4")
     assert before <= load.start <= entered
     assert left <= load.end <= after
-    assert (load.lane, load.step, load.peer) == (TraceLane.LOAD, 1, None)
+    assert (load.lane, load.step, load.peer) == (Lane.LOAD, 1, None)
 
 
 def test_only_the_chosen_steps_are_recorded_and_what_begins_before_the_next() -> None:
@@ -161,13 +155,13 @@ def test_compute_begins_when_the_waits_at_its_head_are_over() -> None:
         span(COMPUTE, 10.0, 12.0, name="waits for nothing"),
         span(WAIT, 12.0, 20.0, name="between actions"),
         span(COMPUTE, 20.0, 21.0),
-        span(TraceLane.LOAD, 0.0, 5.0),
+        span(Lane.LOAD, 0.0, 5.0),
     ]
 
     told = compute_without_waits(spans)
 
     assert times(told, COMPUTE) == [(4.0, 10.0), (10.0, 12.0), (20.0, 21.0)]
-    assert times(told, TraceLane.LOAD) == [(0.0, 5.0)]
+    assert times(told, Lane.LOAD) == [(0.0, 5.0)]
     assert times(told, WAIT) == times(spans, WAIT)
 
 

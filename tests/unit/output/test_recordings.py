@@ -12,10 +12,11 @@ import torch
 
 from mobius.config.config import Config
 from mobius.config.options import OptionValue, config_from
-from mobius.memory.spans import NO_SPANS, TraceLane
+from mobius.memory.spans import NO_SPANS
 from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.output.recordings import Recordings, traced_steps
 from mobius.output.trace import TraceFacts, read_trace
+from mobius.schedule.lanes import Lane
 
 CPU = torch.device("cpu")
 
@@ -53,7 +54,7 @@ def test_all_ranks_come_together_in_one_trace_and_one_picture(tmp_path: Path) ->
         own = recordings(tmp_path, transport.rank, trace=True, num_iterations=2)
         for number in (1, 2):
             (watch,) = own.watches
-            with watch(number), own.spans.device_span(TraceLane.COMPUTE, f"F{transport.rank}.0"):
+            with watch(number), own.spans.device_span(Lane.COMPUTE, f"F{transport.rank}.0"):
                 time.sleep(0.001)
         own.write(facts, transport)
 

@@ -8,24 +8,23 @@ from pathlib import Path
 import pytest
 
 from mobius.errors import ConfigError
-from mobius.memory.spans import MeasuredSpan, TraceLane
 from mobius.output.schedule_picture import draw_schedule
 from mobius.output.timeline_picture import draw_timeline
 from mobius.output.trace import Trace, TraceFacts
 from mobius.schedule import Schedule, build_schedule
-from mobius.schedule.simulate import Lane, simulate
+from mobius.schedule.lanes import Lane, LaneSpan
+from mobius.schedule.simulate import simulate
 
 
 def measured(schedule: Schedule, device: str = "NVIDIA H200") -> Trace:
     """A step that went as predicted, a slot being 10 ms, and then the updates."""
-    lanes = {Lane.COMPUTE: TraceLane.COMPUTE, Lane.LOAD: TraceLane.LOAD, Lane.OFFLOAD: TraceLane.OFFLOAD}
     ranks = []
     for rank, spans in enumerate(simulate(schedule)):
         end = max(span.end for span in spans)
-        own = [MeasuredSpan(TraceLane.STEP, "step 4", 4, 0, (end + 10) / 100)]
-        own += [MeasuredSpan(lanes[s.lane], str(s.action), 4, s.start / 100, s.end / 100) for s in spans]
+        own = [LaneSpan(Lane.STEP, "step 4", 4, 0, (end + 10) / 100)]
+        own += [LaneSpan(s.lane, str(s.action), 4, s.start / 100, s.end / 100) for s in spans]
         own += [
-            MeasuredSpan(TraceLane.OPTIMIZER, f"U{stage}", 4, (end + index) / 100, (end + index + 1) / 100)
+            LaneSpan(Lane.OPTIMIZER, f"U{stage}", 4, (end + index) / 100, (end + index + 1) / 100)
             for index, stage in enumerate(schedule.local_stages(rank))
         ]
         ranks.append(tuple(own))
@@ -78,7 +77,7 @@ def test_only_what_was_recorded_has_a_lane_and_a_place_in_the_legend(tmp_path: P
 
 def test_waits_are_told_by_their_cause(tmp_path: Path) -> None:
     trace = measured(build_schedule(1, 2, 2, 1))
-    wait = MeasuredSpan(TraceLane.WAIT, "weights", 4, 0.0, 0.02)
+    wait = LaneSpan(Lane.WAIT, "weights", 4, 0.0, 0.02)
     svg = drawn(Trace(trace.facts, ((*trace.spans[0], wait),)), tmp_path)
     assert "waits for weights" in svg
     assert "waits for neighbours" not in svg
@@ -86,9 +85,9 @@ def test_waits_are_told_by_their_cause(tmp_path: Path) -> None:
 
 def test_the_share_of_time_that_a_rank_computed_stands_beside_it(tmp_path: Path) -> None:
     spans = (
-        MeasuredSpan(TraceLane.STEP, "step 1", 1, 0.0, 0.100),
-        MeasuredSpan(TraceLane.COMPUTE, "F0.0", 1, 0.010, 0.035),
-        MeasuredSpan(TraceLane.COMPUTE, "B0.0", 1, 0.050, 0.100),
+        LaneSpan(Lane.STEP, "step 1", 1, 0.0, 0.100),
+        LaneSpan(Lane.COMPUTE, "F0.0", 1, 0.010, 0.035),
+        LaneSpan(Lane.COMPUTE, "B0.0", 1, 0.050, 0.100),
     )
     svg = drawn(Trace(TraceFacts(1, 1, 1, None, "cpu"), (spans,)), tmp_path)
     assert "busy 75 %" in svg
@@ -104,7 +103,7 @@ def test_the_png_is_a_png_and_the_same_trace_gives_the_same_svg(tmp_path: Path) 
 
 
 def test_a_step_in_which_nothing_computed_is_drawn_empty(tmp_path: Path) -> None:
-    spans = (MeasuredSpan(TraceLane.STEP, "step 1", 1, 0.0, 0.1),)
+    spans = (LaneSpan(Lane.STEP, "step 1", 1, 0.0, 0.1),)
     assert "busy 0 %" in drawn(Trace(TraceFacts(1, 1, 1, None, "cpu"), (spans,)), tmp_path)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mobius.errors import ConfigError
-from mobius.memory.spans import MeasuredSpan, TraceLane
 from mobius.output.trace import (
     Trace,
     TraceFacts,
@@ -18,15 +17,16 @@ from mobius.output.trace import (
     write_part,
     write_trace,
 )
+from mobius.schedule.lanes import Lane, LaneSpan
 
 FACTS = TraceFacts(num_ranks=2, num_stages=4, num_microbatches=1, num_slots=2, device="cpu")
 # perf_counter counts from the machine's start.
 BOOT = 987_654.0
 
 
-def span(lane: str, name: str, start: float, end: float, *, step: int = 4, peer: int | None = None) -> MeasuredSpan:
+def span(lane: str, name: str, start: float, end: float, *, step: int = 4, peer: int | None = None) -> LaneSpan:
     """Times in milliseconds of the trace."""
-    return MeasuredSpan(TraceLane(lane), name, step, BOOT + start / 1000, BOOT + end / 1000, peer)
+    return LaneSpan(Lane(lane), name, step, BOOT + start / 1000, BOOT + end / 1000, peer)
 
 
 def small_trace() -> Trace:

@@ -11,8 +11,8 @@ from mobius.plan.cards import CARDS, Card, Host, estimate_profile
 from mobius.plan.model_files import shape_of_model
 from mobius.plan.profile import LayerSeconds, Profile
 from mobius.plan.simulation import Prediction
-from mobius.plan.step_tasks import WaitFor
 from mobius.plan.what_if import Machine, Run, answer
+from mobius.schedule.lanes import WaitCause
 
 SHAPE_7B = shape_of_model("7b")
 H200 = CARDS["H200"]
@@ -115,6 +115,6 @@ def test_one_gpu_before_weight_gradients_were_summed_within_their_product(run: R
 
 def test_waits_of_a_streamed_step_are_about_the_measured_ones() -> None:
     found = predicted(replace(STREAMED, num_chunks=4))
-    measured = {WaitFor.WEIGHTS: 0.051, WaitFor.OPTIMIZER: 0.241, WaitFor.NEIGHBOURS: 0.438}
+    measured = {WaitCause.WEIGHTS: 0.051, WaitCause.OPTIMIZER: 0.241, WaitCause.NEIGHBOURS: 0.438}
     for cause, waited in measured.items():
         assert found.worst_wait(cause) == pytest.approx(waited, abs=0.06), cause

@@ -16,9 +16,10 @@ from mobius.plan.shape import ModelShape
 from mobius.plan.shared_rates import SharedRates
 from mobius.plan.simulation import Prediction, simulate_steps, simulated_seconds, stash_over_time
 from mobius.plan.stage_costs import LAUNCH_BESIDE_UPDATES, StageCost, StepRules, stage_costs
-from mobius.plan.step_tasks import SEAL_BYTES, Lane, WaitFor
+from mobius.plan.step_tasks import SEAL_BYTES
 from mobius.plan.tasks import share_rates
 from mobius.schedule.build import build_schedule
+from mobius.schedule.lanes import Lane, WaitCause
 
 SLOW_COPIES = CopyRates(down=10, up=10, down_together=10, up_together=10, both_down=10, both_up=10)
 
@@ -86,7 +87,7 @@ def test_two_ranks_wait_for_each_other_at_both_ends() -> None:
     assert prediction.busy_seconds == pytest.approx((6, 6))
     assert prediction.bubble == pytest.approx(1 / 3)
     # Rank 0 from 2 to 4 and from 6 to 7; rank 1 one second at the start and two at the end.
-    assert [waits[WaitFor.NEIGHBOURS] for waits in prediction.waits] == pytest.approx([3, 3])
+    assert [waits[WaitCause.NEIGHBOURS] for waits in prediction.waits] == pytest.approx([3, 3])
 
 
 def test_a_gradient_leaves_before_its_stage_is_sealed() -> None:
@@ -115,7 +116,7 @@ def test_a_single_streamed_stage_is_a_circle_of_load_compute_offload_and_update(
     # Load 20 x 2 / 10 = 4 s, compute 3, offload 4, update 20 / 5 = 4. The next load waits for the update.
     prediction = predict([StageCost(0, 3, 20)], slots=1)
     assert prediction.step_seconds == pytest.approx(15)
-    assert prediction.waits[0] == pytest.approx({WaitFor.NEIGHBOURS: 0, WaitFor.OPTIMIZER: 8, WaitFor.WEIGHTS: 4})
+    assert prediction.waits[0] == pytest.approx({WaitCause.NEIGHBOURS: 0, WaitCause.OPTIMIZER: 8, WaitCause.WEIGHTS: 4})
 
 
 def test_a_resident_stage_pays_its_update_on_the_gpu_and_nothing_else() -> None:

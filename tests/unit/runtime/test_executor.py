@@ -21,8 +21,9 @@ from mobius.models.blocks import LayerArguments, LayerInputs, ModelParts
 from mobius.plan.partition import balanced_partition
 from mobius.runtime.executor import Executor
 from mobius.runtime.stage import Kept, StageModule
-from mobius.runtime.waits import WaitCause, WaitClock
+from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
+from mobius.schedule.lanes import WaitCause
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 3
 

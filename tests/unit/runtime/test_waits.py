@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from mobius.runtime.waits import WaitCause, WaitClock
+from mobius.runtime.waits import WaitClock
+from mobius.schedule.lanes import WaitCause
 
 
 def test_waits_are_summed_by_cause() -> None:

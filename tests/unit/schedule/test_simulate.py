@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from mobius.schedule import Schedule, build_schedule
-from mobius.schedule.simulate import Costs, Lane, Span, simulate
+from mobius.schedule.lanes import Lane
+from mobius.schedule.simulate import Costs, Span, simulate
 
 
 def spans_by_name(schedule: Schedule, rank: int, costs: Costs | None = None) -> dict[str, Span]:

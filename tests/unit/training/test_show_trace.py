@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import show_trace
 
-from mobius.memory.spans import MeasuredSpan, TraceLane
 from mobius.output.trace import Trace, TraceFacts, write_trace
+from mobius.schedule.lanes import Lane, LaneSpan
 
 
 @pytest.fixture
 def trace_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     spans = (
-        MeasuredSpan(TraceLane.STEP, "step 3", 3, 0.0, 0.1),
-        MeasuredSpan(TraceLane.STEP, "step 4", 4, 0.1, 0.2),
-        MeasuredSpan(TraceLane.WAIT, "weights", 4, 0.1, 0.1125),
-        MeasuredSpan(TraceLane.COMPUTE, "F0.0", 4, 0.1125, 0.18),
+        LaneSpan(Lane.STEP, "step 3", 3, 0.0, 0.1),
+        LaneSpan(Lane.STEP, "step 4", 4, 0.1, 0.2),
+        LaneSpan(Lane.WAIT, "weights", 4, 0.1, 0.1125),
+        LaneSpan(Lane.COMPUTE, "F0.0", 4, 0.1125, 0.18),
     )
     write_trace(tmp_path / "trace.json", Trace(TraceFacts(1, 1, 1, 1, "cpu"), (spans,)))
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,39 @@
+"""Owns the words of a step's timeline, planned, predicted or measured: lanes, spans on them, causes of waits."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Lane(StrEnum):
+    """Workers of a rank, which work at the same time, and the steps and waits that are shown beside them."""
+
+    STEP = "step"
+    COMPUTE = "compute"
+    WAIT = "wait"
+    LOAD = "load"
+    OFFLOAD = "offload"
+    SEND = "send"
+    RECEIVE = "receive"
+    OPTIMIZER = "optimizer"
+
+
+class WaitCause(StrEnum):
+    """Reasons for which compute waits."""
+
+    WEIGHTS = "weights"
+    OPTIMIZER = "optimizer"
+    NEIGHBOURS = "neighbours"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSpan:
+    """Time in which one thing ran on a lane, in seconds: of `time.perf_counter`, or from a prediction's first step."""
+
+    lane: Lane
+    name: str
+    step: int
+    """The step in which it began, counted from 1."""
+    start: float
+    end: float
+    peer: int | None = None
+    """The other rank of a message."""
