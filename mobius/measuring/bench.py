@@ -39,12 +39,8 @@ class Bench:
         """
         for _ in range(WARM_UP):
             work()
-        self.synchronize()
-        start = time.perf_counter()
-        work()
-        self.synchronize()
         # All ranks repeat equally often, or those that are done would no longer disturb the others.
-        repeats = max(MIN_REPEATS, int(self.part_seconds / self.mean(max(time.perf_counter() - start, 1e-6))))
+        repeats = max(MIN_REPEATS, int(self.part_seconds / self.mean(max(self._seconds_once(work), 1e-6))))
         self.transport.barrier()
         if begin is not None:
             begin()
@@ -78,18 +74,17 @@ class Bench:
         own = 0.0
         for rank in range(self.transport.num_ranks):
             self.transport.barrier()
-            if rank != self.transport.rank:
-                continue
-            times = []
-            for _ in range(WARM_UP + MIN_REPEATS):
-                self.synchronize()
-                start = time.perf_counter()
-                work()
-                self.synchronize()
-                times.append(time.perf_counter() - start)
-            own = min(times[WARM_UP:])
+            if rank == self.transport.rank:
+                own = min([self._seconds_once(work) for _ in range(WARM_UP + MIN_REPEATS)][WARM_UP:])
         self.transport.barrier()
         return self.mean(own)
+
+    def _seconds_once(self, work: Callable[[], object]) -> float:
+        self.synchronize()
+        start = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - start
 
     def mean(self, value: float) -> float:
         """The mean of all ranks' values, the same to the bit on each of them."""

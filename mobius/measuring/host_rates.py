@@ -148,16 +148,10 @@ class Copies:
 
 def measure_copies(bench: Bench, copies: Copies) -> CopyRates:
     """Bytes per second of `copies`, alone and all at once."""
-    num_bytes = copies.num_bytes
-    both = num_bytes / bench.seconds(copies.both)
-    return CopyRates(
-        down=num_bytes / bench.seconds_alone(copies.down),
-        up=num_bytes / bench.seconds_alone(copies.up),
-        down_together=num_bytes / bench.seconds(copies.down),
-        up_together=num_bytes / bench.seconds(copies.up),
-        both_down=both,
-        both_up=both,
-    )
+    both = bench.seconds(copies.both)
+    alone = bench.seconds_alone(copies.down), bench.seconds_alone(copies.up)
+    together = bench.seconds(copies.down), bench.seconds(copies.up)
+    return CopyRates(*(copies.num_bytes / seconds for seconds in (*alone, *together, both, both)))
 
 
 def measure_cpu_optimizer(

@@ -6,7 +6,7 @@ profile. Layers that are compiled for this are not compiled again by the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -53,6 +53,10 @@ class MicrobatchShape:
     def tokens(self) -> int:
         return self.batch * self.seq_length
 
+    def hidden_size(self, parts: ModelParts) -> tuple[int, int, int]:
+        """Shape of the hidden states: sequences, tokens, features."""
+        return self.batch, self.seq_length, parts.config.hidden_size
+
 
 @dataclass(frozen=True)
 class Amounts:
@@ -82,7 +86,7 @@ def measure_profile(
     # Layers of one kind share a module; masks differ by what the family gives them beside the hidden states.
     modules = [id(layer.module) for layer in parts.layers]
     kinds = list(dict.fromkeys(modules))
-    layers = [_layer_seconds(bench.seconds, _LayerWork(bench, parts, shape, modules.index(kind))) for kind in kinds]
+    layers = [_layer_seconds(bench.seconds, _layer_work(bench, parts, shape, modules.index(kind))) for kind in kinds]
     launch = measure_launches(bench, parts, shape)
     embedding_forward, embedding_backward, loss = _measure_ends(bench, parts, shape)
     with Copies(device, amounts.copy_bytes) as memory:
@@ -97,7 +101,8 @@ def measure_profile(
         basis=f"{transport.num_ranks} x {torch.cuda.get_device_name(device) if is_cuda else 'cpu'}",
         num_ranks=transport.num_ranks,
         microbatch_tokens=shape.tokens,
-        layer_kinds=tuple(map(_sustained, layers)),
+        # Within a step the GPU works all the time, which it does more slowly.
+        layer_kinds=tuple(LayerSeconds(*(each / SUSTAINED_SHARE for each in astuple(layer))) for layer in layers),
         kind_of_layer=tuple(map(kinds.index, modules)),
         embedding_forward=embedding_forward,
         embedding_backward=embedding_backward,
@@ -122,51 +127,44 @@ def measure_launches(bench: Bench, parts: ModelParts, shape: MicrobatchShape) ->
 
     Compiling the layer comes on top, where that is not done yet.
     """
-    work = _LayerWork(bench, parts, shape, 0)
-    for each in (work.forward, work.recomputed, work.kept):  # the first call of each makes its kernels
+    work = _layer_work(bench, parts, shape, 0)
+    for each in work:  # the first call of each makes its kernels
         each()
     return _layer_seconds(bench.launch_seconds, work)
 
 
-def _sustained(alone: LayerSeconds) -> LayerSeconds:
-    """A layer's seconds within a step, where the GPU works all the time."""
-    return LayerSeconds(*(seconds / SUSTAINED_SHARE for seconds in astuple(alone)))
+def _layer_seconds(
+    seconds: Callable[[Callable[[], object]], float], work: Sequence[Callable[[], object]]
+) -> LayerSeconds:
+    """The seconds of `_layer_work`; a forward that keeps its graph counts as one that does not."""
+    forward, both, recomputed = map(seconds, work)
+    return LayerSeconds(forward, max(both - forward, 0.0), recomputed)
 
 
-def _layer_seconds(seconds: Callable[[Callable[[], None]], float], work: _LayerWork) -> LayerSeconds:
-    """Forward, backward and backward with recompute; a forward that keeps its graph counts as one that does not."""
-    forward = seconds(work.forward)
-    return LayerSeconds(forward, max(seconds(work.kept) - forward, 0.0), seconds(work.recomputed))
+def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int) -> Sequence[Callable[[], object]]:
+    """A stage of one layer on a microbatch, with random weights: forward, with a kept graph both ways, recomputed."""
+    span = StageSpan(0, index, index + 1, is_first=False, is_last=False)
+    arguments = LayerInputs(parts, device=bench.device, dtype=shape.dtype)(shape.seq_length)
+    stage = StageModule(parts, span, loss_chunk_tokens=shape.loss_chunk_tokens)
+    weights, gradients = _memory_of(stage, shape.dtype, bench.device)
+    hidden = torch.randn(shape.hidden_size(parts), device=bench.device, dtype=shape.dtype)
 
+    def forward_and_backward() -> None:
+        graphs = stage.forward(weights, hidden, arguments, keep_graphs=True)[1]
+        stage.backward(weights, gradients, graphs, hidden, arguments)
 
-class _LayerWork:
-    """The work of a stage of one layer on a microbatch, with random weights."""
-
-    def __init__(self, bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int) -> None:
-        device, span = bench.device, StageSpan(0, index, index + 1, is_first=False, is_last=False)
-        self._arguments = LayerInputs(parts, device=device, dtype=shape.dtype)(shape.seq_length)
-        self._stage = StageModule(parts, span, loss_chunk_tokens=shape.loss_chunk_tokens)
-        self._weights, self._gradients = _memory_of(self._stage, shape.dtype, device)
-        size = (shape.batch, shape.seq_length, parts.config.hidden_size)
-        self._hidden = torch.randn(*size, device=device, dtype=shape.dtype)
-
-    def forward(self) -> None:
-        self._stage.forward(self._weights, self._hidden, self._arguments)
-
-    def recomputed(self) -> None:
-        self._stage.backward(self._weights, self._gradients, [self._hidden], self._hidden, self._arguments)
-
-    def kept(self) -> None:
-        graphs = self._stage.forward(self._weights, self._hidden, self._arguments, keep_graphs=True)[1]
-        self._stage.backward(self._weights, self._gradients, graphs, self._hidden, self._arguments)
+    return (
+        lambda: stage.forward(weights, hidden, arguments),
+        forward_and_backward,
+        lambda: stage.backward(weights, gradients, [hidden], hidden, arguments),
+    )
 
 
 def _measure_ends(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:
     """Embedding forward, embedding backward, and norm, head and loss with their backward."""
     device = bench.device
-    size = (shape.batch, shape.seq_length)
-    tokens = torch.randint(0, parts.config.vocab_size, size, device=device)
-    hidden = torch.randn(*size, parts.config.hidden_size, device=device, dtype=shape.dtype)
+    tokens = torch.randint(0, parts.config.vocab_size, (shape.batch, shape.seq_length), device=device)
+    hidden = torch.randn(shape.hidden_size(parts), device=device, dtype=shape.dtype)
     first = StageModule(parts, StageSpan(0, 0, 0, True, False), loss_chunk_tokens=shape.loss_chunk_tokens)
     weights, gradients = _memory_of(first, shape.dtype, device)
     forward = bench.seconds(lambda: first.forward(weights, tokens, ()))
@@ -180,9 +178,7 @@ def _measure_ends(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> tu
     return forward, backward, loss
 
 
-def _memory_of(
-    stage: StageModule, dtype: torch.dtype, device: torch.device
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _memory_of(stage: StageModule, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], ...]:
     """Random weights and fp32 sums of a stage."""
     layout = StageLayout.of(stage.shapes)
     weights = torch.empty(layout.num_elements, device=device, dtype=dtype).normal_(std=0.02)
@@ -192,12 +188,11 @@ def _memory_of(
 def _measure_messages(
     bench: Bench, parts: ModelParts, shape: MicrobatchShape, *, is_through_host: bool
 ) -> MessageRates:
-    """Messages round the ring, all edges at once; what latency they have is in the rate, at their real size."""
-    transport, device = bench.transport, bench.device
-    size = (shape.batch, shape.seq_length, parts.config.hidden_size)
-    message = torch.zeros(size, dtype=shape.dtype, device=device)
+    """Messages round the ring, all edges at once; their latency is in the rate, at their real size."""
+    transport = bench.transport
     if transport.num_ranks == 1:
         return MessageRates(1e15, 0.0, is_through_host=False)  # handed over, not sent
+    message = torch.zeros(shape.hidden_size(parts), dtype=shape.dtype, device=bench.device)
     target, source = (transport.rank + 1) % transport.num_ranks, (transport.rank - 1) % transport.num_ranks
 
     def send_round() -> None:
