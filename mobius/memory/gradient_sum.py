@@ -80,7 +80,7 @@ def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 def cast_gradients(source: Tensor, target: Tensor, square: Tensor) -> Tensor:
     """Copy fp32 gradients into `target` of another format; returns `square`, their squared norm.
 
-    It becomes NaN if a value became infinite on the way (fp16), so that this is seen with the other non-finite ones.
+    The norm becomes NaN if a value became infinite on the way (fp16): this is seen with the other non-finite ones.
     """
     target.copy_(source)
     if target.dtype != torch.float16 or target.numel() == 0:

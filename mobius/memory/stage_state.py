@@ -17,7 +17,7 @@ CHUNK_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class Remainder:
-    """What bf16 weights lack of their fp32 master (`split_master.py`); the two together are the master."""
+    """Rest that bf16 weights lack of their fp32 master (`split_master.py`); the two together are the master."""
 
     bits: Tensor
     """int16."""

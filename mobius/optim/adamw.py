@@ -1,7 +1,7 @@
-"""AdamW over a stage's flat state, on whatever device the state lives; when it runs is the stepper's business.
+"""AdamW over a stage's flat state, on whatever device the state lives.
 
-By the first of these that can: on the host the C kernel (adamw.c), on a GPU one compiled kernel (fused_update.py), both
-for a split master in one pass; torch's fused update in pieces.
+The first of these that can does it: on the host the C kernel (adamw.c), on a GPU one compiled kernel (fused_update.py),
+both for a split master in one pass; torch's fused update in pieces.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,11 +20,12 @@ from mobius.memory.split_master import join_master, split_master
 from mobius.memory.stage_state import Remainder, StageState
 from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.kernel import AdamWKernel
+from mobius.optim.update_numbers import UpdateNumbers
 
 GPU_CHUNK_ELEMENTS = 2**24
 """Parameters updated at a time by torch on a GPU: bounds the fp32 copy of the gradient to 64 MiB."""
 HOST_CHUNK_ELEMENTS = 2**20
-"""The same on the host: large pieces joined and split are four times slower there."""
+"""Parameters updated at a time by torch on the host: large pieces joined and split are four times slower there."""
 
 
 @dataclass(frozen=True)
@@ -75,24 +77,22 @@ class FlatAdamW:
         fused = self._fused if self._fused is not None and self._fused.supports(state) else None
         length, settings = _chunk_elements(state.weights.device), self._settings
         for part in state.layout.ranges if pieces is None else pieces:
-            whole = slice(part.start, part.end)
-            numbers = {
-                "gradient_factor": gradient_factor,
-                "learning_rate": learning_rate,
-                "beta1": settings.beta1,
-                "beta2": settings.beta2,
-                "epsilon": settings.epsilon,
-                "weight_decay": settings.weight_decay if part.has_decay else 0.0,
-            }
+            numbers = UpdateNumbers(
+                step=step,
+                learning_rate=learning_rate,
+                gradient_factor=gradient_factor,
+                beta1=settings.beta1,
+                beta2=settings.beta2,
+                epsilon=settings.epsilon,
+                weight_decay=settings.weight_decay if part.has_decay else 0.0,
+            )
             if kernel is not None:
-                kernel.update(state, whole, step=step, **numbers)
-                continue
-            if fused is not None:
-                fused.update(state, whole, step=step, found_inf=found_inf, **numbers)
-                continue
-            for start in range(part.start, part.end, length):
-                chunk = slice(start, min(start + length, part.end))
-                self._update_chunk(state, chunk, step, learning_rate, gradient_factor, part.has_decay, found_inf)
+                kernel.update(state, slice(part.start, part.end), numbers)
+            elif fused is not None:
+                fused.update(state, slice(part.start, part.end), numbers, found_inf=found_inf)
+            else:
+                for start in range(part.start, part.end, length):
+                    self._update_chunk(state, slice(start, min(start + length, part.end)), numbers, found_inf)
 
     def warm_up(self, states: Iterable[StageState]) -> None:
         """Compile and load what updates `states` that are on a GPU, and take the memory it works in.
@@ -108,34 +108,18 @@ class FlatAdamW:
                     continue
             count = min(state.layout.num_trained, GPU_CHUNK_ELEMENTS)
             layout = StageLayout({}, count, count, (FlatRange(0, count, has_decay=True),))
-            weights, gradients, exp_avg, exp_avg_sq = (
-                torch.zeros_like(tensor[:count])
-                for tensor in (state.weights, state.gradients, state.exp_avg, state.exp_avg_sq)
-            )
-            master: Tensor | Remainder
-            if isinstance(state.master, Remainder):
-                master = Remainder(torch.zeros_like(state.master.bits[:count]))
-            else:
-                master = weights if state.master is state.weights else torch.zeros_like(state.master[:count])
-            blank = StageState(layout, weights, gradients, master, exp_avg, exp_avg_sq)
+            zeros = partial(_zeros_on, state.weights.device)
+            weights, gradients = zeros(count, state.weights.dtype), zeros(count, state.gradients.dtype)
+            blank = StageState.around(layout, weights, gradients, zeros)
             nothing = torch.zeros((), dtype=torch.float32, device=weights.device)
             self.update(blank, step=1, learning_rate=0.0, gradient_factor=0.5, found_inf=nothing)
 
-    def _update_chunk(
-        self,
-        state: StageState,
-        chunk: slice,
-        step: int,
-        learning_rate: float,
-        gradient_factor: float,
-        has_decay: bool,
-        found_inf: Tensor | None,
-    ) -> None:
-        weights, gradient, settings = state.weights[chunk], state.gradients[chunk], self._settings
+    def _update_chunk(self, state: StageState, chunk: slice, numbers: UpdateNumbers, found_inf: Tensor | None) -> None:
+        weights, gradient = state.weights[chunk], state.gradients[chunk]
         if gradient.dtype != torch.float32:
             gradient = self._scratch_like(weights, "gradient").copy_(gradient)
-        if gradient_factor != 1.0:
-            gradient.mul_(gradient_factor)
+        if numbers.gradient_factor != 1.0:
+            gradient.mul_(numbers.gradient_factor)
         if isinstance(state.master, Remainder):
             remainder = state.master.bits[chunk]
             master = join_master(weights, remainder, out=self._scratch_like(weights, "master"))
@@ -147,14 +131,14 @@ class FlatAdamW:
             [state.exp_avg[chunk]],
             [state.exp_avg_sq[chunk]],
             [],
-            [torch.full((), float(step - 1), device=master.device)],  # torch counts it up before use
+            [torch.full((), float(numbers.step - 1), device=master.device)],  # torch counts it up before use
             fused=True,
             amsgrad=False,
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            lr=learning_rate,
-            weight_decay=settings.weight_decay if has_decay else 0.0,
-            eps=settings.epsilon,
+            beta1=numbers.beta1,
+            beta2=numbers.beta2,
+            lr=numbers.learning_rate,
+            weight_decay=numbers.weight_decay,
+            eps=numbers.epsilon,
             maximize=False,
             found_inf=found_inf,
         )
@@ -173,6 +157,10 @@ class FlatAdamW:
             length = _chunk_elements(tensor.device)
             self._scratch[key] = torch.empty(length, dtype=torch.float32, device=tensor.device)
         return self._scratch[key][: tensor.numel()]
+
+
+def _zeros_on(device: torch.device, num_elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(num_elements, dtype=dtype, device=device)
 
 
 def _chunk_elements(device: torch.device) -> int:

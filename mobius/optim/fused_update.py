@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mobius.memory.stage_state import Remainder, StageState
+from mobius.optim.update_numbers import UpdateNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -56,37 +57,14 @@ class FusedUpdate:
         """
         found = torch.ones((), dtype=torch.float32, device=state.weights.device)
         part = slice(0, state.layout.num_trained)
+        nothing = UpdateNumbers(1, learning_rate=0, gradient_factor=0, beta1=0, beta2=0, epsilon=1, weight_decay=0)
         try:
-            self.update(
-                state,
-                part,
-                step=1,
-                learning_rate=0.0,
-                gradient_factor=0.0,
-                beta1=0.0,
-                beta2=0.0,
-                epsilon=1.0,
-                weight_decay=0.0,
-                found_inf=found,
-            )
+            self.update(state, part, nothing, found_inf=found)
         except Exception as error:  # whatever Triton and the C compiler behind it raise
             self._give_up(error)
 
-    def update(
-        self,
-        state: StageState,
-        part: slice,
-        *,
-        step: int,
-        learning_rate: float,
-        gradient_factor: float,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        weight_decay: float,
-        found_inf: Tensor | None,
-    ) -> None:
-        """Update the elements in `part`; `state` is one that it `supports`, `step` counts from 1.
+    def update(self, state: StageState, part: slice, numbers: UpdateNumbers, *, found_inf: Tensor | None) -> None:
+        """Update the elements in `part`; `state` is one that it `supports`.
 
         Enqueues and returns; `found_inf` is an fp32 scalar on the device, and where it is not 0 nothing changes.
         """
@@ -102,14 +80,14 @@ class FusedUpdate:
                 *(array[chunk] for array in arrays),
                 self._nothing_found[device] if found_inf is None else found_inf,
                 count,
-                float(gradient_factor),  # for an int Triton would compile another kernel
-                1.0 - learning_rate * weight_decay,
-                float(beta2),
-                1.0 - beta1,
-                1.0 - beta2,
-                learning_rate / (1.0 - beta1**step),
-                (1.0 - beta2**step) ** 0.5,
-                float(epsilon),
+                float(numbers.gradient_factor),  # for an int Triton would compile another kernel
+                float(numbers.decay),
+                float(numbers.beta2),
+                float(1.0 - numbers.beta1),
+                float(1.0 - numbers.beta2),
+                float(numbers.step_size),
+                numbers.root_correction,
+                float(numbers.epsilon),
                 block=self._block,
                 enable_fp_fusion=False,
             )

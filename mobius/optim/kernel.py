@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from mobius.memory.stage_state import Remainder, StageState
+from mobius.optim.update_numbers import UpdateNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -54,35 +55,23 @@ class AdamWKernel:
         """Whether there is a variant for such a state: on the host, all in fp32 or with a split master."""
         return state.weights.device.type == "cpu" and _function_name(state) is not None
 
-    def update(
-        self,
-        state: StageState,
-        part: slice,
-        *,
-        gradient_factor: float,
-        step: int,
-        learning_rate: float,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        weight_decay: float,
-    ) -> None:
+    def update(self, state: StageState, part: slice, numbers: UpdateNumbers) -> None:
         """Update master, working copy and moments of the elements in `part` in place; blocks until it is done.
 
-        `state` is one that it `supports`. `step` counts from 1.
+        `state` is one that it `supports`.
         """
         name = _function_name(state)
         assert name is not None
         constants = _Constants(
-            gradient_factor=gradient_factor,
-            decay=1.0 - learning_rate * weight_decay,
-            beta1=beta1,
-            beta2=beta2,
-            one_minus_beta1=1.0 - beta1,
-            one_minus_beta2=1.0 - beta2,
-            step_size=learning_rate / (1.0 - beta1**step),
-            root_correction=(1.0 - beta2**step) ** 0.5,
-            epsilon=epsilon,
+            gradient_factor=numbers.gradient_factor,
+            decay=numbers.decay,
+            beta1=numbers.beta1,
+            beta2=numbers.beta2,
+            one_minus_beta1=1.0 - numbers.beta1,
+            one_minus_beta2=1.0 - numbers.beta2,
+            step_size=numbers.step_size,
+            root_correction=numbers.root_correction,
+            epsilon=numbers.epsilon,
         )
         remainder = [state.master.bits] if isinstance(state.master, Remainder) else []
         arrays = [
@@ -140,7 +129,7 @@ def _build(compiler: str, library: Path) -> None:
 
 
 def _key() -> str:
-    """What the binary depends on: `-march=native` makes it this CPU's own."""
+    """Hash of what the binary depends on: `-march=native` makes it this CPU's own."""
     flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))]
     facts = [SOURCE.read_text(), *OPTIONS, platform.machine(), *flags[:1]]
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """The kernel of fused_update.py in Triton, which torch brings along for GPUs; import it only where there is one.
 
-It is `update` and `split` of adamw.c, operation by operation. Launched without contraction of products and sums, with
-square root and quotient rounded correctly, it gives the same bits.
+The kernel is `update` and `split` of adamw.c, operation by operation. Launched without contraction of products and
+sums, with square root and quotient rounded correctly, it gives the same bits.
 """
 
 import triton

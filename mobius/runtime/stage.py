@@ -19,7 +19,7 @@ from mobius.plan.partition import StageSpan
 from mobius.plan.working_set import LayerBytes
 
 Kept = Tensor | BlockGraph
-"""What backward needs of a layer's forward: its input [B, L, H] to recompute from, or its graph."""
+"""A layer's forward as backward needs it: its input [B, L, H] to recompute from, or its graph."""
 
 
 class StageModule:

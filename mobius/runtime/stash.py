@@ -1,4 +1,4 @@
-"""What a stage keeps between the forward and the backward of a microbatch."""
+"""Activations that a stage keeps between the forward and the backward of a microbatch."""
 
 from __future__ import annotations
 

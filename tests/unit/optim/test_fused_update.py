@@ -19,6 +19,7 @@ from mobius.memory.stage_state import StageState
 from mobius.optim import fused_update
 from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.kernel import load_kernel
+from mobius.optim.update_numbers import UpdateNumbers
 
 MODULE = "mobius.optim.triton_adamw"
 SETTINGS = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.1, "learning_rate": 1e-3}
@@ -88,9 +89,10 @@ def test_the_kernel_is_given_what_the_c_kernel_is(
     c_kernel = load_kernel(tmp_path, num_threads=1)
     assert c_kernel is not None
     part = slice(128, 3000)
-    c_kernel.update(expected, part, gradient_factor=0.25, step=7, **SETTINGS)
+    numbers = UpdateNumbers(gradient_factor=0.25, step=7, **SETTINGS)
+    c_kernel.update(expected, part, numbers)
     assert fused.supports(state)
-    fused.update(state, part, gradient_factor=0.25, step=7, found_inf=None, **SETTINGS)
+    fused.update(state, part, numbers, found_inf=None)
     for mine, theirs in zip(state.tensors, expected.tensors, strict=True):
         assert torch.equal(mine, theirs)
     assert not torch.equal(state.weights, make_state().weights)
@@ -103,7 +105,7 @@ def test_a_long_array_goes_in_several_launches(
     for state, longest in ((whole, 10_000), (cut, 2048)):
         monkeypatch.setattr(fused_update, "MAX_ELEMENTS", longest)
         assert fused.supports(state)
-        fused.update(state, slice(0, 5000), gradient_factor=1.0, step=1, found_inf=None, **SETTINGS)
+        fused.update(state, slice(0, 5000), UpdateNumbers(gradient_factor=1.0, step=1, **SETTINGS), found_inf=None)
     assert kernel.counts == [5000, 2048, 2048, 904]
     assert torch.equal(whole.weights, cut.weights)
 
@@ -112,7 +114,9 @@ def test_warming_up_and_what_is_not_finite_change_nothing(fused: FusedUpdate, ke
     state, before = make_state(), make_state()
     assert fused.supports(state)
     fused.warm_up(state)
-    fused.update(state, slice(0, 5000), gradient_factor=1.0, step=1, found_inf=torch.ones(()), **SETTINGS)
+    fused.update(
+        state, slice(0, 5000), UpdateNumbers(gradient_factor=1.0, step=1, **SETTINGS), found_inf=torch.ones(())
+    )
     assert len(kernel.counts) == 2
     for mine, theirs in zip(state.tensors, before.tensors, strict=True):
         assert torch.equal(mine, theirs)

@@ -17,6 +17,7 @@ from mobius.memory.stage_state import Remainder, StageState
 from mobius.optim import kernel as kernel_module
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.kernel import AdamWKernel, load_kernel
+from mobius.optim.update_numbers import UpdateNumbers
 
 COUNT = 100_003  # a prime: no vector width divides it
 
@@ -106,17 +107,10 @@ def test_every_element_is_updated_once_however_blocks_divide_the_count(
     state = state_of(dtype, step=1, gradient_dtype=gradient_dtype, count=2 * count)
     before = state.exp_avg.clone()
     part = slice(count // 2, count // 2 + count)
-    kernel.update(
-        state,
-        part,
-        gradient_factor=2.0,
-        step=1,
-        learning_rate=1e-3,
-        beta1=0.5,
-        beta2=0.999,
-        epsilon=1e-8,
-        weight_decay=0.0,
+    numbers = UpdateNumbers(
+        step=1, learning_rate=1e-3, gradient_factor=2.0, beta1=0.5, beta2=0.999, epsilon=1e-8, weight_decay=0.0
     )
+    kernel.update(state, part, numbers)
 
     before[part] = state.gradients[part].float()  # 2 g (1 - 0.5), exactly
     assert torch.equal(state.exp_avg, before)
