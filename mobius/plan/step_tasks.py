@@ -15,7 +15,7 @@ from mobius.plan.stage_costs import StageCost, StepRules
 from mobius.plan.tasks import Flow, Task
 from mobius.schedule.action import Action, ActionKind, incoming, outgoing
 from mobius.schedule.lanes import Lane, WaitCause
-from mobius.schedule.schedule import Schedule
+from mobius.schedule.schedule import Schedule, take_turns
 
 SEAL_BYTES = 14
 """GPU memory traffic per parameter behind a stage's last backward, when its message has left: norm 4, rounded to the
@@ -80,44 +80,35 @@ class StepTasks:
         self.step_ends: list[Task] = []
         self.flows = SharedRates(profile, schedule.num_ranks)
         self.capacities = self.flows.capacities
+        # A message must be made before what receives it.
+        self._order, conflict = take_turns(schedule)
+        assert conflict is None, "the schedule has not passed the check"
         self._messages: dict[tuple[bool, int, int | None], Task] = {}
         self._homes: dict[int, Task] = {}
 
     def add_step(self) -> None:
         """Append the tasks of one more step, which begins when the one before has ended."""
         self._messages, self._homes = {}, {}
-        positions = [0] * self.schedule.num_ranks
-        # Ranks take turns, because a message must be made before what receives it.
-        while any(positions[r] < len(actions) for r, actions in enumerate(self.schedule.actions)):
-            before = list(positions)
-            for rank, actions in enumerate(self.schedule.actions):
-                while positions[rank] < len(actions) and self._add(rank, actions[positions[rank]]):
-                    positions[rank] += 1
-            assert positions != before, "a checked schedule has no deadlock"
+        for rank, action in self._order:
+            self._add(rank, action)
         ends = [state.last for state in self.ranks if state.last is not None]
         end = self._task(None, self.profile.step_overhead, ends)
         self.step_ends.append(end)
         self._finish(end)
 
-    def _add(self, rank: int, action: Action) -> bool:
-        """Make the tasks of `action`; False if the message that it needs is not there yet."""
+    def _add(self, rank: int, action: Action) -> None:
         is_resident = self.costs[action.stage].is_resident
         if action.kind.is_compute:
-            return self._add_compute(rank, action)
-        if action.kind is ActionKind.LOAD and not is_resident:
+            self._add_compute(rank, action)
+        elif action.kind is ActionKind.LOAD and not is_resident:
             self._add_load(rank, action.stage)
         elif action.kind is ActionKind.OFFLOAD and not is_resident:
             self._add_offload(rank, action.stage)
-        return True
 
-    def _add_compute(self, rank: int, action: Action) -> bool:
+    def _add_compute(self, rank: int, action: Action) -> None:
         state, stage, cost = self.ranks[rank], action.stage, self.costs[action.stage]
         source = incoming(action, self.schedule.num_stages)
-        message = None
-        if source is not None:
-            message = self._messages.get((action.kind.is_backward, source, action.microbatch))
-            if message is None:
-                return False
+        message = None if source is None else self._messages[action.kind.is_backward, source, action.microbatch]
         # The model's last stage only keeps its input in forward.
         needs_weights = action.kind is not ActionKind.FORWARD_LAST
         waits = {
@@ -138,7 +129,6 @@ class StepTasks:
         state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
         if ends_stage and cost.is_resident and self._updates_at_once(stage):
             self._update_on_gpu(rank, stage)
-        return True
 
     def _compute(
         self, rank: int, name: object, seconds: float, waits: dict[WaitCause, Task | None], *, launch: float = 0.0
