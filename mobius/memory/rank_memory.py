@@ -12,7 +12,7 @@ from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStage, adds_in_place
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import StageMemory
-from mobius.memory.streamed import Updates, stream_stages
+from mobius.memory.streamed import SlotPool, StreamedStage, Updates
 
 
 def take_memory(
@@ -57,5 +57,8 @@ def take_memory(
     arena: HostArena | None = None
     if streamed and total is not None:
         arena = HostArena(streamed, dtype=dtype, register=device.type == "cuda", gradient_dtype=gradient_dtype)
-        memory |= stream_stages(arena.states, total, num_slots=num_slots, device=device, updates=updates, spans=spans)
+        length = max(layout.num_elements for layout in streamed.values())
+        pool = SlotPool(length, num_slots=num_slots, dtype=dtype, device=device)
+        for stage, state in arena.states.items():
+            memory[stage] = StreamedStage(stage, state, pool, total, updates=updates, spans=spans)
     return dict(sorted(memory.items())), arena

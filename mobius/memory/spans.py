@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -108,11 +108,11 @@ class SpanRecorder:
 
     def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
         step = self._step
-        return nullcontext() if step is None else self._device_span(lane, name, step)
+        return nullcontext() if step is None else self._span(lane, name, step, self._mark)
 
     def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
         step = self._step
-        return nullcontext() if step is None else self._host_span(lane, name, step)
+        return nullcontext() if step is None else self._span(lane, name, step, time.perf_counter)
 
     def message(self, lane: Lane, peer: int, work: Waitable) -> None:
         if self._step is None:
@@ -142,25 +142,17 @@ class SpanRecorder:
         return sorted(compute_without_waits(messages_in_turn(measured)), key=lambda span: (span.start, -span.end))
 
     @contextmanager
-    def _device_span(self, lane: Lane, name: str, step: int) -> Iterator[None]:
-        start = self._mark()
+    def _span(self, lane: Lane, name: str, step: int, mark: Callable[[], _Mark]) -> Iterator[None]:
+        start = mark()
         if lane is Lane.COMPUTE:
             self._current = name
         yield
         if lane is Lane.COMPUTE:
             self._current = ""
-        self._recorded.append(_Recorded(lane, name, step, start, self._mark()))
-
-    @contextmanager
-    def _host_span(self, lane: Lane, name: str, step: int) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._recorded.append(_Recorded(lane, name, step, start, time.perf_counter()))
+        self._recorded.append(_Recorded(lane, name, step, start, mark()))
 
     def _mark(self) -> _Mark:
-        if not self._is_cuda:
-            return time.perf_counter()
-        return timed_mark(self._device)
+        return timed_mark(self._device) if self._is_cuda else time.perf_counter()
 
     def _take_base(self) -> tuple[float, torch.cuda.Event]:
         """An event and the host's time of it."""

@@ -20,7 +20,7 @@ them, and the slot is free as soon as backward is done.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -239,21 +239,3 @@ class StreamedStage:
             return
         for piece in pieces:
             piece()
-
-
-def stream_stages(
-    states: Mapping[int, StageState],
-    total: GradientSum,
-    *,
-    num_slots: int,
-    device: torch.device,
-    updates: Updates | None = None,
-    spans: Spans = NO_SPANS,
-) -> dict[int, StreamedStage]:
-    """Streamed stages over `states` (stage -> state on the host), which share `num_slots` new slots on `device`."""
-    length = max(state.layout.num_elements for state in states.values())
-    dtype = next(iter(states.values())).weights.dtype
-    pool = SlotPool(length, num_slots=num_slots, dtype=dtype, device=device)
-    return {
-        stage: StreamedStage(stage, state, pool, total, updates=updates, spans=spans) for stage, state in states.items()
-    }

@@ -7,10 +7,9 @@ import torch
 from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, model_of, plain_step
 from transformers import LlamaConfig, PreTrainedModel
 
-from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.streamed import stream_stages
+from mobius.memory.rank_memory import take_memory
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.runtime.executor import StepBatch
 from mobius.runtime.stage import measure_layer_bytes
@@ -79,10 +78,18 @@ def test_arena_memory_is_page_locked_and_exact() -> None:
 
 def test_streamed_stages_take_the_memory_of_their_slots() -> None:
     layouts = {stage: StageLayout.of({"weight": (4096, 4096)}) for stage in range(8)}
-    arena = HostArena(layouts, dtype=torch.bfloat16, register=True)
     before = torch.cuda.memory_allocated(CUDA)
     elements = layouts[0].num_elements
-    slots = stream_stages(arena.states, GradientSum(elements, device=CUDA), num_slots=2, device=CUDA)
+    slots, arena = take_memory(
+        layouts,
+        resident=(),
+        num_slots=2,
+        dtype=torch.bfloat16,
+        gradient_dtype=torch.bfloat16,
+        waiting=(),
+        device=CUDA,
+    )
+    assert arena is not None
     assert torch.cuda.memory_allocated(CUDA) - before == 2 * elements * 2 + elements * 4
     for stage in range(8):
         slots[stage].load()

@@ -19,7 +19,7 @@ from torch import Tensor
 from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import Remainder, StageState
-from mobius.memory.streamed import stream_stages
+from mobius.memory.streamed import SlotPool, StreamedStage
 from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.plan.partition import StageSpan
 from mobius.runtime.executor import Executor, StepBatch
@@ -164,7 +164,9 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
         with _own_stream(device):
             own_states = {stage: states[stage] for stage in stages}
             total = GradientSum(own_states[rank].layout.num_trained, device=device)
-            memory = stream_stages(own_states, total, num_slots=num_slots, device=device)
+            length = own_states[rank].layout.num_elements
+            pool = SlotPool(length, num_slots=num_slots, dtype=torch.bfloat16, device=device)
+            memory = {stage: StreamedStage(stage, state, pool, total) for stage, state in own_states.items()}
             executor = Executor(
                 schedule,
                 stages=stages,  # type: ignore[arg-type] # as much of a stage as the executor uses

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from mobius.errors import ScheduleError
-from mobius.memory.gradient_sum import GradientSum
-from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.streamed import StreamedStage, stream_stages
+from mobius.memory.rank_memory import take_memory
+from mobius.memory.stage_memory import StageMemory
 
 CPU = torch.device("cpu")
 NOTHING: frozenset[str] = frozenset()
-Stages = dict[int, StreamedStage]
+Stages = dict[int, StageMemory]
 MakeSlots = Callable[..., Stages]
 
 
@@ -22,10 +21,18 @@ def make_slots(layouts: dict[int, StageLayout]) -> MakeSlots:
     """Slots over stages 0, 2 and 4, whose weights are 1, 3 and 5 throughout."""
 
     def make(num_slots: int = 2, dtype: torch.dtype = torch.float32) -> Stages:
-        arena = HostArena(layouts, dtype=dtype, register=False)
-        for stage, state in arena.states.items():
-            state.write_master(slice(None), torch.full((state.layout.num_elements,), stage + 1))
-        return stream_stages(arena.states, GradientSum(384, device=CPU), num_slots=num_slots, device=CPU)
+        slots, _ = take_memory(
+            layouts,
+            resident=(),
+            num_slots=num_slots,
+            dtype=dtype,
+            gradient_dtype=dtype,
+            waiting=layouts,
+            device=CPU,
+        )
+        for stage, own in slots.items():
+            own.state.write_master(slice(None), torch.full((own.state.layout.num_elements,), stage + 1))
+        return slots
 
     return make
 

@@ -7,10 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from mobius.memory.gradient_sum import GradientSum
-from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.streamed import stream_stages
+from mobius.memory.rank_memory import take_memory
+from mobius.memory.stage_memory import StageMemory
 from mobius.optim.update_queue import UpdateQueue
 
 CPU = torch.device("cpu")
@@ -39,6 +38,21 @@ def drain(queue: UpdateQueue) -> None:
     """Wait for all updates."""
     for stage in range(10):
         queue.wait(stage)
+
+
+def streamed(queue: UpdateQueue) -> StageMemory:
+    """A streamed stage 0 with a slot, which is updated in `queue`."""
+    memory, _ = take_memory(
+        {0: StageLayout.of({"weight": (4, 32)})},
+        resident=(),
+        num_slots=1,
+        dtype=torch.bfloat16,
+        gradient_dtype=torch.bfloat16,
+        waiting=(),
+        device=CPU,
+        updates=queue,
+    )
+    return memory[0]
 
 
 @pytest.fixture
@@ -161,28 +175,26 @@ def test_a_failure_surfaces_where_the_stage_is_needed_with_its_name() -> None:
 
 
 def test_a_load_that_comes_early_copies_the_updated_weights_and_not_the_old_ones() -> None:
-    states = HostArena({0: StageLayout.of({"weight": (4, 32)})}, dtype=torch.bfloat16, register=False).states
     queue, gate = UpdateQueue(), threading.Event()
-    slots = stream_stages(states, GradientSum(128, device=CPU), num_slots=1, device=CPU, updates=queue)
-    queue.submit(0, held(gate, lambda: states[0].weights.fill_(7)))
-    slots[0].load()
+    stage = streamed(queue)
+    queue.submit(0, held(gate, lambda: stage.state.weights.fill_(7)))
+    stage.load()
     opener = threading.Timer(0.05, gate.set)
     opener.start()
-    assert (slots[0].weights()["weight"] == 7).all()
+    assert (stage.weights()["weight"] == 7).all()
     opener.join()
 
 
 def test_a_stage_is_ready_once_its_weights_were_waited_for_and_until_something_changes() -> None:
-    states = HostArena({0: StageLayout.of({"weight": (4, 32)})}, dtype=torch.bfloat16, register=False).states
     queue, gate = UpdateQueue(), threading.Event()
-    slots = stream_stages(states, GradientSum(128, device=CPU), num_slots=1, device=CPU, updates=queue)
-    slots[0].load()
-    assert not slots[0].is_ready()  # the copy is not waited for yet
-    slots[0].weights()
-    assert slots[0].is_ready()
+    stage = streamed(queue)
+    stage.load()
+    assert not stage.is_ready()  # the copy is not waited for yet
+    stage.weights()
+    assert stage.is_ready()
 
     queue.submit(0, held(gate, lambda: None))
-    assert not slots[0].is_ready()
+    assert not stage.is_ready()
     gate.set()
-    slots[0].wait_until_updated()
-    assert slots[0].is_ready()
+    stage.wait_until_updated()
+    assert stage.is_ready()

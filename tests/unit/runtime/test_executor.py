@@ -11,10 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mobius.errors import TransportError
-from mobius.memory.gradient_sum import GradientSum
-from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
-from mobius.memory.streamed import StreamedStage, stream_stages
+from mobius.memory.rank_memory import take_memory
+from mobius.memory.stage_memory import StageMemory
 from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import LayerArguments, LayerInputs, ModelParts
@@ -55,7 +54,7 @@ def make_executor(
     failing_stage: int | None = None,
     fail_at: int = 0,
     unsealed_names: frozenset[str] = frozenset(),
-) -> tuple[Executor, dict[int, StreamedStage]]:
+) -> tuple[Executor, dict[int, StageMemory]]:
     parts = ModelParts(model.config, CPU)
     inputs = LayerInputs(parts, device=CPU, dtype=torch.float32)
     stages: dict[int, StageModule] = {}
@@ -66,13 +65,19 @@ def make_executor(
             if isinstance(stages[span.stage], FailingStage):
                 stages[span.stage].fail_at = fail_at  # type: ignore[attr-defined]
     layouts = {stage: StageLayout.of(module.shapes) for stage, module in stages.items()}
-    total = GradientSum(max(layout.num_trained for layout in layouts.values()), device=CPU)
-    states = HostArena(layouts, dtype=torch.float32, register=False).states
-    memory = stream_stages(states, total, num_slots=2, device=CPU)
+    memory, _ = take_memory(
+        layouts,
+        resident=(),
+        num_slots=2,
+        dtype=torch.float32,
+        gradient_dtype=torch.float32,
+        waiting=(),
+        device=CPU,
+    )
     values = dict(model.named_parameters(remove_duplicate=False))
-    for state in states.values():
-        for name in state.layout.offsets:
-            state.set_parameter(name, values[name].detach())
+    for own in memory.values():
+        for name in own.state.layout.offsets:
+            own.state.set_parameter(name, values[name].detach())
     schedule = build_schedule(transport.num_ranks, NUM_STAGES // transport.num_ranks, NUM_MICROBATCHES, 2)
     executor = Executor(
         schedule,
