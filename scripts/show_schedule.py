@@ -1,7 +1,5 @@
 """Shows the schedule of a pipeline as a text grid, as action lists or as a picture; needs no GPU.
 
-Does not train and reads no configuration.
-
     python scripts/show_schedule.py --num_ranks 4 --num_stages 8 --num_chunks 4 --output docs/images/schedule.png
 """
 

@@ -1,6 +1,6 @@
 """Shows one step of a trace.json that `--trace` wrote: seconds per rank and lane, and the picture if it is wanted.
 
-Does not measure, and needs no GPU. The whole trace opens in ui.perfetto.dev or chrome://tracing.
+It needs no GPU. The whole trace opens in ui.perfetto.dev or chrome://tracing.
 
     python scripts/show_trace.py save_ckpt/trace.json --step 4 --output timeline.png
 """
@@ -28,7 +28,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def table(trace: Trace, step: int) -> str:
-    """Milliseconds that each lane of each rank worked in `step`, and how long compute waited for what."""
+    """Milliseconds that each lane of each rank worked in `step`, and that compute waited, by cause."""
     rows = [{name: f"{1000 * value:.1f}" for name, value in row.items()} for row in trace.lane_seconds(step)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     header = ["rank", *names]
