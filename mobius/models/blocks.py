@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from mobius.errors import CheckpointError, first_line
-from mobius.models.compiled import CompiledFunction
 from mobius.models.linear import TappedLinear, linears_called_once, tap_linears
 from mobius.models.loss import LogitsLoss
 from mobius.models.module_graphs import ModuleGraphs
+from mobius.models.tracing import CompiledFunction
 from mobius.plan.shape import ModelShape
 
 LayerArguments = Sequence[Mapping[str, Any]]

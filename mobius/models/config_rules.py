@@ -1,14 +1,13 @@
-"""Which values the fields of a config.json may have: a table, so that a wrong one is told by its name.
+"""Values that the fields of a config.json may have: a table, so that a wrong one is told by its name.
 
-What only the building of the model can find out is told by blocks.py; here are types, ranges, and sizes beyond any
-model, whose building would take minutes or more memory than there is.
+Types, ranges, and sizes beyond any model, whose building would take minutes or more memory than there is.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers.activations import ACT2FN
@@ -19,22 +18,26 @@ from mobius.models.json_files import shown
 
 @dataclass(frozen=True)
 class Rule:
-    """What a field may be, in words that complete "it must be", and as a test."""
+    """Allowed values of a field, in words that complete "it must be", and as a test."""
 
     wanted: str
     allows: Callable[[Any], bool]
     may_be_null: bool = False
 
 
-def _integer(low: int, high: int, *, may_be_null: bool = False) -> Rule:
+def _integer(low: int, high: int) -> Rule:
     def allows(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
-    return Rule(f"an integer from {low} to {high}", allows, may_be_null)
+    return Rule(f"an integer from {low} to {high}", allows)
 
 
-def _number(wanted: str, test: Callable[[float], bool], *, may_be_null: bool = False) -> Rule:
-    return Rule(wanted, lambda value: is_number(value) and test(value), may_be_null)
+def _number(wanted: str, test: Callable[[float], bool]) -> Rule:
+    return Rule(wanted, lambda value: is_number(value) and test(value))
+
+
+def _or_null(rule: Rule) -> Rule:
+    return replace(rule, may_be_null=True)
 
 
 def is_number(value: object) -> bool:
@@ -51,6 +54,11 @@ _WHERE_ATTENTION_LOOKS = Rule(
     may_be_null=True,
 )
 _SHARE = _number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+_POSITIVE = _number("a positive number", lambda value: value > 0)
+_POSITIVE_LIST = Rule(
+    "a list of positive numbers",
+    lambda values: isinstance(values, list) and all(is_number(value) and value > 0 for value in values),
+)
 
 _WIDEST, _MOST_HEADS = 2**20, 2**14
 _RULES: Mapping[str, Rule] = {
@@ -59,38 +67,29 @@ _RULES: Mapping[str, Rule] = {
     "intermediate_size": _integer(1, 16 * _WIDEST),
     "num_hidden_layers": _integer(1, 1024),
     "num_attention_heads": _integer(1, _MOST_HEADS),
-    "num_key_value_heads": _integer(1, _MOST_HEADS, may_be_null=True),
-    "head_dim": _integer(1, _MOST_HEADS, may_be_null=True),
+    "num_key_value_heads": _or_null(_integer(1, _MOST_HEADS)),
+    "head_dim": _or_null(_integer(1, _MOST_HEADS)),
     "max_position_embeddings": _integer(1, 2**40),
-    "sliding_window": _integer(1, 2**40, may_be_null=True),
+    "sliding_window": _or_null(_integer(1, 2**40)),
     "sliding_window_pattern": _integer(1, 2**20),
     "max_window_layers": _integer(0, 2**20),
     "hidden_act": _ACTIVATION,
     "hidden_activation": _ACTIVATION,
     "rms_norm_eps": _SHARE,
     "initializer_range": _SHARE,
-    "attention_dropout": _number("a number from 0 to 1", lambda value: 0 <= value <= 1, may_be_null=True),
-    "query_pre_attn_scalar": _number("a positive number", lambda value: value > 0),
-    "final_logit_softcapping": _number("a positive number", lambda value: value > 0, may_be_null=True),
-    "attn_logit_softcapping": _number("a positive number", lambda value: value > 0, may_be_null=True),
-    "tie_word_embeddings": _SWITCH,
-    "attention_bias": _SWITCH,
-    "mlp_bias": _SWITCH,
-    "use_cache": _SWITCH,
-    "num_labels": _integer(0, 2**20, may_be_null=True),  # transformers makes a table with a row for each
-    "use_sliding_window": _SWITCH,
+    "attention_dropout": _or_null(_SHARE),
+    "query_pre_attn_scalar": _POSITIVE,
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), _or_null(_POSITIVE)),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window"), _SWITCH),
+    "num_labels": _or_null(_integer(0, 2**20)),  # transformers makes a table with a row for each
     "use_bidirectional_attention": Rule("false: only causal models are trained", lambda value: not value, True),
     "layer_types": _WHERE_ATTENTION_LOOKS,
-    "rope_theta": _number("a positive number", lambda value: value > 0),
-    "partial_rotary_factor": _number("a number above 0, up to 1", lambda value: 0 < value <= 1, may_be_null=True),
+    "rope_theta": _POSITIVE,
+    "partial_rotary_factor": _or_null(_number("a number above 0, up to 1", lambda value: 0 < value <= 1)),
 }
 
 _ALSO_READ = (
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "partial_rotary_factor",
-    "sliding_window_pattern",
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window_pattern"),
     "num_labels",
 )
 """Fields that the classes of all families take though they do not declare them."""
@@ -100,25 +99,16 @@ _ROPE_RULES: Mapping[str, Rule] = {
     "rope_type": Rule(
         f"one of {', '.join(_ROPE_TYPES)}", lambda value: isinstance(value, str) and value in _ROPE_TYPES
     ),
-    "rope_theta": _number("a positive number", lambda value: value > 0),
+    "rope_theta": _POSITIVE,
     "factor": _number("a number of at least 1", lambda value: value >= 1),
     "partial_rotary_factor": _RULES["partial_rotary_factor"],
     "original_max_position_embeddings": _RULES["max_position_embeddings"],
-    "low_freq_factor": _number("a positive number", lambda value: value > 0),
-    "high_freq_factor": _number("a positive number", lambda value: value > 0),
-    "attention_factor": _number("a positive number", lambda value: value > 0, may_be_null=True),
-    "beta_fast": _number("a positive number", lambda value: value > 0, may_be_null=True),
-    "beta_slow": _number("a positive number", lambda value: value > 0, may_be_null=True),
-    "mscale": _number("a number from 0", lambda value: value >= 0, may_be_null=True),
-    "mscale_all_dim": _number("a number from 0", lambda value: value >= 0, may_be_null=True),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), _POSITIVE),
+    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), _or_null(_POSITIVE)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), _or_null(_number("a number from 0", lambda value: value >= 0))),
     "truncate": _SWITCH,
-    "short_factor": Rule("a list of positive numbers", lambda value: _are_positive(value)),
-    "long_factor": Rule("a list of positive numbers", lambda value: _are_positive(value)),
+    **dict.fromkeys(("short_factor", "long_factor"), _POSITIVE_LIST),
 }
-
-
-def _are_positive(values: object) -> bool:
-    return isinstance(values, list) and all(is_number(value) and value > 0 for value in values)
 
 
 def wrong_fields(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
@@ -157,7 +147,7 @@ def _wrong_padding(fields: Mapping[str, Any]) -> Iterator[str | None]:
     """A negative row of the embedding counts from its end, as in torch; older checkpoints say -1."""
     vocab_size = fields.get("vocab_size")
     if "pad_token_id" in fields and isinstance(vocab_size, int):
-        rule = _integer(-vocab_size, max(vocab_size, 1) - 1, may_be_null=True)
+        rule = _or_null(_integer(-vocab_size, max(vocab_size, 1) - 1))
         yield _complaint("pad_token_id", fields["pad_token_id"], rule)
 
 

@@ -1,7 +1,4 @@
-"""Finds a model and reads its configuration; which families are supported is decided here.
-
-Weights are read elsewhere (weights.py), other files too (base_files.py, tokenizer.py).
-"""
+"""Finds a model and reads its configuration; which families are supported is decided here."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError, first_line
 from mobius.log import SAID_ONCE
 from mobius.models.config_rules import disagreements, wrong_fields
-from mobius.models.json_files import read_json_object, shown
+from mobius.models.json_files import read_json_object, shown, told
 from mobius.models.stored_weights import has_own_head
 from mobius.plan.model_files import LLAMA_SHAPES
 
@@ -29,23 +26,15 @@ SUPPORTED_FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 """`model_type` of the families whose loss and gradients are proved equal to transformers' own by tests/pipeline."""
 
 HUB_SECONDS = 10.0
-"""What the hub is given to answer before it counts as out of reach."""
+"""Time for the hub to answer before it counts as out of reach."""
 
-_SHAPE_OPTIONS = {
-    "embedding_dim": "hidden_size",
-    "ff_dim": "intermediate_size",
-    "num_heads": "num_attention_heads",
-}
+_SHAPE_OPTIONS = {"embedding_dim": "hidden_size", "ff_dim": "intermediate_size", "num_heads": "num_attention_heads"}
 
 _FIELDS_THAT_CHANGE = (
-    *_SHAPE_OPTIONS.values(),
-    "num_key_value_heads",
-    "head_dim",
-    "num_hidden_layers",
-    "layer_types",
-    "tie_word_embeddings",
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("num_hidden_layers", "layer_types", "tie_word_embeddings"),
 )
-"""What `load_model_config` may set to something else than the file says."""
+"""Fields that `load_model_config` may set to something else than the file says."""
 
 
 def locate_model(model_path: str) -> Path:
@@ -53,18 +42,16 @@ def locate_model(model_path: str) -> Path:
 
     Raises CheckpointError with everything that was looked up if there is none.
     """
-    folder = Path(model_path).expanduser()
+    folder, given = Path(model_path).expanduser(), f"--model_path {model_path}"
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise CheckpointError(
-                f"--model_path {model_path}: the folder has no config.json, so it is no Hugging Face model."
-            )
+            raise CheckpointError(f"{given}: the folder has no config.json, so it is no Hugging Face model.")
         return folder
+    advice = "Give a folder with a config.json, or an id such as meta-llama/Llama-2-7b-hf."
     if model_path in LLAMA_SHAPES:
         raise CheckpointError(
-            f"--model_path {model_path}: that is a shape to plan for (--dry_run, scripts/simulate.py), without "
-            f"weights, and there is no folder {folder.absolute()}. Give a folder with a config.json, or an id such as "
-            "meta-llama/Llama-2-7b-hf."
+            f"{given}: that is a shape to plan for (--dry_run, scripts/simulate.py), without weights, and there is no "
+            f"folder {folder.absolute()}. {advice}"
         )
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
@@ -73,14 +60,13 @@ def locate_model(model_path: str) -> Path:
         return _fetch(model_path)
     except HFValidationError as error:
         raise CheckpointError(
-            f"--model_path {model_path}: there is no folder {folder.absolute()}, and this is no Hugging Face id. Give "
-            "a folder with a config.json, or an id such as meta-llama/Llama-2-7b-hf."
+            f"{given}: there is no folder {folder.absolute()}, and this is no Hugging Face id. {advice}"
         ) from error
     except Exception as error:
         # The hub client raises many unrelated types for "not there"; all mean the same to the user.
         raise CheckpointError(
-            f"--model_path {model_path}: not found. Looked for a folder {folder.absolute()}, for the model in the "
-            f"cache {constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {first_line(error)}). Without a "
+            f"{given}: not found. Looked for a folder {folder.absolute()}, for the model in the cache "
+            f"{constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {first_line(error)}). Without a "
             f"network: on a machine that has one run `hf download {model_path} --local-dir MODEL`, copy the folder and "
             "give --model_path MODEL."
         ) from error
@@ -118,22 +104,18 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
         raise CheckpointError(f"{given}: {error}") from error
     config = _read_config(path, fields, given)
     has_weights = folder_has_weights(folder)
-    reshaped = set()
+    width = config.hidden_size, config.num_attention_heads
     for option, field in _SHAPE_OPTIONS.items():
         wanted, own = getattr(options, option), getattr(config, field)
         if wanted is None or wanted == own:
             continue
         if has_weights:
-            logger.warning(
-                "--%s %s differs from the checkpoint's %s %s: the checkpoint's is used",
-                *(option, wanted, field, own),
-                extra=SAID_ONCE,
-            )
+            text = "--%s %s differs from the checkpoint's %s %s: the checkpoint's is used"
+            logger.warning(text, option, wanted, field, own, extra=SAID_ONCE)
         else:
             _check_option(option, field, wanted)
             _set_shape(config, field, wanted)
-            reshaped.add(field)
-    if reshaped & {"hidden_size", "num_attention_heads"}:
+    if width != (config.hidden_size, config.num_attention_heads):
         _fit_heads(config)
     _apply_num_layers(config, options, has_weights)
     if has_weights and config.tie_word_embeddings and has_own_head(folder):
@@ -160,8 +142,7 @@ def changed_fields(base: Mapping[str, Any], config: PretrainedConfig) -> dict[st
 
 def _read_config(path: Path, fields: dict[str, Any], given: str) -> PretrainedConfig:
     """The configuration of a supported family whose fields are right, each and together. Raises CheckpointError."""
-    _refuse_custom_code(path, fields, given)
-    _refuse_quantized(path, fields, given)
+    _refuse_foreign(path, fields, given)
     family = fields.get("model_type")
     supported = f"Supported: {', '.join(SUPPORTED_FAMILIES)}."
     if not isinstance(family, str):
@@ -176,14 +157,14 @@ def _read_config(path: Path, fields: dict[str, Any], given: str) -> PretrainedCo
             config._name_or_path = str(path.parent)  # not what the file says that it once was
             problems = disagreements(config)
         except Exception as error:  # transformers and its validators raise whatever a value makes them stumble over
-            text = f"{type(error).__name__}: {first_line(error)}"
-            raise CheckpointError(f"{given}: {path} is refused by transformers: {text:.400}") from error
+            raise CheckpointError(f"{given}: {path} is refused by transformers: {told(error)}") from error
     if problems:
         raise CheckpointError(f"{given}: {path}: {'; '.join(problems)}. Mend it, or get the file anew.")
     return config
 
 
-def _refuse_custom_code(path: Path, fields: Mapping[str, Any], given: str) -> None:
+def _refuse_foreign(path: Path, fields: Mapping[str, Any], given: str) -> None:
+    """Refuse models of custom code and quantized ones. Raises CheckpointError."""
     auto_map = fields.get("auto_map")
     named = auto_map if isinstance(auto_map, dict) else {}
     if code := named.get("AutoModelForCausalLM") or named.get("AutoConfig"):
@@ -193,8 +174,6 @@ def _refuse_custom_code(path: Path, fields: Mapping[str, Any], given: str) -> No
             f"cannot be trained. Supported: {', '.join(SUPPORTED_FAMILIES)}."
         )
 
-
-def _refuse_quantized(path: Path, fields: Mapping[str, Any], given: str) -> None:
     for field in ("quantization_config", "compression_config"):
         settings = fields.get(field)
         if settings is not None:
@@ -245,14 +224,13 @@ def _apply_num_layers(config: PretrainedConfig, options: ModelConfig, has_weight
     if wanted > own and has_weights:
         raise ConfigError(f"--num_layers {wanted} is more than the {own} layers of --model_path {options.model_path}.")
     if has_weights:
-        told = "--num_layers %s: only the first %s of the checkpoint's %s layers are used"
-        logger.warning(told, wanted, wanted, own, extra=SAID_ONCE)
+        text = "--num_layers %s: only the first %s of the checkpoint's %s layers are used"
+        logger.warning(text, wanted, wanted, own, extra=SAID_ONCE)
     _check_option("num_layers", "num_hidden_layers", wanted)
     layer_types = getattr(config, "layer_types", None)
     config.num_hidden_layers = wanted
     if layer_types is not None:
-        repeats = -(-wanted // len(layer_types))
-        config.layer_types = (list(layer_types) * repeats)[:wanted]
+        config.layer_types = [layer_types[layer % len(layer_types)] for layer in range(wanted)]
 
 
 def folder_has_weights(folder: Path) -> bool:

@@ -1,7 +1,4 @@
-"""Runs one block with a graph, and takes that graph back into gradients that add up in place.
-
-Does not own what is kept of a forward, nor where weights and gradients are.
-"""
+"""Runs one block with a graph, and takes that graph back into gradients that add up in place."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class AutogradGraph:
 
 
 BlockGraph = AutogradGraph | KeptActivations
-"""What `backward` needs of a forward, and its `output`."""
+"""A forward with all that `backward` needs of it, and its `output`."""
 
 
 def own_views(views: Views, block: Block) -> dict[str, Tensor]:
@@ -92,7 +89,7 @@ def backward(block: Block, graph: BlockGraph, gradients: Views, gradient: Tensor
 def recomputed_backward(
     block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any], gradients: Views, gradient: Tensor
 ) -> Tensor:
-    """What `backward` of `run_with_graph` gives for inputs that are numbers, in one graph if the block is compiled."""
+    """Do `backward` of `run_with_graph` for inputs that are numbers, in one graph if the block is compiled."""
     if block.graphs is not None:
         results = block.graphs.recompute(own_views(weights, block), block.tapped, inputs, arguments, gradient)
         if results is not None:

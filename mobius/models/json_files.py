@@ -6,9 +6,9 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, first_line
 from mobius.excerpt import excerpt
 
 MAX_BYTES = 256 * 2**20
@@ -28,7 +28,7 @@ def read_json_object(path: Path, *, may_repeat: bool = False) -> dict[str, Any]:
         raise CheckpointError(f"{path} is empty. Get the file anew from where the model came from.")
     try:
         hook = dict if may_repeat else _object
-        value = json.loads(text, object_pairs_hook=hook, parse_constant=_no_constant, parse_float=_finite)
+        value = json.loads(text, object_pairs_hook=hook, parse_constant=_finite, parse_float=_finite)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()  # half a character could not even be shown in a message
     except RecursionError as error:
@@ -52,6 +52,11 @@ def read_text(path: Path) -> str:
         raise CheckpointError(f"{path} is no UTF-8 text: byte {error.start} is wrong. Get the file anew.") from error
 
 
+def told(error: BaseException) -> str:
+    """An error of a library with its class, short."""
+    return f"{type(error).__name__}: {first_line(error)}"[:400]
+
+
 def shown(value: object) -> str:
     """A value as it stands in the file, cut where it is long."""
     return excerpt(json.dumps(value, ensure_ascii=False, default=str))
@@ -66,11 +71,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
-
-
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"the number {text} is too large")
+        raise ValueError(f"the number {text} is too large" if text[-1].isdigit() else f"{text} is no number of JSON")
     return number

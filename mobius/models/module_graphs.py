@@ -38,9 +38,9 @@ class _Arguments:
     named: Mapping[str, Any]
     values: Sequence[Any]
     structure: pytree.TreeSpec
-    """Of `named`, which `values` are the leaves of."""
+    """Structure of `named`, whose leaves are `values`."""
     tensors: Sequence[Tensor]
-    """Those of `values` that are tensors."""
+    """Tensors among `values`."""
     kinds: tuple[Hashable, ...]
 
     @staticmethod
@@ -62,7 +62,7 @@ class _Call:
     tensors: Sequence[Tensor]
     """Weights, the first argument, buffers, and those of `arguments`."""
     key: tuple[Hashable, ...]
-    """What a graph is made for."""
+    """Kinds of all that goes in: each key has a graph of its own."""
 
     @property
     def leaves(self) -> Sequence[str]:
@@ -199,7 +199,7 @@ class ModuleGraphs:
         )
 
     def _attempt(self, run: Callable[[], Result]) -> Result | None:
-        """What `run` returns; None once there was something that it could not trace or compile."""
+        """The result of `run`; None once there was something that it could not trace or compile."""
         if self._is_broken:
             return None
         try:
@@ -217,5 +217,5 @@ def _named(leaves: Sequence[str], gradients: Results) -> tuple[Gradients, Tensor
 
 
 def _kind(value: object) -> Hashable:
-    """What of an argument a graph is made for."""
+    """Properties of an argument that a graph is made for."""
     return (value.device, value.dtype, *value.shape, *value.stride()) if isinstance(value, Tensor) else repr(value)

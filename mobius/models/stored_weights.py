@@ -1,14 +1,13 @@
-"""What a folder of safetensors holds, by its headers alone: where each tensor is, its dtype and shape.
+"""The contents of a folder of safetensors by its headers alone: where each tensor is, its dtype and shape.
 
-Whether that is the model of its config.json, in plain floats, is checked here before anything is read; the values are
-weights.py's business.
+Whether that is the model of its config.json, in plain floats, is checked here before any value is read.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -24,7 +23,7 @@ from mobius.models.json_files import read_json_object, shown
 logger = logging.getLogger(__name__)
 
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
-"""What is trained, in the words of the format; other dtypes are quantized weights, or no weights."""
+"""Dtypes that are trained, in the words of the format; others are quantized weights, or no weights."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the two matrices that may be tied; the same in all supported families."""
@@ -96,7 +95,7 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
 
 
 def _is_inside(file: str) -> bool:
-    """By its name alone: the files of a download are links to elsewhere."""
+    """Whether the name leads into the folder; the files of a download are links to elsewhere."""
     path = PurePosixPath(file)
     return not path.is_absolute() and ".." not in path.parts and "\0" not in file
 
@@ -130,34 +129,27 @@ def check_stored_weights(folder: Path, parts: ModelParts, *, has_fewer_layers: b
     first_layer = parts.layers[0].prefix.removesuffix("0.")
     is_cut = re.compile(rf"{re.escape(first_layer)}\d+\." if has_fewer_layers else r"(?!)")
     if unexpected := [name for name in unknown if not _HARMLESS.search(name) and not is_cut.match(name)]:
-        shown_names = ", ".join(unexpected[:3]) + (", ..." if len(unexpected) > 3 else "")
-        logger.warning(
+        text = (
             "%s: %d of the checkpoint's %d tensors do not belong to the model of its config.json and are neither "
-            "trained nor saved: %s",
-            folder,
-            len(unexpected),
-            len(stored),
-            shown_names,
-            extra=SAID_ONCE,
+            "trained nor saved: %s"
         )
+        logger.warning(text, folder, len(unexpected), len(stored), _first_three(unexpected), extra=SAID_ONCE)
 
 
 def _warn_of_other_files(folder: Path, read: Collection[Path]) -> None:
     """Tell of weights that are not taken, an adapter's for example; Mistral's own copy of the model is known."""
     others = [path.name for path in sorted(folder.glob("*.safetensors")) if path not in read]
     if unread := [name for name in others if not name.startswith("consolidated")]:
-        logger.warning(
-            "%s: %d safetensors file(s) are not part of the model and not read: %s%s",
-            folder,
-            len(unread),
-            ", ".join(unread[:3]),
-            ", ..." if len(unread) > 3 else "",
-            extra=SAID_ONCE,
-        )
+        text = "%s: %d safetensors file(s) are not part of the model and not read: %s"
+        logger.warning(text, folder, len(unread), _first_three(unread), extra=SAID_ONCE)
+
+
+def _first_three(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def tied_aliases(stored_names: Mapping[str, str]) -> dict[str, str]:
-    """The other name of each name in `stored_names`: a tied matrix may be stored under either."""
+    """Name -> other name, both ways: a tied matrix may be stored under either."""
     return {**stored_names, **{stored: name for name, stored in stored_names.items()}}
 
 

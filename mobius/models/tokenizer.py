@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mobius.errors import CheckpointError, first_line
-from mobius.models.json_files import read_json_object, shown
+from mobius.models.json_files import read_json_object, shown, told
 
 _SETTINGS, _BACKEND = "tokenizer_config.json", "tokenizer.json"
 _TEXT = "A text."
@@ -44,7 +44,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Any token does: padding is masked by length, never by its id."""
+    """Id of a token to pad with; any does, because padding is masked by length."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(int(token) for token in candidates if token is not None)
 
@@ -63,8 +63,15 @@ def _check_settings(path: Path) -> None:
             "(`AutoTokenizer.from_pretrained(..., trust_remote_code=True).save_pretrained(...)`) where you trust it."
         )
     template = fields.get("chat_template")
-    named = template if isinstance(template, list) else []
-    if not (template is None or isinstance(template, str) or (named and all(_is_named_template(n) for n in named))):
+    is_list = (
+        isinstance(template, list)
+        and template
+        and all(
+            isinstance(named, dict) and isinstance(named.get("name"), str) and isinstance(named.get("template"), str)
+            for named in template
+        )
+    )
+    if not (template is None or isinstance(template, str) or is_list):
         raise CheckpointError(
             f"--model_path: {path}: 'chat_template' is {shown(template)}, it must be a text, or a list of objects with "
             "'name' and 'template'. Mend it, or remove it."
@@ -72,7 +79,7 @@ def _check_settings(path: Path) -> None:
 
 
 def _is_of_the_tokenizer(error: BaseException) -> bool:
-    """Whether it is no interruption: a panic in Rust comes as a class that derives from BaseException alone."""
+    """Whether an error is no interruption: a panic in Rust comes as a class that derives from BaseException alone."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -94,13 +101,8 @@ def _panics_kept_quiet() -> Iterator[None]:
             os.write(2, held.read())
 
 
-def _is_named_template(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("name", "template"))
-
-
 def _reason(folder: Path, error: BaseException) -> str:
-    """What is wrong, by the first file that is broken by itself, or by those whose values do not do."""
-    text = f"{type(error).__name__}: {first_line(error)}"
+    """Words that name the first file that is broken by itself, or those whose values do not do."""
     present = [name for name in _JSON_FILES if (folder / name).is_file()]
     for name in present:
         try:
@@ -116,5 +118,5 @@ def _reason(folder: Path, error: BaseException) -> str:
             return f"{folder / _BACKEND} is no tokenizer: {first_line(broken):.400}. Get the file anew."
     settings = [str(folder / name) for name in present if name != _BACKEND]
     if settings:
-        return f"{' or '.join(settings)} has values that no tokenizer can be made of: {text:.400}"
-    return f"{folder} has no tokenizer that transformers can load: {text:.400}"
+        return f"{' or '.join(settings)} has values that no tokenizer can be made of: {told(error)}"
+    return f"{folder} has no tokenizer that transformers can load: {told(error)}"

@@ -1,26 +1,58 @@
-"""Traces functions of tensors into compiled graphs, whole or cut into a forward and a backward.
+"""Compiles functions of tensors: under torch.compile, or traced into graphs, whole or cut into forward and backward.
 
-Nothing is between a call and the compiled code, neither autograd nor guards: the tensors of a call must have shapes,
+Nothing is between a call and a traced graph, neither autograd nor guards: the tensors of a call must have shapes,
 strides, dtypes and devices of those that were traced. All is made and called under torch.no_grad.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mobius.errors import first_line
+
+logger = logging.getLogger(__name__)
+
 Results = Sequence[Tensor | None]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 """Operations that give what they are given."""
+
+
+class CompiledFunction(Generic[Arguments, Result]):
+    """A function under torch.compile: one graph per shape and per grad mode, whatever tensors are passed in.
+
+    The first call of each kind compiles, which takes seconds to a minute.
+    """
+
+    def __init__(self, function: Callable[Arguments, Result], *, name: str) -> None:
+        """`name` is what a message calls it, in the plural."""
+        self._function, self._name = function, name
+        self._compiled = torch.compile(function, dynamic=False)
+        self._is_broken = False
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Run the function; after a failure to compile, eagerly from then on."""
+        if not self._is_broken:
+            try:
+                return self._compiled(*args, **kwargs)
+            except TorchDynamoException as error:
+                self._is_broken = True
+                told = "%s run without compilation, which is slower: torch.compile failed: %s"
+                logger.warning(told, self._name, first_line(error))
+        return self._function(*args, **kwargs)
 
 
 class UntraceableError(Exception):
@@ -43,7 +75,7 @@ def compile_function(
 
 @dataclass(frozen=True)
 class SplitFunction:
-    """A function of tensors and a gradient in two: its first result, which needs no gradient, and the others."""
+    """Two parts of a function of tensors and a gradient: its first result, which needs no gradient, and the others."""
 
     _forward: Callable[..., Results]
     _backward: Callable[[list[Tensor]], Results]

@@ -1,7 +1,4 @@
-"""Where initial parameter values come from: a safetensors checkpoint or the family's own initialization.
-
-They come tensor by tensor; where they go is the caller's business.
-"""
+"""Sources of initial parameter values, tensor by tensor: a safetensors checkpoint or the family's initialization."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ _CHECKED_ELEMENTS = 2**20
 
 
 class WeightSource(Protocol):
-    """Gives one parameter at a time by its Hugging Face name, on the CPU; the caller owns the tensor."""
+    """Source of parameters, one at a time by its Hugging Face name, on the CPU; the caller owns the tensor."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The value of parameter `name`, which has `shape` in the model."""
+        """Value of parameter `name`, which has `shape` in the model."""
 
 
 def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -> None:
@@ -48,10 +45,8 @@ class CheckpointWeights:
 
         `dtype` is what values will be cast to, and must hold them.
         """
-        self._folder = folder
-        self._aliases = tied_aliases(aliases)
-        self._stored = read_headers(folder)
-        self._dtype = dtype
+        self._folder, self._dtype = folder, dtype
+        self._aliases, self._stored = tied_aliases(aliases), read_headers(folder)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read one tensor.
@@ -84,7 +79,7 @@ def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _describe_misfits(tensor: Tensor, dtype: torch.dtype) -> str:
-    """How many values do not fit, and the first of them; in parts, so that no copy of the whole is made."""
+    """Words for how many values do not fit, and the first of them; in parts, so that no copy of the whole is made."""
     flat, count, first, num_nonfinite = tensor.reshape(-1), 0, 0, 0
     for start in range(0, flat.numel(), _CHECKED_ELEMENTS):
         part = flat[start : start + _CHECKED_ELEMENTS]
@@ -115,9 +110,7 @@ class InitialWeights:
     """
 
     def __init__(self, parts: ModelParts, *, seed: int) -> None:
-        self._model = parts.model
-        self._aliases = parts.stored_names
-        self._seed = seed
+        self._model, self._aliases, self._seed = parts.model, parts.stored_names, seed
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Initialize the leaf module that owns `name` on the CPU in fp32 and return that parameter."""
