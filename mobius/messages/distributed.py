@@ -19,7 +19,6 @@ from torch import Tensor
 from mobius.errors import TransportError, first_line
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.messages.mailboxes import Mailboxes
-from mobius.messages.meeting import MOST_BYTES, Meeting, Told, not_told, told_text, told_value
 from mobius.messages.transport import ring_edges
 from mobius.schedule.lanes import Lane
 
@@ -64,7 +63,7 @@ class DistributedTransport:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         spans: Spans = NO_SPANS,
-        mailboxes: Callable[[Meeting], Mailboxes | None] | None = None,
+        mailboxes: Callable[[], Mailboxes | None] | None = None,
         max_sends: int | None = None,
     ) -> None:
         """Create and warm all communicators; collective over all ranks.
@@ -86,7 +85,7 @@ class DistributedTransport:
         self._posted: defaultdict[int, deque[tuple[Tensor, _Message]]] = defaultdict(deque)
         self._sent: deque[tuple[Tensor, _Message]] = deque()
         self._warm()
-        self._mailboxes = mailboxes(self) if mailboxes is not None else None
+        self._mailboxes = mailboxes() if mailboxes is not None else None
 
     def _warm(self) -> None:
         """Use every edge once, in one order.
@@ -149,26 +148,6 @@ class DistributedTransport:
         except RuntimeError as error:
             raise self._lost(None, error) from error
         return summed
-
-    def gather(self, value: Told) -> list[Any]:
-        own = torch.frombuffer(bytearray(told_text(value).encode()), dtype=torch.uint8)
-        lengths = [int(length) for length in self._gather_tensors(torch.tensor([own.numel()]))]
-        for rank, length in enumerate(lengths):  # alike on all ranks, so that none waits for the others
-            if not 0 < length <= MOST_BYTES:
-                raise not_told(rank, ValueError(f"{length} bytes"))
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: own.numel()] = own
-        texts = zip(self._gather_tensors(padded), lengths, strict=True)
-        return [told_value(bytes(text[:length].tolist()), by=rank) for rank, (text, length) in enumerate(texts)]
-
-    def _gather_tensors(self, own: Tensor) -> list[Tensor]:
-        """Every rank's CPU tensor of one shape, in the order of ranks."""
-        found = [torch.empty_like(own) for _ in range(self.num_ranks)]
-        try:
-            dist.all_gather(found, own, group=self._scalars)
-        except RuntimeError as error:
-            raise self._lost(None, error) from error
-        return found
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """CPU tensors travel over gloo, GPU tensors over the edges between the two ranks."""

@@ -1,7 +1,7 @@
 """How ranks tell each other small things, and set something up together: what fails on one is called off on all.
 
-They tell each other JSON, through torchrun's key-value store or a process group (distributed.py). A store listens on
-the network, so what comes from it is read as data: nothing in it is ever run.
+They tell each other JSON, through torchrun's key-value store. It listens on the network, so what comes from it is read
+as data: nothing in it is ever run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ Told: TypeAlias = "bool | int | float | str | Sequence[Told] | Mapping[str, Told
 """A value that a rank may tell: JSON's. Numbers are finite, names are texts, and a tuple arrives as a list; bytes go as
 the text `bytes.hex()` gives. Whoever gathers anything else makes it of these, and reads it with `read_told`."""
 
-MOST_BYTES = 2**24
-"""Limit of one rank's text: far more than is ever told, far less than memory."""
 TIMEOUT = timedelta(minutes=10)
 """For one answer of the slowest rank at a store."""
 
@@ -66,14 +64,14 @@ def told_value(text: bytes, *, by: int) -> Any:
     try:
         return json.loads(text.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise not_told(by, error) from error
+        raise _not_told(by, error) from error
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number that ranks tell each other")
 
 
-def not_told(by: int, error: Exception) -> TransportError:
+def _not_told(by: int, error: Exception) -> TransportError:
     """The error for a rank `by` that told something else than is expected of it."""
     return TransportError(
         f"what rank {by} told the others cannot be read ({first_line(error)}). All ranks must run the same version of "
@@ -86,7 +84,7 @@ def read_told(told: Any, read: Callable[[Any], _Read], *, by: int) -> _Read:
     try:
         return read(told)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
-        raise not_told(by, error) from error
+        raise _not_told(by, error) from error
 
 
 def read_all(answers: Sequence[Any], read: Callable[[Any], _Read]) -> list[_Read]:
@@ -152,7 +150,7 @@ def _read_step(told: Any) -> tuple[str | None, Any]:
 
 
 class StoreMeeting:
-    """A `Meeting` by way of a store, for ranks that have no process groups yet.
+    """A `Meeting` by way of a store, which ranks have before they have process groups.
 
     A store has no time-out that runs while nobody asks, so that long work may lie between two calls.
     """

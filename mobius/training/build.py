@@ -27,12 +27,10 @@ from mobius.memory.stage_memory import StageMemory
 from mobius.messages.cuda_copies import CudaCopyEngine
 from mobius.messages.distributed import DistributedTransport
 from mobius.messages.mailboxes import Mailboxes, open_mailboxes
-from mobius.messages.meeting import Meeting
 from mobius.messages.rehearsal import RehearsalTransport
 from mobius.messages.transport import SingleRankTransport, Transport
 from mobius.models.blocks import LayerInputs
-from mobius.models.families import folder_has_weights
-from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource
+from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource, folder_has_weights
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.grad_scaler import LossScale
@@ -76,9 +74,10 @@ def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:
     )
 
 
-def _mailboxes(blueprint: Blueprint, meeting: Meeting) -> Mailboxes | None:
+def _mailboxes(blueprint: Blueprint) -> Mailboxes | None:
     """Mailboxes for messages by copy engines, or None where they do not work; collective."""
-    device = blueprint.device
+    device, meeting = blueprint.device, blueprint.meeting
+    assert meeting is not None  # several ranks on GPUs have met
     return open_mailboxes(
         meeting,
         lambda: CudaCopyEngine(device, allows_peers=allows_peer_copies()),

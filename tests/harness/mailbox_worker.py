@@ -27,7 +27,7 @@ from mobius.messages.copy_engine import CopyEngine  # noqa: E402
 from mobius.messages.cuda_copies import CudaCopyEngine  # noqa: E402
 from mobius.messages.distributed import DistributedTransport  # noqa: E402
 from mobius.messages.mailboxes import Mailboxes, open_mailboxes  # noqa: E402
-from mobius.messages.meeting import Meeting  # noqa: E402
+from mobius.messages.meeting import meet_at_store  # noqa: E402
 
 AHEAD = 2
 GEMM = 4096
@@ -42,6 +42,7 @@ def main() -> None:
     if kind == "cuda":
         torch.cuda.set_device(device)
     num_words = int(mib * 2**20) // 4
+    meeting = meet_at_store(ranks)
     opened: list[Mailboxes | None] = []
 
     def make_engine() -> CopyEngine:
@@ -49,7 +50,7 @@ def main() -> None:
             return CudaCopyEngine(device, allows_peers=allows_peer_copies())
         return HostCopyEngine(ranks.rank, peers=frozenset({1 - ranks.rank}))
 
-    def open_them(meeting: Meeting) -> Mailboxes | None:
+    def open_them() -> Mailboxes | None:
         opened.append(open_mailboxes(meeting, make_engine, device=device, message_bytes=4 * num_words))
         return opened[0]
 
@@ -59,14 +60,12 @@ def main() -> None:
     seconds, num_wrong = _talk(transport, device, num_words, num_messages)
     _talk_alone(transport, device, num_words, 20)  # the second time nothing is new: its time is the one that counts
     alone = _talk_alone(transport, device, num_words, num_messages)
-    gathered = transport.gather(["x" * 1000 * ranks.rank, ranks.rank])
     wrong = transport.sum_over_ranks(torch.tensor([num_wrong], dtype=torch.float64))
     if ranks.is_first:
         gigabytes = num_messages * num_words * 4 / 1e9
         told = {
             "over_mailboxes": opened[0] is not None,
             "num_wrong": int(wrong.item()),
-            "gathered": gathered,
             "seconds_beside_compute": seconds,
             "gb_per_second_each_way": gigabytes / alone,
         }

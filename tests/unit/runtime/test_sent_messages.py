@@ -54,7 +54,7 @@ def test_compute_waits_for_the_first_message_when_too_many_are_under_way(
         device=torch.device("cpu"),
         shape=SHAPE,
         dtype=torch.float32,
-        mailboxes=lambda _: mailboxes,  # type: ignore[arg-type,return-value]
+        mailboxes=lambda: mailboxes,  # type: ignore[arg-type,return-value]
         max_sends=max_sends,
     )
     try:
