@@ -1,7 +1,13 @@
-"""The files of a model folder beside its weights, kept as they were read so that they can be saved again unchanged."""
+"""Reads the files of a model folder beside its weights; what is broken is told by file and place.
+
+Those that training does not change are kept as they were read, so that they can be saved again unchanged.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +15,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from mobius.errors import CheckpointError
-from mobius.models.json_files import read_json_object, told
+from mobius.errors import CheckpointError, first_line
+from mobius.excerpt import excerpt
 
 GENERATION_FILE = "generation_config.json"
 
@@ -20,6 +26,11 @@ _TOKENIZER_FILES = (
     *("merges.txt", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "tekken.json"),
 )
 """Everything that a tokenizer of transformers is made from."""
+
+MAX_BYTES = 256 * 2**20
+"""More than any file of a model folder but its weights has; the largest vocabularies take 40 MB."""
+
+_SURROGATE = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 
 @dataclass(frozen=True)
@@ -50,3 +61,63 @@ def read_base_files(folder: Path) -> BaseFiles:
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}.") from error
     return BaseFiles(read_json_object(folder / "config.json"), copied)
+
+
+def read_json_object(path: Path, *, may_repeat: bool = False) -> dict[str, Any]:
+    """The object in `path`. Raises CheckpointError, which names the file, for anything else.
+
+    Refused as well is what readers disagree about or cannot write again: NaN, infinite numbers, half characters, and
+    keys given twice, unless they `may_repeat` (the last counts, as in transformers).
+    """
+    text = read_text(path)
+    if not text.strip():
+        raise CheckpointError(f"{path} is empty. Get the file anew from where the model came from.")
+    try:
+        hook = dict if may_repeat else _object
+        value = json.loads(text, object_pairs_hook=hook, parse_constant=_finite, parse_float=_finite)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # half a character could not even be shown in a message
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is nested too deeply to be read.") from error
+    except ValueError as error:  # JSONDecodeError is one; so are numbers of thousands of digits
+        raise CheckpointError(f"{path} is no JSON: {error}. Mend it, or get the file anew.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object but {shown(value)}. Get the file anew.")
+    return value
+
+
+def read_text(path: Path) -> str:
+    """The text of `path`. Raises CheckpointError, which names the file."""
+    try:
+        if (num_bytes := path.stat().st_size) > MAX_BYTES:
+            raise CheckpointError(f"{path} has {num_bytes / 2**20:.0f} MiB; {MAX_BYTES // 2**20} are allowed.")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is no UTF-8 text: byte {error.start} is wrong. Get the file anew.") from error
+
+
+def told(error: BaseException) -> str:
+    """An error of a library with its class, short."""
+    return f"{type(error).__name__}: {first_line(error)}"[:400]
+
+
+def shown(value: object) -> str:
+    """A value as it stands in the file, cut where it is long."""
+    return excerpt(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"an object has {excerpt(key)!r} twice")
+        fields[key] = value
+    return fields
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"the number {text} is too large" if text[-1].isdigit() else f"{text} is no number of JSON")
+    return number

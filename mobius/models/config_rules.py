@@ -13,7 +13,7 @@ from typing import Any
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from mobius.models.json_files import shown
+from mobius.models.base_files import shown
 
 
 @dataclass(frozen=True)

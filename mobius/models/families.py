@@ -15,9 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError, first_line
 from mobius.log import SAID_ONCE
+from mobius.models.base_files import read_json_object, shown, told
 from mobius.models.config_rules import disagreements, wrong_fields
-from mobius.models.json_files import read_json_object, shown, told
-from mobius.models.stored_weights import has_own_head
+from mobius.models.weights import folder_has_weights, has_own_head
 from mobius.plan.model_files import LLAMA_SHAPES
 
 logger = logging.getLogger(__name__)
@@ -231,19 +231,3 @@ def _apply_num_layers(config: PretrainedConfig, options: ModelConfig, has_weight
     config.num_hidden_layers = wanted
     if layer_types is not None:
         config.layer_types = [layer_types[layer % len(layer_types)] for layer in range(wanted)]
-
-
-def folder_has_weights(folder: Path) -> bool:
-    """Whether the folder holds safetensors weights; a bare configuration does not.
-
-    Raises CheckpointError for weights in the pickled `.bin` format, which is not read.
-    """
-    if any(folder.glob("*.safetensors")):
-        return True
-    if pickled := sorted(folder.glob("*.bin")):
-        raise CheckpointError(
-            f"{folder} holds its weights as {pickled[0].name}; only safetensors are read. Convert once, where it fits "
-            f'in memory: python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
-        )
-    return False

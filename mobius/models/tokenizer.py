@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mobius.errors import CheckpointError, first_line
-from mobius.models.json_files import read_json_object, shown, told
+from mobius.models.base_files import read_json_object, shown, told
 
 _SETTINGS, _BACKEND = "tokenizer_config.json", "tokenizer.json"
 _TEXT = "A text."

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from mobius.errors import CheckpointError
 from mobius.models.base_files import BaseFiles
 from mobius.models.families import changed_fields
-from mobius.models.stored_weights import EMBEDDING, HEAD
+from mobius.models.weights import EMBEDDING, HEAD
 from mobius.output.output_folder import replaced_whole, sync_to_disk
 
 if TYPE_CHECKING:
