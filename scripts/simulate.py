@@ -21,6 +21,8 @@ if importlib.util.find_spec("mobius") is None:
 from mobius.config.config import Recompute
 from mobius.errors import GpuMemoryError, MobiusError
 from mobius.log import drop, printable
+from mobius.output.timeline_picture import draw_timeline
+from mobius.output.trace import predicted_trace, write_trace
 from mobius.plan.cards import CARDS, HOST_BANDWIDTH, PCIE_BYTES, Host, find_card
 from mobius.plan.model_files import LLAMA_SHAPES, shape_of_model
 from mobius.plan.profile import Profile, ProfileError
@@ -222,10 +224,7 @@ def describe_stages(found: Answer) -> str:
 
 
 def draw(found: Answer, arguments: argparse.Namespace) -> None:
-    """The picture and the trace file of the predicted step; only these import torch, which takes seconds."""
-    from mobius.output.timeline_picture import draw_timeline
-    from mobius.output.trace import predicted_trace, write_trace
-
+    """Write the picture and the trace file of the predicted step, where they are wanted."""
     candidate = found.candidate
     trace = predicted_trace(candidate.prediction, candidate.schedule, device=found.machine.card.name)
     if arguments.trace is not None:

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from mobius.config.cli import parse_args, read_command_line
 from mobius.errors import ConfigError
+from mobius.output.trace import Trace, TraceFacts, write_trace
+from mobius.schedule.lanes import Lane, LaneSpan
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -115,9 +117,6 @@ def _indented(lines: Sequence[str]) -> Iterator[str]:
 
 def make_scratch(place: Path) -> None:
     """Copy the project to `place` as a user has it, with this environment, and with the trace of a run."""
-    from mobius.output.trace import Trace, TraceFacts, write_trace  # here: who only reads documents needs no torch
-    from mobius.schedule.lanes import Lane, LaneSpan
-
     left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "tests")
     shutil.copytree(ROOT, place, ignore=left_out)
     shutil.rmtree(place / "output", ignore_errors=True)

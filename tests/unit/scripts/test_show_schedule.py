@@ -56,8 +56,8 @@ def test_resident_stages_have_no_loads(tmp_path: Path) -> None:
     assert "2 of the stages resident" in (tmp_path / "mixed.svg").read_text()
 
 
-def test_a_schedule_needs_no_torch() -> None:
-    imports = "import sys, mobius.schedule, mobius.schedule.render, mobius.output.schedule_picture"
+def test_schedules_traces_and_their_pictures_need_no_torch() -> None:
+    imports = "import sys, mobius.schedule.render, mobius.output.schedule_picture, mobius.output.timeline_picture"
     code = f"{imports}; print([name for name in ('torch', 'matplotlib') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
