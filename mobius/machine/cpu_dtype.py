@@ -1,8 +1,8 @@
 """Chooses the number format of a run on CPUs: fp32 where the CPU has no instructions for the default.
 
 A CPU without them computes in bf16 or fp16 by way of fp32, or worse: a step of a small model took thirty times as long.
-What is chosen goes by the CPU's flags alone, so that all ranks of a machine, and every run on it, choose alike; what a
-format costs is measured, but only for a warning to who asked for it.
+The choice goes by the CPU's flags alone, so that all ranks and runs of a machine choose alike; a format's cost is
+measured only for a warning to whoever asked for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WORTH_TELLING = 1.1
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
-    """What all CPUs of this machine can do, by the names of /proc/cpuinfo; empty where it does not tell.
+    """The instructions of all CPUs of this machine, as /proc/cpuinfo names them; empty where it does not tell.
 
     `root` is for tests.
     """
@@ -52,7 +52,7 @@ def slowdown(dtype: Dtype) -> float:
 
 
 def _product_seconds(dtype: torch.dtype) -> float:
-    """Of forward, and of the gradients of input and weight: they run by different kernels."""
+    """Seconds of forward and of the gradients of input and weight, which run by different kernels."""
     times = []
     for size in (_SIZE // 8, _SIZE, _SIZE):  # the first only wakes the kernels
         left, right = (torch.full((size, size), 0.5, dtype=dtype) for _ in range(2))

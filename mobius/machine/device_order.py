@@ -7,7 +7,7 @@ so nothing in the environment does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -28,41 +28,29 @@ _USUAL_CHUNKS = 2
 
 
 def order_devices(config: Config, meeting: Meeting) -> tuple[int, ...]:
-    """The index of every rank's GPU; collective. Makes no context on any GPU."""
-    pipeline = config.pipeline
-    if not pipeline.cross_mapping or meeting.num_ranks < _MIN_RANKS:
-        return tuple(range(meeting.num_ranks))
+    """The index of every rank's GPU among the visible ones; collective, the same on all ranks.
 
-    def survey(num_gpus: int) -> Topology:
-        topology = read_topology(num_gpus)
-        return add_measurement(topology, cache_folder(), measure_in_process) if pipeline.probe_topology else topology
-
-    num_microbatches = pipeline.num_chunks or _USUAL_CHUNKS * meeting.num_ranks
-    return agree_on_order(meeting, survey, listed=visible_devices(), num_microbatches=num_microbatches)
-
-
-def agree_on_order(
-    meeting: Meeting, survey: Callable[[int], Topology], *, listed: str | None, num_microbatches: int
-) -> tuple[int, ...]:
-    """`order[rank]` is the index of the rank's GPU among the visible ones; collective, the same on all ranks.
-
-    `survey` tells the topology of the first so many GPUs; only the first rank calls it, before anybody has a context on
-    a GPU. `listed` is CUDA_VISIBLE_DEVICES, where an order that is not ascending is the user's own and stays.
+    Only the first rank looks at the machine, and makes no context on any GPU. A list in CUDA_VISIBLE_DEVICES that does
+    not ascend is the user's own order and stays.
     """
+    pipeline, num_ranks = config.pipeline, meeting.num_ranks
+    if not pipeline.cross_mapping or num_ranks < _MIN_RANKS:
+        return tuple(range(num_ranks))
     order: tuple[int, ...] | None = None
     if meeting.rank == 0:
-        num_gpus = meeting.num_ranks
-        topology = survey(num_gpus)
+        topology, listed = read_topology(num_ranks), visible_devices()
+        if pipeline.probe_topology:
+            topology = add_measurement(topology, cache_folder(), measure_in_process)
         choice = choose_order(
             topology,
-            num_microbatches=num_microbatches,
-            names=device_names(listed, num_gpus),
+            num_microbatches=pipeline.num_chunks or _USUAL_CHUNKS * num_ranks,
+            names=device_names(listed, num_ranks),
             is_given=is_given_order(listed, topology),
         )
         if choice.line is not None:
             logger.info("%s", choice.line)
         order = choice.order
-    return read_told(meeting.gather(order)[0], partial(_read_order, num_ranks=meeting.num_ranks), by=0)
+    return read_told(meeting.gather(order)[0], partial(_read_order, num_ranks=num_ranks), by=0)
 
 
 def _read_order(told: Any, *, num_ranks: int) -> tuple[int, ...]:
@@ -73,7 +61,7 @@ def _read_order(told: Any, *, num_ranks: int) -> tuple[int, ...]:
 
 
 def device_names(listed: str | None, num_gpus: int) -> Sequence[str]:
-    """What the user calls the first `num_gpus` visible devices; without a list, their numbers."""
+    """The user's names of the first `num_gpus` visible devices; without a list, their numbers."""
     names = _names(listed)[:num_gpus]
     return names if len(names) == num_gpus else [str(index) for index in range(num_gpus)]
 

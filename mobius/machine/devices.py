@@ -1,4 +1,4 @@
-"""Chooses this rank's device, caps its memory and reads its meters; it owns no memory itself."""
+"""Chooses this rank's device and CPU threads, caps its GPU memory and reads its meters."""
 
 from __future__ import annotations
 

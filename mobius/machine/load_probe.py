@@ -2,7 +2,7 @@
 
 Trees of bridges are flat or wrong in virtual machines; a copy that takes twice as long beside another is not. The
 measuring runs in a process of its own, `python -m mobius.machine.load_probe NUM_GPUS`, because it needs a context on
-every GPU, which would stay in the memory of other ranks' GPUs. Who gets which GPU is machine/mapping.py's business.
+every GPU, which would stay in the memory of other ranks' GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOAD_BYTES = 128 * 2**20
 NUM_WARM_LOADS = 8
 """Idle cards take their link to a lower speed and need some traffic before it is back."""
 NUM_LOADS = 5
-"""Of each kind; their median counts."""
+"""Loads of each kind; their median counts."""
 PATIENCE_SECONDS = 180.0
 _VERSION = 1
 
@@ -42,7 +42,7 @@ Slowdowns = dict[tuple[int, int], float]
 
 
 def measure_slowdowns(num_gpus: int, time_loads: TimeLoads) -> Slowdowns:
-    """For each pair (first, second) the time of a load beside the other's over its time alone, the larger of the two.
+    """The time of a load beside the other's over its time alone for each pair (first, second), the larger of the two.
 
     N + N(N - 1)/2 measurements.
     """
@@ -60,7 +60,7 @@ def _median_times(time_loads: TimeLoads, gpus: tuple[int, ...]) -> list[float]:
 
 
 def add_measurement(topology: Topology, folder: Path, measure: Callable[[int], Slowdowns]) -> Topology:
-    """The topology with what was measured for these very GPUs, now or in an earlier run; unchanged if that fails.
+    """The topology with slowdowns measured of these very GPUs, now or in an earlier run; unchanged if that fails.
 
     `folder` keeps measurements, by the GPUs' identities.
     """
@@ -73,17 +73,16 @@ def add_measurement(topology: Topology, folder: Path, measure: Callable[[int], S
         logger.info("%s cannot be read: shared links are measured again", file)
     try:
         slowdowns = measure(len(topology.gpus))
-        measured = topology.with_slowdowns(slowdowns)
+        topology = topology.with_slowdowns(slowdowns)
     except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
         reason = str(error).strip().splitlines()
         logger.warning("--probe_topology: shared links could not be measured: %s", reason[-1] if reason else error)
         return topology
     if file is not None:
         _write(file, topology, slowdowns)
-    slowest = max(slowdowns.items(), key=lambda item: item[1])
-    (one, other), slowdown = slowest
-    logger.info("shared links measured: at most x%.2f, GPU %d beside GPU %d", slowdown, one, other)
-    return measured
+    one, other = max(slowdowns, key=lambda pair: slowdowns[pair])
+    logger.info("shared links measured: at most x%.2f, GPU %d beside GPU %d", slowdowns[one, other], one, other)
+    return topology
 
 
 def measure_in_process(num_gpus: int) -> Slowdowns:
@@ -128,11 +127,10 @@ class PinnedLoads:
 
 @contextlib.contextmanager
 def _near_gpu(gpu: int) -> Iterator[None]:
-    """Within it this thread runs, and so takes memory, on the GPU's NUMA node, where the machine tells which it is."""
+    """Within it this thread runs, and so takes memory, on the GPU's NUMA node, if the machine tells which that is."""
     before = os.sched_getaffinity(0)
     with contextlib.suppress(OSError, ValueError):
-        (place,) = read_places(gpu_addresses([gpu]), Path("/"))
-        os.sched_setaffinity(0, place.cpus & before)
+        os.sched_setaffinity(0, read_places(gpu_addresses([gpu]), Path("/"))[0].cpus & before)
     try:
         yield
     finally:
@@ -140,7 +138,7 @@ def _near_gpu(gpu: int) -> Iterator[None]:
 
 
 def _cache_file(topology: Topology, folder: Path) -> Path | None:
-    """Where the measurement of these GPUs in these slots belongs; None if they cannot be told from others."""
+    """The file of these GPUs in these slots; None if they cannot be told from others."""
     names = [f"{gpu.uuid} {gpu.address}" for gpu in topology.gpus if gpu.uuid and gpu.address]
     if len(names) < len(topology.gpus):
         return None
@@ -149,7 +147,7 @@ def _cache_file(topology: Topology, folder: Path) -> Path | None:
 
 
 def _write(file: Path, topology: Topology, slowdowns: Slowdowns) -> None:
-    """Under the GPUs' identities, not their numbers, which change with CUDA_VISIBLE_DEVICES; whole or not at all."""
+    """Write by the GPUs' identities, not their numbers, which change with CUDA_VISIBLE_DEVICES; whole or not at all."""
     pairs = [[topology.gpus[a].uuid, topology.gpus[b].uuid, value] for (a, b), value in slowdowns.items()]
     temporary = file.with_suffix(f".{os.getpid()}")
     try:
@@ -161,7 +159,7 @@ def _write(file: Path, topology: Topology, slowdowns: Slowdowns) -> None:
 
 
 def _read(file: Path, topology: Topology) -> Slowdowns:
-    """Raises OSError or ValueError if the file does not have every pair."""
+    """The slowdown of every pair; raises OSError or ValueError if the file does not have one of them."""
     try:
         record = json.loads(file.read_text())
         if record["version"] != _VERSION:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from itertools import combinations
@@ -15,9 +14,9 @@ from torch.distributed import HashStore
 from mobius.config.config import Config
 from mobius.config.options import config_from
 from mobius.machine import device_order
-from mobius.machine.device_order import agree_on_order, device_names, is_given_order, order_devices
+from mobius.machine.device_order import device_names, is_given_order, order_devices
 from mobius.machine.topology import Ancestor, Gpu, Link, Topology
-from mobius.messages.local import LocalTransport, run_rank_threads
+from mobius.messages.local import run_rank_threads
 from mobius.messages.meeting import StoreMeeting
 
 BOX = Topology(
@@ -25,17 +24,38 @@ BOX = Topology(
     tuple(Link(a, b, Ancestor.PHB if a // 2 == b // 2 else Ancestor.SYS) for a, b in combinations(range(4), 2)),
 )
 """Two GPUs under each of two root complexes."""
+RECORDED = Topology.from_json((Path(__file__).parent / "topologies/two_per_root_complex.json").read_text())
+CONFIG = config_from({"num_chunks": 4})
 
 
-def agree(survey: Callable[[int], Topology], listed: str | None, num_ranks: int = 4) -> list[tuple[int, ...]]:
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+
+
+def chosen(config: Config = CONFIG) -> list[tuple[int, ...]]:
+    """What each of four ranks is told."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
+    return run_rank_threads(
+        4, lambda transport: order_devices(config, StoreMeeting(store, rank=transport.rank, num_ranks=4))
+    )
 
-    def run(transport: LocalTransport) -> tuple[int, ...]:
-        meeting = StoreMeeting(store, rank=transport.rank, num_ranks=num_ranks)
-        return agree_on_order(meeting, survey, listed=listed, num_microbatches=4)
 
-    return run_rank_threads(num_ranks, run)
+def see(monkeypatch: pytest.MonkeyPatch, topology: Topology, listed: str | None) -> list[int]:
+    """Make ranks see these GPUs, listed in CUDA_VISIBLE_DEVICES like that; the numbers of GPUs that are asked for."""
+    asked: list[int] = []
+
+    def survey(num_gpus: int) -> Topology:
+        asked.append(num_gpus)
+        return topology
+
+    monkeypatch.setattr(device_order, "read_topology", survey)
+    if listed is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    return asked
 
 
 @pytest.fixture
@@ -46,36 +66,38 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 @pytest.mark.parametrize(("listed", "shown"), [(None, "0,2,1,3"), ("4,5,6,7", "4,6,5,7"), ("0,1,2,3,4", "0,2,1,3")])
 def test_every_rank_gets_the_order_of_the_first_which_alone_looks_and_tells(
-    log: pytest.LogCaptureFixture, listed: str | None, shown: str
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, listed: str | None, shown: str
 ) -> None:
-    asked: list[int] = []
+    asked = see(monkeypatch, BOX, listed)
 
-    def survey(num_gpus: int) -> Topology:
-        asked.append(num_gpus)
-        return BOX
-
-    assert agree(survey, listed) == [(0, 2, 1, 3)] * 4
+    assert chosen() == [(0, 2, 1, 3)] * 4
     assert asked == [4]
     assert log.messages == [f"devices in the order {shown}: neighbouring ranks load over different root complexes"]
 
 
 def test_an_order_of_the_user_s_stays_and_a_better_one_is_named_by_the_user_s_numbers(
-    log: pytest.LogCaptureFixture,
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert agree(lambda _: BOX, "3,2,1,0") == [(0, 1, 2, 3)] * 4
+    see(monkeypatch, BOX, "3,2,1,0")
+
+    assert chosen() == [(0, 1, 2, 3)] * 4
 
     (line,) = log.messages
     assert line.startswith("devices in the given order 3,2,1,0; 3,1,2,0 is better: ")
 
 
-def test_a_good_order_of_the_user_s_is_taken_without_a_word(log: pytest.LogCaptureFixture) -> None:
+def test_a_good_order_of_the_user_s_is_taken_without_a_word(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = {gpu: index for index, gpu in enumerate((0, 2, 1, 3))}
     links = []
     for link in BOX.links:
         first, second = sorted((place[link.first], place[link.second]))
         links.append(replace(link, first=first, second=second))
 
-    assert agree(lambda _: Topology(BOX.gpus, tuple(links)), "0,2,1,3") == [(0, 1, 2, 3)] * 4
+    see(monkeypatch, Topology(BOX.gpus, tuple(links)), "0,2,1,3")
+
+    assert chosen() == [(0, 1, 2, 3)] * 4
     assert log.messages == []
 
 
@@ -105,23 +127,6 @@ def test_a_list_is_an_order_where_it_does_not_ascend(listed: str | None, address
 )
 def test_devices_are_called_what_the_user_calls_them(listed: str | None, expected: list[str]) -> None:
     assert list(device_names(listed, 2)) == expected
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-
-
-RECORDED = Topology.from_json((Path(__file__).parent / "topologies/two_per_root_complex.json").read_text())
-
-
-def chosen(config: Config) -> list[tuple[int, ...]]:
-    """What each of four ranks is told."""
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=20))
-    return run_rank_threads(
-        4, lambda transport: order_devices(config, StoreMeeting(store, rank=transport.rank, num_ranks=4))
-    )
 
 
 @pytest.mark.parametrize("num_chunks", [4, None])
