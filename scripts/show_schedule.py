@@ -1,6 +1,6 @@
 """Shows the schedule of a pipeline as a text grid, as action lists or as a picture; needs no GPU.
 
-    python scripts/show_schedule.py --num_ranks 4 --num_stages 8 --num_chunks 4 --output docs/images/schedule.png
+python scripts/show_schedule.py --num_ranks 4 --num_stages 8 --num_chunks 4 --output docs/images/schedule.png
 """
 
 import argparse
