@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from harness.local_transport import LocalTransport, run_rank_threads
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +26,6 @@ from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.rank_memory import take_memory
 from mobius.memory.stage_memory import StageMemory
-from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.optim.tied import TiedPair
 from mobius.plan.partition import balanced_partition, partition_of

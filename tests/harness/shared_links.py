@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from harness.local_transport import LocalTransport, run_rank_threads
 from torch import Tensor
 
 from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import Remainder, StageState
 from mobius.memory.streamed import SlotPool, StreamedStage
-from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.plan.partition import StageSpan
 from mobius.runtime.executor import Executor, StepBatch
 from mobius.runtime.waits import WaitClock

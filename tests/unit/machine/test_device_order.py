@@ -9,6 +9,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from harness.local_transport import run_rank_threads
 from torch.distributed import HashStore
 
 from mobius.config.config import Config
@@ -16,7 +17,6 @@ from mobius.config.options import config_from
 from mobius.machine import device_order
 from mobius.machine.device_order import device_names, is_given_order, order_devices
 from mobius.machine.topology import Ancestor, Gpu, Link, Topology
-from mobius.messages.local import run_rank_threads
 from mobius.messages.meeting import StoreMeeting
 
 BOX = Topology(

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from harness.host_copies import HostCopyEngine, HostQueue
+from harness.local_transport import LocalTransport, run_rank_threads
 from torch.distributed import HashStore
 
 from mobius.errors import TransportError
 from mobius.machine.peer_check import PeerVerdict, check_peer_copies, send_by_host_if_broken
 from mobius.messages.copy_engine import CopyQueue
-from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.messages.meeting import StoreMeeting, Told
 from mobius.ranks import allows_peer_copies
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from harness.local_transport import LocalTransport, run_rank_threads
 from transformers import AutoConfig
 
 from mobius.config.cli import parse_args
@@ -21,7 +22,6 @@ from mobius.measuring.host_rates import (
     measure_host_rates,
     with_host_rates,
 )
-from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.messages.transport import SingleRankTransport
 from mobius.plan.cards import ACTION_LAUNCH, CARDS, LAUNCH, estimate_profile
 from mobius.plan.model_files import shape_of_model

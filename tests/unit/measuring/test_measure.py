@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.local_transport import LocalTransport, run_rank_threads
 from harness.pipelines import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +18,6 @@ from mobius.measuring import bench
 from mobius.measuring.bench import Bench
 from mobius.measuring.measure import Amounts, MicrobatchShape, measure_launches, measure_profile
 from mobius.measuring.profile_cache import cached_profile, profile_key, profile_path
-from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import ModelParts
 from mobius.plan.cards import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from harness.host_copies import HostCopyEngine
+from harness.local_transport import LocalTransport, run_rank_threads
 
 from mobius.errors import TransportError
 from mobius.messages import mailboxes as mailboxes_module
 from mobius.messages.copy_engine import CopyEngine
-from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.messages.mailboxes import Mailboxes, open_mailboxes
 from mobius.messages.meeting import Told, told_text, told_value
 

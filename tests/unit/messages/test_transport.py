@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
+from harness import local_transport
+from harness.local_transport import LocalHub, LocalTransport, run_rank_threads
 
 from mobius.errors import DataError, TransportError
-from mobius.messages import local as local_transport
-from mobius.messages.local import LocalHub, LocalTransport, run_rank_threads
 from mobius.messages.transport import SingleRankTransport, ring_edges
 
 

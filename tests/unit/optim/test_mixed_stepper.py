@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness.local_transport import LocalTransport, run_rank_threads
 from torch import Tensor
 
-from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.tied import TiedPair
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness.local_transport import LocalTransport, run_rank_threads
 from torch import Tensor
 
-from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.optim.tied import TiedPair
 
 MakeRank = Callable[..., Any]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.local_transport import LocalTransport, run_rank_threads
 
 from mobius.config.config import Config
 from mobius.config.options import OptionValue, config_from
 from mobius.memory.spans import NO_SPANS
-from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.output.recordings import Recordings, traced_steps
 from mobius.output.trace import TraceFacts, read_trace
 from mobius.schedule.lanes import Lane

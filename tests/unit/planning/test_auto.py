@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from harness.local_transport import LocalTransport, run_rank_threads
 
 from mobius.config.cli import parse_args
 from mobius.config.config import Config
 from mobius.errors import GpuMemoryError, PlanError
-from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.plan.cards import card_of_device
 from mobius.plan.model_files import shape_of_model
 from mobius.plan.partition import partition_of

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.local_transport import LocalTransport, run_rank_threads
 from transformers import AutoConfig
 
 from mobius.config.cli import parse_args
 from mobius.measuring import bench, measure
-from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.messages.transport import SingleRankTransport
 from mobius.plan.cards import CARDS, estimate_profile
 from mobius.plan.model_files import shape_of_model

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from harness.local_transport import LocalTransport, run_rank_threads
 from harness.pipelines import CPU, SEQ_LENGTH, make_batch, make_model, plain_step
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,7 +15,6 @@ from mobius.errors import TransportError
 from mobius.memory.layout import StageLayout
 from mobius.memory.rank_memory import take_memory
 from mobius.memory.stage_memory import StageMemory
-from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import LayerArguments, LayerInputs, ModelParts
 from mobius.plan.partition import balanced_partition
@@ -170,7 +170,7 @@ def test_a_failing_action_is_marked_in_the_grid_and_nothing_stays_stashed(stage:
 
 def test_the_rank_that_fails_is_the_one_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
-    monkeypatch.setattr("mobius.messages.local.TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr("harness.local_transport.TIMEOUT_SECONDS", 2.0)
     others: list[BaseException] = []
 
     def work(transport: LocalTransport) -> None:

@@ -14,13 +14,13 @@ from typing import cast
 
 import pytest
 import torch
+from harness.local_transport import LocalTransport, run_rank_threads
 from safetensors.torch import load_file, save_file
 
 from mobius.errors import CheckpointError, MobiusError, NonFiniteLossError, NoResultError
 from mobius.interruption import Standing
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_memory import StageMemory
-from mobius.messages.local import LocalTransport, run_rank_threads
 from mobius.output.hf_folder import write_params_file
 from mobius.training.export import check_result
 

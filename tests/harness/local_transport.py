@@ -1,4 +1,4 @@
-"""The transport between rank-threads of one process: queues in place of communicators, for tests of whole pipelines."""
+"""A transport between rank-threads of one process: queues in place of communicators, for tests of whole pipelines."""
 
 from __future__ import annotations
 
