@@ -54,15 +54,6 @@ class WeightSource(Protocol):
         """Value of parameter `name`, which has `shape` in the model."""
 
 
-def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -> None:
-    """Check that the weights in `folder`, if there are any, are those of `parts`; by headers alone (stored_weights.py).
-
-    Call it before data is prepared or memory is taken. Raises CheckpointError.
-    """
-    if folder_has_weights(folder):
-        check_stored_weights(folder, parts, has_fewer_layers=options.num_layers is not None)
-
-
 def folder_has_weights(folder: Path) -> bool:
     """Whether the folder holds safetensors weights; a bare configuration does not.
 
@@ -147,12 +138,14 @@ def _read_header(path: Path) -> Iterator[StoredTensor]:
         raise CheckpointError(f"{path}: is damaged or no safetensors file: {error}") from error
 
 
-def check_stored_weights(folder: Path, parts: ModelParts, *, has_fewer_layers: bool = False) -> None:
-    """Check that the checkpoint in `folder` is the model `parts`, by its headers; cheap, no value is read.
+def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -> None:
+    """Check by their headers that the weights in `folder`, if there are any, are those of `parts`.
 
-    `has_fewer_layers`: the user asked for the first layers only, so that others are no surprise. Tensors that the model
-    does not have are listed in a warning. Raises CheckpointError for a tensor that is quantized, missing or mis-shaped.
+    Call it before data is prepared or memory is taken. Tensors that the model does not have are listed in a warning,
+    but for layers that the user left out. Raises CheckpointError for a tensor that is quantized, missing or mis-shaped.
     """
+    if not folder_has_weights(folder):
+        return
     stored = read_headers(folder)
     blocks = (parts.embedding, *parts.layers, parts.norm, parts.head)
     shapes = {name: shape for block in blocks for name, shape in block.full_shapes().items()}
@@ -163,9 +156,8 @@ def check_stored_weights(folder: Path, parts: ModelParts, *, has_fewer_layers: b
     for name, shape in shapes.items():
         check_shape(source[name], name, shape, folder, stored)
     _warn_of_other_files(folder, {tensor.path for tensor in stored.values()})
-    first_layer = parts.layers[0].prefix.removesuffix("0.")
-    is_cut = re.compile(rf"{re.escape(first_layer)}\d+\." if has_fewer_layers else r"(?!)")
-    if unexpected := [name for name in unknown if not _HARMLESS.search(name) and not is_cut.match(name)]:
+    left_out = parts.layers[0].prefix.removesuffix("0.") if options.num_layers is not None else "\0"
+    if unexpected := [name for name in unknown if not _HARMLESS.search(name) and not name.startswith(left_out)]:
         text = (
             "%s: %d of the checkpoint's %d tensors do not belong to the model of its config.json and are neither "
             "trained nor saved: %s"
@@ -235,7 +227,7 @@ def has_own_head(folder: Path) -> bool:
         return False
     embedding, head = stored[EMBEDDING], stored[HEAD]
     if embedding.shape != head.shape or len(head.shape) != 2 or not {embedding.dtype, head.dtype} <= {*PLAIN_DTYPES}:
-        return False  # refused by check_stored_weights, by name
+        return False  # refused by check_model_weights, by name
     rows = max(1, _COMPARED_ELEMENTS // max(head.shape[1], 1))
     pairs = zip(_row_chunks(embedding, rows), _row_chunks(head, rows), strict=True)
     return not all(_are_equal(ours, theirs) for ours, theirs in pairs)
