@@ -234,8 +234,8 @@ class StreamedStage:
                 update(pieces=part)
 
         pieces = [partial(run, part) for part in self.state.layout.pieces(PIECE_ELEMENTS)]
-        if self._updates is not None:
+        if self._updates is None:
+            for piece in pieces:
+                piece()
+        else:
             self._updates.submit(self._stage, pieces, can_begin=departure.arrival.query)
-            return
-        for piece in pieces:
-            piece()

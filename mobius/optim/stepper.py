@@ -67,8 +67,7 @@ class Stepper:
         self.num_skipped = 0
         self._skipped_in_a_row = 0
         self._is_stage_by_stage = max_grad_norm == 0 and not loss_scale.is_dynamic
-        tied_stages = () if tied is None else (tied.embedding_stage, tied.head_stage)
-        self._tied_stages = frozenset(tied_stages)
+        self._tied_stages = frozenset() if tied is None else frozenset((tied.embedding_stage, tied.head_stage))
         self._learning_rate = 0.0
         self._begun: set[int] = set()
 
@@ -78,13 +77,13 @@ class Stepper:
         self._begun.clear()
 
     def gradients_complete(self, stage: int) -> None:
-        """Update the stage under the rest of the step, unless something else must be known first."""
-        if self._can_begin(stage) and self._memory[stage].begin_update(self._update_of(stage, self.num_updates + 1)):
-            self._begun.add(stage)
+        """Update the stage under the rest of the step, unless something else must be known first.
 
-    def _can_begin(self, stage: int) -> bool:
-        """Whether neither the norm over all ranks nor a tied matrix's other half has to be waited for."""
-        return self._is_stage_by_stage and stage not in self._tied_stages
+        That is the norm over all ranks, or the gradient of a tied matrix's other half.
+        """
+        can_begin = self._is_stage_by_stage and stage not in self._tied_stages
+        if can_begin and self._memory[stage].begin_update(self._update_of(stage, self.num_updates + 1)):
+            self._begun.add(stage)
 
     def apply(self, sums: StepSums, *, step: int) -> StepOutcome:
         """Update the stages of this rank that are not yet updated; collective over all ranks.
