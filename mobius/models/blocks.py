@@ -20,7 +20,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from mobius.errors import CheckpointError, first_line
+from mobius.errors import CheckpointError
+from mobius.models.base_files import told
 from mobius.models.linear import TappedLinear, linears_called_once, tap_linears
 from mobius.models.loss import LogitsLoss
 from mobius.models.module_graphs import ModuleGraphs
@@ -35,7 +36,7 @@ _PROBE_TOKENS = 13
 
 @dataclass(frozen=True)
 class Block:
-    """One module of the model and the Hugging Face prefix of its parameters; two blocks may share `module`."""
+    """One module of the model and the Hugging Face prefix of its parameters; blocks may share `module`."""
 
     prefix: str
     """With its closing dot, for example `model.layers.3.`."""
@@ -182,15 +183,11 @@ def _layer_blocks(prefix: str, layers: nn.ModuleList, compiled: bool) -> tuple[B
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
     """Everything that makes a layer compute what it does but its index: classes, parameter shapes, plain settings."""
-    parts: list[Any] = []
+    parts: list[Any] = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
     for path, module in layer.named_modules():
-        settings = {
-            key: value
-            for key, value in vars(module).items()
-            if key != "layer_idx" and isinstance(value, (int, float, str, bool, type(None)))
-        }
-        shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False))
-        parts.append((path, type(module), tuple(sorted(settings.items(), key=lambda item: item[0])), shapes))
+        plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | None)}
+        plain.pop("layer_idx", None)
+        parts.append((path, type(module), *sorted(plain.items())))
     return tuple(parts)
 
 
@@ -248,8 +245,7 @@ def _described_by(config: PretrainedConfig) -> Iterator[None]:
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # what a GPU complains about says nothing about the configuration
     except Exception as error:
-        text = f"{type(error).__name__}: {first_line(error)}"
-        raise CheckpointError(f"{_file_of(config)} describes no model that can be built: {text:.400}") from error
+        raise CheckpointError(f"{_file_of(config)} describes no model that can be built: {told(error)}") from error
 
 
 def _file_of(config: PretrainedConfig) -> str:

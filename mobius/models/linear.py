@@ -76,8 +76,8 @@ def tap_linears(module: nn.Module) -> None:
 def linears_called_once(module: nn.Module, run: Callable[[], object], *, num_tokens: int) -> tuple[str, ...]:
     """Names of the tapped linears below `module` that `run` calls once, each on `num_tokens` rows.
 
-    Only of these are a microbatch's factors what goes through them: what is called twice would add up its factors,
-    what sees only some tokens (experts) has other shapes.
+    Others cannot be tapped: one that is called twice would add up its factors, one that sees only some tokens (experts)
+    has other shapes.
     """
     rows: dict[str, list[int]] = {}
     linears = {name: child for name, child in module.named_modules() if isinstance(child, TappedLinear)}
@@ -96,12 +96,12 @@ def linears_called_once(module: nn.Module, run: Callable[[], object], *, num_tok
 
 def weight_name(linear: str) -> str:
     """Name of the weight of the linear called `linear`; the name is empty for the module itself."""
-    return _join(linear, "weight")
+    return f"{linear}.weight".removeprefix(".")
 
 
 def tap_names(linear: str) -> tuple[str, str]:
     """Names of its input's tap and of its output's."""
-    return _join(linear, INPUT_TAP), _join(linear, OUTPUT_TAP)
+    return f"{linear}.{INPUT_TAP}".removeprefix("."), f"{linear}.{OUTPUT_TAP}".removeprefix(".")
 
 
 def make_taps(weight: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -117,17 +117,13 @@ def make_taps(weight: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
 def make_leaves(
     weights: Mapping[str, Tensor], tapped: Sequence[str], *, num_tokens: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a graph takes by name: weights of the linears `tapped`, and its leaves, the other parameters and taps."""
+    """Inputs of a graph by name: weights of the linears `tapped`, and its leaves, the other parameters and taps."""
     own = dict(weights)
     fixed = {weight_name(linear): own.pop(weight_name(linear)).detach() for linear in tapped}
     leaves = {name: weight.detach().requires_grad_() for name, weight in own.items()}
     for linear in tapped:
         leaves |= zip(tap_names(linear), make_taps(fixed[weight_name(linear)], num_tokens=num_tokens), strict=True)
     return fixed, leaves
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def add_product(total: Tensor, output_gradient: Tensor, inputs: Tensor) -> None:

@@ -3,7 +3,7 @@
     activations kept        a forward, and a backward that takes what the forward kept
     recomputed              one graph of both; what only the output would need is not in it, above all the last product
 
-Beside torch.compile and autograd they spare the host about half of its work.
+They spare the host about half of the work that torch.compile and autograd give it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Gradients = Mapping[str, Tensor | None]
 """Name within the module, or name of a tap -> gradient; None where it has none."""
 Result = TypeVar("Result")
 KNOWN_ARGUMENTS = 1024
-"""How many arguments are kept flattened: those of every layer for some sequence lengths."""
+"""Number of arguments that are kept flattened: those of every layer for some sequence lengths."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,11 @@ class KeptActivations:
 
 
 class ModuleGraphs:
-    """A module as graphs, one of each kind per shape, whatever tensors come; the first call of each shape compiles.
+    """A module as graphs, one of each kind per shape; the first call of each shape compiles.
 
-    `weights` are by name within the module, and leaves of gradients those that `make_leaves` gives for them and
-    `tapped`; `inputs` is the module's first argument, floating point, and `arguments` are the others by name, which do
-    not change after their first call. All methods return None if the module cannot be traced or compiled: it must be
-    called as it is, now and from then on.
+    `weights` are by name within the module; `make_leaves` gives the leaves of gradients for them and `tapped`. `inputs`
+    is the module's first argument, floating point; `arguments` are the others by name, which do not change after their
+    first call. All methods return None if the module cannot be traced or compiled: it must then be called as it is.
     """
 
     def __init__(self, module: nn.Module, *, name: str) -> None:
