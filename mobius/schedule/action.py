@@ -7,16 +7,8 @@ backward_first 1 0 -1 0      stage 0 gets the activation gradient of microbatch 
 load -1 3 -1 -1              the weights of stage 3 start their way into a GPU slot
 """
 
-import difflib
-import re
 from dataclasses import dataclass
 from enum import StrEnum
-
-from mobius.errors import ScheduleError
-
-_FIELDS = "{action} {source_stage} {my_stage} {target_stage} {microbatch}"
-_NOT_APPLICABLE = "-1"
-_INTEGER = re.compile(r"-1|0|[1-9][0-9]*")
 
 
 class ActionKind(StrEnum):
@@ -66,39 +58,7 @@ class Action:
     def to_text(self, num_stages: int) -> str:
         """The five-field form; the peers are computed, hence `num_stages`."""
         numbers = (incoming(self, num_stages), self.stage, outgoing(self, num_stages), self.microbatch)
-        return " ".join([self.kind.value, *(_NOT_APPLICABLE if n is None else str(n) for n in numbers)])
-
-    @classmethod
-    def parse(cls, text: str, num_stages: int) -> "Action":
-        """The inverse of `to_text`; raises ScheduleError naming the field that is wrong."""
-        fields = text.split()
-        if len(fields) != 5:
-            raise ScheduleError(f"the action {text!r} has {len(fields)} fields, it needs the five of `{_FIELDS}`")
-        wrong = [field for field in fields[1:] if not _INTEGER.fullmatch(field)]
-        if wrong:
-            raise ScheduleError(f"the action {text!r} has {wrong[0]!r} where a number >= 0, or -1 for none, belongs")
-        source, stage, target, microbatch = (None if f == _NOT_APPLICABLE else int(f) for f in fields[1:])
-        if stage is None:
-            raise ScheduleError(f"the action {text!r} has -1 for my_stage: every action belongs to a stage")
-        action = cls(_parse_kind(fields[0], text), stage, microbatch)
-        misfit = describe_misfit(action, num_stages)
-        if misfit is not None:
-            raise ScheduleError(f"the action {text!r}: {misfit}")
-        if (source, target) != (incoming(action, num_stages), outgoing(action, num_stages)):
-            expected = action.to_text(num_stages)
-            raise ScheduleError(
-                f"the action {text!r} names the wrong neighbours: {expected!r} with {num_stages} stages"
-            )
-        return action
-
-
-def _parse_kind(word: str, text: str) -> ActionKind:
-    try:
-        return ActionKind(word)
-    except ValueError:
-        near = difflib.get_close_matches(word, list(ActionKind), n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(ActionKind)}"
-        raise ScheduleError(f"the action {text!r} starts with the unknown word {word!r}{hint}") from None
+        return " ".join([self.kind.value, *("-1" if n is None else str(n) for n in numbers)])
 
 
 def forward_kind(stage: int, num_stages: int) -> ActionKind:

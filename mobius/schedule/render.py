@@ -3,7 +3,7 @@
 from mobius.schedule.action import ActionKind
 from mobius.schedule.lanes import Lane
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.simulate import Span, Timeline, simulate
+from mobius.schedule.simulate import Span, simulate
 
 _ERROR_MARK = "<-- ERROR HERE"
 _LABEL_WIDTH = 11
@@ -19,7 +19,8 @@ def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, li
     timeline = simulate(schedule)
     failed_span = None if failed is None else timeline[failed[0]][failed[1]]
     cell = max(len(_name(span, failed_span)) for spans in timeline for span in spans) + 1
-    duration = _duration(timeline)
+    # An action that takes no time still gets a slot.
+    duration = max(max(span.end, span.start + 1) for spans in timeline for span in spans)
     per_band = max(1, (line_width - _LABEL_WIDTH) // cell)
     lines: list[str] = []
     for start in range(0, duration, per_band):
@@ -45,11 +46,6 @@ def _name(span: Span, failed_span: Span | None) -> str:
 
 def _columns(slots: range, cell: int) -> slice:
     return slice(slots.start * cell, slots.stop * cell)
-
-
-def _duration(timeline: Timeline) -> int:
-    """The number of time slots to draw; an action that takes no time still gets one."""
-    return max(max(span.end, span.start + 1) for spans in timeline for span in spans)
 
 
 def _draw_row(spans: list[Span], failed_span: Span | None, cell: int, duration: int, lane: Lane) -> str:
