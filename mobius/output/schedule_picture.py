@@ -20,7 +20,7 @@ from mobius.output.picture_style import (
 from mobius.schedule.action import ActionKind
 from mobius.schedule.lanes import Lane
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.simulate import Span, simulate
+from mobius.schedule.simulate import ActionSpan, simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +71,7 @@ def draw_schedule(schedule: Schedule, path: Path) -> None:
 
 
 def _draw_span(
-    axes: Axes, schedule: Schedule, rank: int, span: Span, points_per_slot: float, longest_name: int
+    axes: Axes, schedule: Schedule, rank: int, span: ActionSpan, points_per_slot: float, longest_name: int
 ) -> None:
     if span.action.kind is ActionKind.GENERATE_DATA:
         return

@@ -3,7 +3,7 @@
 from mobius.schedule.action import ActionKind
 from mobius.schedule.lanes import Lane
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.simulate import Span, simulate
+from mobius.schedule.simulate import ActionSpan, simulate
 
 _ERROR_MARK = "<-- ERROR HERE"
 _LABEL_WIDTH = 11
@@ -40,7 +40,7 @@ def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, li
     return "\n".join(lines).rstrip()
 
 
-def _name(span: Span, failed_span: Span | None) -> str:
+def _name(span: ActionSpan, failed_span: ActionSpan | None) -> str:
     return f">{span.action}<" if span is failed_span else str(span.action)
 
 
@@ -48,7 +48,7 @@ def _columns(slots: range, cell: int) -> slice:
     return slice(slots.start * cell, slots.stop * cell)
 
 
-def _draw_row(spans: list[Span], failed_span: Span | None, cell: int, duration: int, lane: Lane) -> str:
+def _draw_row(spans: list[ActionSpan], failed_span: ActionSpan | None, cell: int, duration: int, lane: Lane) -> str:
     """One lane of one rank over the whole step, `cell` characters per time slot."""
     idle = "." if lane is Lane.COMPUTE else ""
     row = idle.ljust(cell) * duration

@@ -26,7 +26,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ActionSpan:
     """Time of one action, from `start` up to but not including `end`, in time slots from the step's start."""
 
     action: Action
@@ -35,7 +35,7 @@ class Span:
     end: int
 
 
-Timeline = tuple[tuple[Span, ...], ...]
+Timeline = tuple[tuple[ActionSpan, ...], ...]
 """The spans of every rank, in the order of its actions."""
 
 _LANES = {ActionKind.LOAD: Lane.LOAD, ActionKind.OFFLOAD: Lane.OFFLOAD}
@@ -56,7 +56,7 @@ class _RankClock:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Timeline of `schedule`, which must have passed `check`."""
     costs = costs or Costs()
-    spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
+    spans: list[list[ActionSpan]] = [[] for _ in range(schedule.num_ranks)]
     clocks = [_RankClock() for _ in range(schedule.num_ranks)]
     computed: dict[tuple[bool, int, int | None], int] = {}
     order, conflict = take_turns(schedule)
@@ -71,7 +71,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return tuple(tuple(rank_spans) for rank_spans in spans)
 
 
-def _play(clock: _RankClock, action: Action, arrival: int, num_slots: int, costs: Costs) -> Span:
+def _play(clock: _RankClock, action: Action, arrival: int, num_slots: int, costs: Costs) -> ActionSpan:
     lane = _LANES.get(action.kind, Lane.COMPUTE)
     start = max(clock.lane_free[lane], arrival)
     duration = 0
@@ -92,4 +92,4 @@ def _play(clock: _RankClock, action: Action, arrival: int, num_slots: int, costs
         if action.kind.is_backward:
             clock.with_gradients.add(action.stage)
     clock.lane_free[lane] = start + duration
-    return Span(action, lane, start, start + duration)
+    return ActionSpan(action, lane, start, start + duration)

@@ -6,12 +6,12 @@ import pytest
 
 from mobius.schedule import Schedule, build_schedule
 from mobius.schedule.lanes import Lane
-from mobius.schedule.simulate import Costs, Span, simulate
+from mobius.schedule.simulate import ActionSpan, Costs, simulate
 
 
-def spans_by_name(schedule: Schedule, rank: int, costs: Costs | None = None) -> dict[str, Span]:
+def spans_by_name(schedule: Schedule, rank: int, costs: Costs | None = None) -> dict[str, ActionSpan]:
     """Names like `F0.0`; the second load or offload of a stage is `L0 again`."""
-    spans: dict[str, Span] = {}
+    spans: dict[str, ActionSpan] = {}
     for span in simulate(schedule, costs)[rank]:
         spans[f"{span.action} again" if str(span.action) in spans else str(span.action)] = span
     return spans
