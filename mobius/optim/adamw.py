@@ -67,7 +67,7 @@ class FlatAdamW:
         """Update master, moments and working copy in place from `state.gradients * gradient_factor`.
 
         Gradients that are stored in fp32 may be scaled in place. Where `found_inf` (fp32 scalar on the state's device)
-        is 1, nothing changes; the C kernel does not know it.
+        is 1, nothing changes.
 
         `pieces` are ranges of the layout, by default all; `step` is the number of this update, from 1, for the bias
         correction. Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, as
@@ -76,6 +76,8 @@ class FlatAdamW:
         kernel = self._kernel if self._kernel is not None and self._kernel.supports(state) else None
         fused = self._fused if self._fused is not None and self._fused.supports(state) else None
         length, settings = _chunk_elements(state.weights.device), self._settings
+        if kernel is not None and found_inf is not None and bool(found_inf):  # on the host: nobody waits
+            return
         for part in state.layout.ranges if pieces is None else pieces:
             numbers = UpdateNumbers(
                 step=step,

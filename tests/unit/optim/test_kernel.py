@@ -208,6 +208,19 @@ def test_a_resident_stage_on_the_host_is_updated_by_the_kernel(kernel: AdamWKern
         assert kernel.supports(stage.state)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_changes_where_something_was_found_that_is_not_finite(kernel: AdamWKernel, dtype: torch.dtype) -> None:
+    state, before = state_of(dtype, step=1), state_of(dtype, step=1)
+    for each in (state, before):
+        each.gradients[7] = float("nan")
+    settings = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1)
+    found = torch.ones(())
+    FlatAdamW(settings, kernel).update(state, step=1, learning_rate=1e-3, gradient_factor=1.0, found_inf=found)
+
+    for mine, theirs in zip(state.tensors, before.tensors, strict=True):
+        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+
+
 def test_the_kernel_is_built_once(tmp_path: Path) -> None:
     assert load_kernel(tmp_path, num_threads=1) is not None
     (library,) = tmp_path.iterdir()
