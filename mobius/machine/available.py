@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_STATUS = Path("/proc/self/status")
+
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes that may still be taken: the lesser of MemAvailable and what the cgroup's limit leaves.
+    """Bytes that may still be taken: the lesser of MemAvailable and the rest of the cgroup's limit.
 
     `root` is for tests.
     """
-    limits = [_memory_available(root), _cgroup_left(root / "sys/fs/cgroup", "memory.max", "memory.current")]
-    limits.append(_cgroup_left(root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
+    limits = [
+        _line_bytes(root / "proc/meminfo", "MemAvailable"),
+        _cgroup_left(root / "sys/fs/cgroup", "memory.max", "memory.current"),
+        _cgroup_left(root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ]
     return min(limit for limit in limits if limit is not None)
 
 
-def _memory_available(root: Path) -> int:
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable line (Linux 3.14 or newer is needed)")
-
-
 def _cgroup_left(folder: Path, limit_file: str, usage_file: str) -> int | None:
-    """What a cgroup's limit leaves; None without a limit. File cache counts as free: the kernel gives it back."""
+    """The rest of a cgroup's limit; None without a limit. File cache counts as free: the kernel gives it back."""
     try:
         limit = (folder / limit_file).read_text().strip()
         usage = int((folder / usage_file).read_text())
@@ -38,19 +36,19 @@ def _cgroup_left(folder: Path, limit_file: str, usage_file: str) -> int | None:
 
 def peak_host_bytes() -> int:
     """The largest resident set of this process so far, mapped files included."""
-    return _status_bytes("VmHWM:")
+    return _line_bytes(_STATUS, "VmHWM")
 
 
 def own_host_bytes() -> int:
     """The resident set of this process now, mapped files included."""
-    return _status_bytes("VmRSS:")
+    return _line_bytes(_STATUS, "VmRSS")
 
 
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
+def _line_bytes(file: Path, field: str) -> int:
+    for line in file.read_text().splitlines():
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field} line")
+    raise RuntimeError(f"{file} has no {field} line (Linux 3.14 or newer is needed)")
 
 
 def huge_page_share() -> float:

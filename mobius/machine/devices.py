@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from mobius.config.config import Device, Dtype
 from mobius.errors import GpuMemoryError
 from mobius.machine.available import peak_host_bytes
 from mobius.machine.numa import bind_to_gpu_node, num_nodes
-from mobius.ranks import Ranks, omp_num_threads
+from mobius.ranks import Ranks, cpu_share, omp_num_threads
 from mobius.units import GIB
 
 SPARED_THREADS = 2
@@ -64,13 +63,13 @@ def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int] | 
     if bound is not None and (wanted == 1 or wanted > len(bound)):
         torch.set_num_threads(len(bound))
     elif wanted == 1:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.num_ranks))
+        torch.set_num_threads(max(1, cpu_share(ranks.num_ranks)))
 
 
 def optimizer_threads(num_ranks: int) -> int:
-    """Threads of the CPU optimizer of each rank: as many as help, less those that must not wait for a core meanwhile.
+    """Threads of each rank's CPU optimizer: as many as help, less two for the GPU's feeder and autograd.
 
-    Those are the thread that feeds the GPU and autograd's.
+    Those two must not wait for a core meanwhile.
     """
     threads = torch.get_num_threads()
     if threads < MIN_THREADS_TO_SPARE:
@@ -131,13 +130,8 @@ class MemoryMeter:
         if not self.has_gpu:
             return MemoryReading(0, 0, 0, peak_host_bytes())
         stats = torch.cuda.memory_stats(self._device)  # once: it takes the time of all of them
-        allocated = "allocated_bytes.all"
-        return MemoryReading(
-            stats[f"{allocated}.peak"],
-            stats["reserved_bytes.all.peak"],
-            stats[f"{allocated}.current"],
-            peak_host_bytes(),
-        )
+        peak_allocated, allocated = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
+        return MemoryReading(peak_allocated, stats["reserved_bytes.all.peak"], allocated, peak_host_bytes())
 
     def synchronize(self) -> None:
         """Wait for the device, before its clock or its host memory is let go."""

@@ -148,8 +148,7 @@ def choose_order(topology: Topology, *, num_microbatches: int, names: Sequence[s
     if (overlap, slow_links) >= (own_overlap, own_slow_links):
         return Choice(own, _why_no_change(topology, names))
     shown = ",".join(names[gpu] for gpu in best)
-    is_about_loads = overlap < own_overlap
-    why = _why(topology, best, own) if is_about_loads else "more neighbouring ranks are on fast links"
+    why = "more neighbouring ranks are on fast links" if overlap == own_overlap else _why(topology, best, own)
     if is_given:
         return Choice(own, f"devices in the given order {','.join(names)}; {shown} is better: {why}")
     guess = "" if num_gpus <= MAX_EXACT_GPUS else f" (not every order of {num_gpus} devices was looked at)"
@@ -178,7 +177,7 @@ def _neighbour_shares(topology: Topology, order: Sequence[int]) -> list[int]:
 
 
 def _why_no_change(topology: Topology, names: Sequence[str]) -> str | None:
-    """A line where all pairs are told to be alike, which may be hearsay: virtual machines show such trees."""
+    """A line where all pairs look alike, which may be wrong: virtual machines show such trees."""
     is_flat = len({(share(link), _link_cost(link)) for link in topology.links}) == 1
     is_plain = topology.links[0].ancestor not in (Ancestor.PIX, Ancestor.PXB) and not topology.links[0].num_nvlinks
     if topology.is_measured or not is_flat or not is_plain:

@@ -29,11 +29,10 @@ def bind_to_gpu_node(
 ) -> frozenset[int] | None:
     """Keep this process to its share of the CPUs of its GPU's node; returns the CPUs that it is bound to.
 
-    `order[rank]` is the index of the rank's GPU; None: rank r has GPU r.
-
-    Call it on the main thread before the stages' memory is made; threads that exist already are bound too. A rank that
-    its launcher has bound otherwise keeps what it has. None, with a line that tells why, if the machine does not tell
-    the node of every rank's GPU or the shares would be too small. `root` is for tests.
+    None, with a line that tells why, if the machine does not tell the node of every rank's GPU or the shares would be
+    too small. A rank that its launcher has bound otherwise keeps its CPUs. `order[rank]` is the index of the rank's
+    GPU; without it rank r has GPU r. Call it on the main thread before the stages' memory is made; threads that exist
+    already are bound too. `root` is for tests.
     """
     try:
         places = read_places(gpu_addresses(range(ranks.num_ranks) if order is None else order), root)
@@ -87,7 +86,7 @@ def share_cpus(
 ) -> frozenset[int]:
     """Share `index` of `num_shares` of `cpus`: whole cores with neighbouring numbers; the shares are disjoint.
 
-    `siblings` has the CPUs of each one's core, itself included; a CPU that it lacks is a core of its own. A share is
+    `siblings` has the CPUs of each CPU's core, itself included; a CPU that it lacks is a core of its own. A share is
     empty if there are fewer cores than shares.
     """
     cores: dict[int, set[int]] = {}
@@ -101,7 +100,7 @@ def share_cpus(
 def cut_shares(
     places: Sequence[GpuPlace], siblings: Mapping[int, frozenset[int]], *, allowed: frozenset[int]
 ) -> list[frozenset[int]]:
-    """The CPUs of every rank, disjoint: its part of those of its GPU's node that are `allowed`; `places` go by rank.
+    """The CPUs of every rank, disjoint: its part of its GPU's node, as far as it is `allowed`. `places` go by rank.
 
     All ranks are bound or none, so that nobody computes on another's CPUs. Raises ValueError with the reason if binding
     would leave some rank less than half of an even share: that costs more than memory of another node.
@@ -159,7 +158,7 @@ def num_nodes(root: Path = Path("/")) -> int:
 
 
 def read_siblings(cpus: Iterable[int], root: Path) -> dict[int, frozenset[int]]:
-    """The CPUs that are one core with each of `cpus`; those of which the kernel says nothing sensible are left out."""
+    """The CPUs of the core of each of `cpus`; a CPU of which the kernel says nothing sensible is left out."""
     siblings = {}
     for cpu in cpus:
         file = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"

@@ -106,8 +106,8 @@ class _Check(Neighbours):
         self._incoming: dict[int, int] = {}
         self._outgoing: dict[int, int] = {}
         self._broken: set[int] = set()
-        steps: list[Callable[[list[Any]], Told]] = [self.start, self.reach, partial(self._offer, max(sizes))]
-        steps.append(self._accept)
+        offer = partial(self._offer, max(sizes))
+        steps: list[Callable[[list[Any]], Told]] = [self.start, self.reach, offer, self._accept]
         for number, size in enumerate(sizes):
             steps += [partial(step, number, size) for step in (self._overwrite, self._send, self._compare)]
         steps.append(lambda _: [sorted(self._incoming), sorted(self._broken)])

@@ -51,7 +51,7 @@ def read_topology(
     root: Path = Path("/"),
     import_driver: Callable[[], Any | None] = import_nvml,
 ) -> Topology:
-    """The first `num_gpus` GPUs as torch counts them; what the machine does not tell is left out.
+    """The first `num_gpus` GPUs as torch counts them; facts that the machine does not tell are left out.
 
     `root` and `import_driver` are for tests.
     """
@@ -101,7 +101,7 @@ def _read_bridges(address: str, root: Path) -> tuple[str, ...]:
 
 
 def _has_p2p(one: int, other: int) -> bool:
-    """Whether the driver says that each can reach the other's memory; whether that works is another question."""
+    """Whether the driver says that each can reach the other's memory; peer_check.py tries whether that works."""
     return torch.cuda.can_device_access_peer(one, other) and torch.cuda.can_device_access_peer(other, one)
 
 
@@ -128,11 +128,12 @@ def _ask(addresses: Sequence[str], nvml: Any) -> _DriverLinks:
         level = _answer(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, handles[first], handles[second])
         if level in levels:
             ancestors[pair] = levels[level]
-        direct = ends[first].count(_normal(addresses[second]))
+        num_nvlinks[pair] = ends[first].count(_normal(addresses[second]))
         through_switches = min(ends[first].count(_SWITCH), ends[second].count(_SWITCH))
-        if through_switches and not direct and not _has_nvlink_p2p(handles[first], handles[second], nvml):
-            through_switches = 0
-        num_nvlinks[pair] = direct or through_switches
+        if through_switches and not num_nvlinks[pair]:
+            ask, capability = nvml.nvmlDeviceGetP2PStatus, nvml.NVML_P2P_CAPS_INDEX_NVLINK
+            if _answer(nvml, ask, handles[first], handles[second], capability) == nvml.NVML_P2P_STATUS_OK:
+                num_nvlinks[pair] = through_switches
     return ancestors, num_nvlinks
 
 
@@ -149,11 +150,6 @@ def _nvlink_ends(handle: Any, nvml: Any) -> list[str]:
         else:
             ends.append(_SWITCH)  # virtual machines do not name it
     return ends
-
-
-def _has_nvlink_p2p(first: Any, second: Any, nvml: Any) -> bool:
-    status = _answer(nvml, nvml.nvmlDeviceGetP2PStatus, first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    return bool(status == nvml.NVML_P2P_STATUS_OK)
 
 
 def _answer(nvml: Any, ask: Any, *arguments: object) -> Any:

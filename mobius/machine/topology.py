@@ -1,10 +1,8 @@
-"""What is known of a machine's GPUs and of the ways between them, as data that can be recorded and read back.
+"""A machine's GPUs and the ways between them, as data that can be recorded and read back.
 
-It reads no machine (machine/read_topology.py does) and decides nothing (mapping.py does).
-
-    pci0000:16 ─ 0000:16:01.0 ─ 0000:17:00.0 ┬ 0000:18:00.0 ─ GPU 0     0 and 1: one switch above both, PIX
-    host bridge   root port      switch      └ 0000:18:01.0 ─ GPU 1
-               └ 0000:16:03.0 ─────────────────────────────── GPU 2     0 and 2: one host bridge, PHB
+pci0000:16 ─ 0000:16:01.0 ─ 0000:17:00.0 ┬ 0000:18:00.0 ─ GPU 0     0 and 1: one switch above both, PIX
+host bridge   root port      switch      └ 0000:18:01.0 ─ GPU 1
+           └ 0000:16:03.0 ─────────────────────────────── GPU 2     0 and 2: one host bridge, PHB
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from itertools import combinations
-from typing import Any
+from itertools import combinations, takewhile
 
 
 class Ancestor(StrEnum):
@@ -49,7 +46,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """What lies between GPU `first` and GPU `second`, `first` < `second`."""
+    """The way between GPU `first` and GPU `second`, `first` < `second`."""
 
     first: int
     second: int
@@ -102,34 +99,38 @@ class Topology:
         return None
 
     def with_slowdowns(self, slowdowns: Mapping[tuple[int, int], float]) -> Topology:
-        """The same with what was measured for every pair (first, second), first < second."""
+        """The topology with a measured slowdown for every pair (first, second), first < second."""
         links = tuple(replace(link, slowdown=slowdowns[link.first, link.second]) for link in self.links)
         return replace(self, links=links)
 
     def to_json(self) -> str:
         """One line per GPU and per link, so that a recorded machine can be read and compared by eye."""
-        parts = [f'{{\n"description": {json.dumps(self.description)},\n"gpus": [']
-        parts.append(",\n".join(f"  {json.dumps(asdict(gpu))}" for gpu in self.gpus))
-        parts.append('],\n"links": [')
-        parts.append(",\n".join(f"  {json.dumps(asdict(link))}" for link in self.links))
-        return "\n".join([*parts, "]\n}"]) + "\n"
+        gpus, links = (
+            ",\n".join(f"  {json.dumps(asdict(part))}" for part in parts) for parts in (self.gpus, self.links)
+        )
+        return (
+            f'{{\n"description": {json.dumps(self.description)},\n"gpus": [\n{gpus}\n],\n"links": [\n{links}\n]\n}}\n'
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
         """Read what `to_json` wrote; fields with defaults may be left out. Raises ValueError if it is anything else."""
         try:
             record = json.loads(text)
-            gpus = tuple(_gpu(entry) for entry in record["gpus"])
-            links = tuple(_link(entry) for entry in record["links"])
-            return cls(gpus, links, str(record.get("description", "")))
+            gpus = [Gpu(**{**entry, "bridges": tuple(entry.get("bridges", ()))}) for entry in record["gpus"]]
+            ancestors = [entry.get("ancestor") for entry in record["links"]]
+            links = [
+                Link(**{**entry, "ancestor": None if ancestor is None else Ancestor(ancestor)})
+                for entry, ancestor in zip(record["links"], ancestors, strict=True)
+            ]
+            return cls(tuple(gpus), tuple(links), str(record.get("description", "")))
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is no recorded topology: {error}") from error
 
     def describe(self) -> str:
         """A table like `nvidia-smi topo -m`: NV# is the number of NVLinks, * means no P2P, x1.8 a measured slowdown."""
         width = max((len(self._cell(link)) for link in self.links), default=1) + 2
-        head = "      " + "".join(f"{f'GPU{gpu.index}':<{width}}" for gpu in self.gpus) + "node  PCI address"
-        lines = [head]
+        lines = ["      " + "".join(f"{f'GPU{gpu.index}':<{width}}" for gpu in self.gpus) + "node  PCI address"]
         for gpu in self.gpus:
             cells = ["X" if other is gpu else self._cell(self.link(gpu.index, other.index)) for other in self.gpus]
             node = "?" if gpu.numa_node is None else str(gpu.numa_node)
@@ -146,18 +147,15 @@ class Topology:
 
 
 def common_ancestor(one: Gpu, other: Gpu) -> Ancestor | None:
-    """What the ways of two GPUs have in common, by their bridges and nodes; None if a way is not known.
+    """The nearest thing that the ways of two GPUs share, by their bridges and nodes; None if a way is not known.
 
     A switch is an upstream port with a downstream port for each device, so two devices of one switch have all bridges
     in common but the last. Where no nodes are told there is taken to be only one.
     """
     if not one.bridges or not other.bridges:
         return None
-    num_common = 0
-    for own, its in zip(one.bridges, other.bridges, strict=False):
-        if own != its:
-            break
-        num_common += 1
+    pairs = zip(one.bridges, other.bridges, strict=False)
+    num_common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     if num_common == 0:
         return Ancestor.NODE if one.numa_node == other.numa_node else Ancestor.SYS
     if num_common == 1:
@@ -184,12 +182,3 @@ def link_gpus(
         ancestor = common_ancestor(gpus[first], gpus[second]) or ancestors.get(pair)
         links.append(Link(first, second, ancestor, num_nvlinks.get(pair, 0), p2p.get(pair, False)))
     return Topology(tuple(gpus), tuple(links))
-
-
-def _gpu(entry: dict[str, Any]) -> Gpu:
-    return Gpu(**{**entry, "bridges": tuple(entry.get("bridges", ()))})
-
-
-def _link(entry: dict[str, Any]) -> Link:
-    ancestor = entry.get("ancestor")
-    return Link(**{**entry, "ancestor": None if ancestor is None else Ancestor(ancestor)})
