@@ -24,11 +24,21 @@ from mobius.plan.profile import CopyRates, Profile
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
 PART_SECONDS = 0.15
-COPY_BYTES, PARAMETERS = 2**26, 2**25
-"""Amounts at a time: 128 MiB of GPU memory and 0.6 GiB of the host's are taken for a moment."""
 UPDATES_WITHIN_STEP = 0.87
 """Share of the measured updates per second that a step reaches, where Python works too: 6.3 of 7.3e9 on one H200, 1.7
 of 2.0e9 for each of four."""
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """Bytes that are copied and parameters that are updated at a time; smaller for tests.
+
+    Copies take 128 MiB of GPU memory for a moment, the CPU's updates 0.6 GiB of the host's.
+    """
+
+    copy_bytes: int = 2**26
+    cpu_parameters: int = 2**25
+    gpu_parameters: int = 2**26
 
 
 @dataclass(frozen=True)
@@ -64,14 +74,13 @@ def measure_host_rates(
     device: torch.device,
     transport: Transport,
     kernel: AdamWKernel | None,
-    copy_bytes: int = COPY_BYTES,
-    parameters: int = PARAMETERS,
+    amounts: Amounts = Amounts(),
 ) -> HostRates:
     """Time copies both ways, updates, and updates beside such copies; gives all memory back."""
     bench = Bench(device, transport, part_seconds=PART_SECONDS)
-    with Copies(device, copy_bytes) as copies:
-        each_way = copy_bytes / bench.seconds(copies.both)
-        _, rates = measure_cpu_optimizer(bench, dtype, kernel, parameters, copies, each_way=each_way)
+    with Copies(device, amounts.copy_bytes) as copies:
+        each_way = amounts.copy_bytes / bench.seconds(copies.both)
+        _, rates = measure_cpu_optimizer(bench, dtype, kernel, amounts.cpu_parameters, copies, each_way=each_way)
     bench.forget()
     return rates
 
@@ -191,24 +200,22 @@ def measure_cpu_optimizer(
 def measure_beside(bench: Bench, update: Callable[[], None], copies: Copies, num_copies: int) -> tuple[float, float]:
     """Seconds of `update` beside that many copies both ways, and the bytes per second that these moved each way."""
     ends: list[torch.cuda.Event] = []
-    num_before, rate = 0, 0.0
+    num_before, rates = list[int](), list[float]()
 
     def num_done() -> int:
         return sum(event.query() for event in ends)
 
     def start_copies() -> None:
-        nonlocal num_before
         for _ in range(num_copies):
             copies.both()
             ends.extend(copies.mark())
-        num_before = num_done()  # the first go while the others are started, beside no update
+        num_before.append(num_done())  # the first go while the others are started, beside no update
 
     def count_copies(seconds: float) -> None:
-        nonlocal rate
-        rate = copies.num_bytes * max(num_done() - num_before, 1) / 2 / seconds
+        rates.append(copies.num_bytes * max(num_done() - num_before[0], 1) / 2 / seconds)
 
     seconds = bench.seconds(update, begin=start_copies, end=count_copies)
-    return seconds, bench.mean(rate)
+    return seconds, bench.mean(rates[0])
 
 
 def update_once(adamw: FlatAdamW, state: StageState) -> None:

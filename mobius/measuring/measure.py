@@ -15,10 +15,9 @@ from torch import Tensor
 from mobius.machine.available import available_host_bytes
 from mobius.measuring.bench import Bench
 from mobius.measuring.host_rates import (
-    COPY_BYTES,
-    PARAMETERS,
     SETTINGS,
     UPDATES_WITHIN_STEP,
+    Amounts,
     Copies,
     measure_copies,
     measure_cpu_optimizer,
@@ -56,15 +55,6 @@ class MicrobatchShape:
     def hidden_size(self, parts: ModelParts) -> tuple[int, int, int]:
         """Shape of the hidden states: sequences, tokens, features."""
         return self.batch, self.seq_length, parts.config.hidden_size
-
-
-@dataclass(frozen=True)
-class Amounts:
-    """Bytes that are copied and parameters that are updated at a time; smaller for tests."""
-
-    copy_bytes: int = COPY_BYTES
-    cpu_parameters: int = PARAMETERS
-    gpu_parameters: int = 2**26
 
 
 def measure_profile(

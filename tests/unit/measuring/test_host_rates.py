@@ -17,6 +17,7 @@ from mobius.measuring import host_rates
 from mobius.measuring.bench import MIN_REPEATS, Bench
 from mobius.measuring.host_rates import (
     UPDATES_WITHIN_STEP,
+    Amounts,
     HostRates,
     measure_beside,
     measure_host_rates,
@@ -49,7 +50,7 @@ def test_all_ranks_measure_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torc
 
     def work(transport: LocalTransport) -> HostRates:
         return measure_host_rates(
-            dtype, device=torch.device("cpu"), transport=transport, kernel=None, copy_bytes=2**16, parameters=2**12
+            dtype, device=torch.device("cpu"), transport=transport, kernel=None, amounts=Amounts(2**16, 2**12)
         )
 
     first, second = run_rank_threads(2, work)

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mobius.measuring import bench
 from mobius.measuring.bench import Bench
-from mobius.measuring.measure import Amounts, MicrobatchShape, measure_launches, measure_profile
+from mobius.measuring.host_rates import Amounts
+from mobius.measuring.measure import MicrobatchShape, measure_launches, measure_profile
 from mobius.measuring.profile_cache import cached_profile, profile_key, profile_path
 from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import ModelParts
