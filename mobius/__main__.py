@@ -11,7 +11,7 @@ from mobius.log import setup_logging
 from mobius.ranks import Ranks, prepare_environment
 
 ECHO_SECONDS = 3.0
-"""How long a rank other than the first waits before it tells an error.
+"""Time that a rank other than the first waits before it tells an error.
 
 An error that all ranks share is then told once: the end of the first rank has ended the others.
 """

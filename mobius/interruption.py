@@ -28,7 +28,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _FIRST_RANK_SECONDS: Final = 0.5
 """Time for the first rank, which speaks for all, before the end of the others can reach it as a lost neighbour."""
 _ERROR_SECONDS: Final = 0.3
-"""How much later than an error a signal may come that caused it: it does not reach all ranks at the same time."""
+"""Longest time by which a signal may come after the error that it caused: it does not reach all ranks at once."""
 _PR_SET_PDEATHSIG: Final = 1
 
 _being_started: Final = threading.Lock()

@@ -44,7 +44,7 @@ from mobius.log import setup_logging  # noqa: E402
 
 SILENT_SECONDS = 20
 MEMORY_BYTES = 24 * 2**30
-"""Of address space: an input that asks for the machine's memory ends in a MemoryError."""
+"""Most address space: an input that asks for the machine's memory ends in a MemoryError."""
 LONGEST_MESSAGE = 6000
 GOOD = ("plan", "run", "message")
 BAD = ("traceback", "silent", "left something", "long message")
@@ -56,7 +56,7 @@ class SilentError(BaseException):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an input ended: one of GOOD or BAD, and what was said."""
+    """End of an input: one of GOOD or BAD, and what was said."""
 
     result: str
     text: str
@@ -100,7 +100,7 @@ def play(made: FuzzedInput, folder: Path) -> Outcome:
 
 
 def _result_of(arguments: list[str]) -> tuple[str, str]:
-    """What main.py does with arguments, without the end of the process."""
+    """Do what the program does with arguments, without the end of the process."""
     from mobius.planning.dry_run import run_dry
     from mobius.training.run import run_training
 

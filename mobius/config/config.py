@@ -1,7 +1,6 @@
 """Owns what a run can be told: one frozen section per topic, with the meaning of every option under its field.
 
-Does not own reading (`cli.py`) or judging (`validation.py`) what the user gave; field names are the option names, and
-the texts here are what `--help` prints.
+Field names are the names of the options, and the texts are what `--help` prints.
 """
 
 import math
@@ -28,7 +27,7 @@ class Bounds:
         return value >= self.minimum and value > self.above and -math.inf < value < self._limit
 
     def demand(self, value: float) -> str:
-        """What a `value` that is not allowed must be, as it reads in a message."""
+        """Words for what a `value` that is not allowed must be, as they read in a message."""
         return str(self if value < self._limit else replace(self, below=self._limit))
 
     @property
@@ -71,7 +70,7 @@ class Dtype(StrEnum):
 
 
 class Device(StrEnum):
-    """Where a run computes."""
+    """Kind of device that a run computes on."""
 
     AUTO = "auto"
     CUDA = "cuda"
@@ -87,7 +86,7 @@ class Compile(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Which layers run their forward again in backward."""
+    """Choice of the layers that run their forward again in backward."""
 
     AUTO = "auto"
     FULL = "full"
@@ -95,7 +94,7 @@ class Recompute(StrEnum):
 
 
 class LrSchedulerType(StrEnum):
-    """How the learning rate changes after the warm-up."""
+    """Course of the learning rate after the warm-up."""
 
     LINEAR = "linear"
     COSINE = "cosine"

@@ -158,7 +158,7 @@ def section_titles() -> Mapping[str, str]:
 
 @functools.cache
 def options() -> Mapping[str, Option]:
-    """Every option by its name, in the order of the config's fields."""
+    """All options by name, in the order of the config's fields."""
     found: dict[str, Option] = {}
     for section_name, section in _sections().items():
         texts = _field_texts(section)
@@ -172,7 +172,7 @@ def options() -> Mapping[str, Option]:
 
 @functools.cache
 def spellings() -> Mapping[str, Spelling]:
-    """Every accepted name, without dashes; the option's own name comes before its aliases and flags."""
+    """All accepted names, without dashes; the option's own name comes before its aliases and flags."""
     found: list[Spelling] = []
     for option in options().values():
         if option.value_type is bool:

@@ -16,9 +16,8 @@ from mobius.config.options import Option, OptionValue, option_values, options
 from mobius.errors import ConfigError
 from mobius.excerpt import excerpt, quoted
 
-_NAME_BYTES: Final = 255
-"""Of a file's name, and of a whole path: what Linux takes."""
-_PATH_BYTES: Final = 4095
+_NAME_BYTES, _PATH_BYTES = 255, 4095
+"""Longest name of a file, and longest path, that Linux takes."""
 _STEP_TOKENS: Final = 2**30
 """A batch holds 16 bytes per token on every rank."""
 _SCHEDULE_PARTS: Final = 2**15
@@ -34,7 +33,7 @@ def validate(config: Config, num_ranks: int) -> None:
 
 
 def find_problems(config: Config, *, num_ranks: int | None = None, unreadable: Iterable[str] = ()) -> list[str]:
-    """Every problem as one line; without `num_ranks`, what depends on it is left out.
+    """All problems, each as one line; without `num_ranks`, what depends on it is left out.
 
     `unreadable` names options whose values are only stand-ins: no rule that involves one of them is applied.
     """

@@ -1,4 +1,1 @@
-"""Owns the way from a dataset's name to the batches every rank draws alike.
-
-Does not own tensors or devices: everything here is text and numpy.
-"""
+"""The way from a dataset's name to the batches that every rank draws alike; all of it text and numpy."""

@@ -10,7 +10,7 @@ from mobius.excerpt import listed, quoted
 
 
 class Role(StrEnum):
-    """Who speaks, by the names chat templates use."""
+    """Speaker of a turn, by the names that chat templates use."""
 
     SYSTEM = "system"
     USER = "user"
@@ -70,7 +70,7 @@ class RecordFormat:
 
 
 def is_empty(sample: Sample) -> bool:
-    """True if the sample holds no text at all."""
+    """Whether the sample holds no text at all."""
     match sample:
         case Conversation(turns):
             return not any(turn.content.strip() for turn in turns)

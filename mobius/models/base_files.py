@@ -25,7 +25,7 @@ _TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt"),
     *("merges.txt", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "tekken.json"),
 )
-"""Everything that a tokenizer of transformers is made from."""
+"""Files that a tokenizer of transformers is made from."""
 
 MAX_BYTES = 256 * 2**20
 """More than any file of a model folder but its weights has; the largest vocabularies take 40 MB."""

@@ -66,7 +66,7 @@ class Block:
         return cast(Tensor, functional_call(self.module, dict(weights), args, kwargs))
 
     def compile(self, name: str) -> Block:
-        """The same block, run under torch.compile; `name` is what messages call it, in the plural."""
+        """This block, run under torch.compile; `name` is what messages call it, in the plural."""
 
         def run(weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             return cast(Tensor, functional_call(self.module, weights, args, kwargs))
@@ -182,7 +182,7 @@ def _layer_blocks(prefix: str, layers: nn.ModuleList, compiled: bool) -> tuple[B
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Everything that makes a layer compute what it does but its index: classes, parameter shapes, plain settings."""
+    """All that makes a layer compute what it does, but not its index: classes, parameter shapes, plain settings."""
     parts: list[Any] = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
     for path, module in layer.named_modules():
         plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | None)}

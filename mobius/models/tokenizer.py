@@ -63,13 +63,9 @@ def _check_settings(path: Path) -> None:
             "(`AutoTokenizer.from_pretrained(..., trust_remote_code=True).save_pretrained(...)`) where you trust it."
         )
     template = fields.get("chat_template")
-    is_list = (
-        isinstance(template, list)
-        and template
-        and all(
-            isinstance(named, dict) and isinstance(named.get("name"), str) and isinstance(named.get("template"), str)
-            for named in template
-        )
+    is_list = isinstance(template, list) and all(
+        isinstance(named, dict) and {type(named.get("name")), type(named.get("template"))} == {str}
+        for named in template or [None]
     )
     if not (template is None or isinstance(template, str) or is_list):
         raise CheckpointError(

@@ -81,7 +81,7 @@ class StoredTensor:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint in `folder`, by name; the files are those that transformers would take.
+    """Tensors of the checkpoint in `folder`, by name; the files are those that transformers would take.
 
     Raises CheckpointError for an index or a file that is broken, missing, or not what the index says.
     """
@@ -229,24 +229,24 @@ def has_own_head(folder: Path) -> bool:
     if embedding.shape != head.shape or len(head.shape) != 2 or not {embedding.dtype, head.dtype} <= {*PLAIN_DTYPES}:
         return False  # refused by check_model_weights, by name
     rows = max(1, _COMPARED_ELEMENTS // max(head.shape[1], 1))
-    pairs = zip(_row_chunks(embedding, rows), _row_chunks(head, rows), strict=True)
-    return not all(_are_equal(ours, theirs) for ours, theirs in pairs)
+    for start in range(0, head.shape[0], rows):  # never whole in memory
+        ours, theirs = (_read_values(stored_matrix, slice(start, start + rows)) for stored_matrix in (embedding, head))
+        wide = torch.promote_types(ours.dtype, theirs.dtype)
+        if not torch.equal(ours.to(wide), theirs.to(wide)):
+            return True
+    return False
 
 
-def _are_equal(ours: Tensor, theirs: Tensor) -> bool:
-    wide = torch.promote_types(ours.dtype, theirs.dtype)
-    return torch.equal(ours.to(wide), theirs.to(wide))
+def _read_values(tensor: StoredTensor, rows: slice | None = None) -> Tensor:
+    """The tensor or some of its rows. Raises CheckpointError.
 
-
-def _row_chunks(tensor: StoredTensor, num_rows: int) -> Iterator[Tensor]:
-    """The matrix, some rows at a time, so that it is never whole in memory."""
-    for start in range(0, tensor.shape[0], num_rows):
-        # Opened anew for each part: an open file keeps every page that was touched in this process's memory.
-        try:
-            with safe_open(tensor.path, framework="pt") as file:
-                yield file.get_slice(tensor.name)[start : start + num_rows]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{tensor.path}: cannot read {tensor.name!r}: {error}") from error
+    Its file is opened anew each time: an open one keeps every page that was touched in this process's memory.
+    """
+    try:
+        with safe_open(tensor.path, framework="pt") as file:
+            return cast(Tensor, file.get_tensor(tensor.name) if rows is None else file.get_slice(tensor.name)[rows])
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{tensor.path}: cannot read {tensor.name!r}: {error}") from error
 
 
 class CheckpointWeights:
@@ -268,12 +268,7 @@ class CheckpointWeights:
         """
         found = self._stored.get(name) or self._stored.get(self._aliases.get(name, name))
         stored = check_shape(found, name, shape, self._folder, self._stored)
-        # Opened anew for each tensor: an open file keeps every page that was touched in this process's memory.
-        try:
-            with safe_open(stored.path, framework="pt") as file:
-                tensor = cast(Tensor, file.get_tensor(stored.name))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{stored.path}: cannot read {stored.name!r}: {error}") from error
+        tensor = _read_values(stored)
         if not _fits(tensor, self._dtype):
             raise CheckpointError(f"{stored.path}: {stored.name!r} {_describe_misfits(tensor, self._dtype)}")
         return tensor
@@ -285,9 +280,7 @@ def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
     The extremes tell it of all: a NaN makes both of them NaN, and rounding keeps the order. One pass without a copy, at
     some 20 GB/s on one core; `isfinite` on all of it would allocate, and do 0.4.
     """
-    if tensor.numel() == 0:
-        return True
-    return bool(torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all())
+    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all())
 
 
 def _describe_misfits(tensor: Tensor, dtype: torch.dtype) -> str:

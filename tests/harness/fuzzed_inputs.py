@@ -121,7 +121,7 @@ _OUTPUTS = {"save_dir", "save_params", "save_results", "plan_output"}
 
 @dataclass
 class FuzzedInput:
-    """What is written over a folder's files, and the arguments of main.py; None deletes a file."""
+    """Contents that are written over a folder's files, and the arguments of main.py; None deletes a file."""
 
     kind: str
     number: int
