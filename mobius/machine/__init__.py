@@ -1,1 +1,1 @@
-"""What the machine is: devices, how they are attached, which rank gets which, and free memory."""
+"""The machine: devices, how they are attached, which rank gets which, and free memory."""

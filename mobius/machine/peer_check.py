@@ -86,7 +86,7 @@ def check_peer_copies(
 
     Takes up to four messages of GPU memory, and gives it back. Raises TransportError if a copy does not end.
     """
-    return _Check(meeting, make_engine, device=device, patience=patience).run(sizes)
+    return _Check(meeting, make_engine, device, patience).run(sizes)
 
 
 def _read_handles(told: Any) -> dict[str, bytes]:

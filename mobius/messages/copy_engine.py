@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -68,27 +69,29 @@ class CopyEngine(Protocol):
         """Undo `register`, by the host's address."""
 
 
+@dataclass
 class Neighbours:
     """This rank's neighbours in the ring, and the memory that they and this rank hold open of each other.
 
     Methods that take `answers` are steps for `take_together`, in this order: `start`, `reach`.
     """
 
-    def __init__(
-        self, meeting: Meeting, make_engine: Callable[[], CopyEngine], *, device: torch.device, patience: float
-    ) -> None:
-        """`patience` is in seconds, for each event that is waited for."""
-        self.meeting, self.device, self.patience = meeting, device, patience
-        self._make_engine = make_engine
-        edges = ring_edges(meeting.num_ranks)
-        self.sources = [source for source, target in edges if target == meeting.rank]
-        self.targets = [target for source, target in edges if source == meeting.rank]
+    meeting: Meeting
+    make_engine: Callable[[], CopyEngine]
+    device: torch.device
+    patience: float
+    """Seconds for each event that is waited for."""
+
+    def __post_init__(self) -> None:
+        edges = ring_edges(self.meeting.num_ranks)
+        self.sources = [source for source, target in edges if target == self.meeting.rank]
+        self.targets = [target for source, target in edges if source == self.meeting.rank]
         self.engine: CopyEngine
         self.own, self.opened = ExitStack(), ExitStack()
 
     def start(self, answers: Sequence[Any]) -> int:
         """Make the engine; its device's number."""
-        self.engine = self._make_engine()
+        self.engine = self.make_engine()
         return self.engine.device_index
 
     def reach(self, answers: Sequence[Any]) -> list[int]:

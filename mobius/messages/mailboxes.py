@@ -121,7 +121,7 @@ def open_mailboxes(
     The first problem of any rank is logged as the reason. Takes 2 messages of memory per incoming edge for good, and
     while the edges are tried some messages more. Raises TransportError if the device does not come to rest.
     """
-    mailboxes = Mailboxes(meeting, make_engine, device=device, message_bytes=message_bytes, patience=patience)
+    mailboxes = Mailboxes(meeting, make_engine, device, patience, message_bytes)
     problem = mailboxes.try_edges()
     if problem is not None:
         logger.info("messages travel over NCCL: %s", problem)
@@ -136,22 +136,16 @@ def _read_offer(told: Any) -> tuple[int, int, bytes]:
     return read_number(process), read_number(descriptor), bytes.fromhex(handle)
 
 
+@dataclass
 class Mailboxes(Neighbours):
-    """This rank's ends of all its edges. All messages have one size. `open_mailboxes` makes them."""
+    """This rank's ends of all its edges. `open_mailboxes` makes them; nothing is taken before `try_edges`."""
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        make_engine: Callable[[], CopyEngine],
-        *,
-        device: torch.device,
-        message_bytes: int,
-        patience: float,
-    ) -> None:
-        """Take nothing yet: `try_edges` makes the memory."""
-        super().__init__(meeting, make_engine, device=device, patience=patience)
-        self._message_bytes = message_bytes
-        self._mailbox_bytes = -(-message_bytes // _PAGE) * _PAGE
+    message_bytes: int
+    """Size of all messages."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._mailbox_bytes = -(-self.message_bytes // _PAGE) * _PAGE
         self._counters: list[SharedMemory] = []
         self._queues: list[CopyQueue] = []
         self._inboxes: dict[int, Inbox] = {}
@@ -161,13 +155,13 @@ class Mailboxes(Neighbours):
 
     def post_receive(self, buffer: Tensor, source: int) -> CopiedMessage:
         """Announce the next message of `source`; the caller keeps `buffer` until it has waited for the message."""
-        assert buffer.nbytes == self._message_bytes
+        assert buffer.nbytes == self.message_bytes
         assert buffer.is_contiguous()
         return CopiedMessage(self._inboxes[source].post(buffer.data_ptr()))
 
     def send(self, tensor: Tensor, target: int) -> CopiedMessage:
         """Start sending; the caller keeps `tensor` until the message has left."""
-        assert tensor.nbytes == self._message_bytes
+        assert tensor.nbytes == self.message_bytes
         assert tensor.is_contiguous()
         return CopiedMessage(self._outboxes[target].send(tensor.data_ptr()))
 
@@ -194,9 +188,9 @@ class Mailboxes(Neighbours):
     def reach(self, answers: Sequence[Any]) -> list[int]:
         """All targets: one that the device does not reach is a problem."""
         reached = super().reach(answers)
-        for target in self.targets:
-            if target not in reached:
-                raise RuntimeError(f"its GPU cannot write into that of rank {target}")
+        missing = [target for target in self.targets if target not in reached]
+        if missing:
+            raise RuntimeError(f"its GPU cannot write into that of rank {missing[0]}")
         return reached
 
     def _offer(self, answers: Sequence[Any]) -> Told:
@@ -265,7 +259,7 @@ class Mailboxes(Neighbours):
         """The edge's ring; `counters` and `mailboxes` are the device's addresses of both."""
         self._counters.append(shared)
         return Ring(
-            message_bytes=self._message_bytes,
+            message_bytes=self.message_bytes,
             mailboxes=tuple(mailboxes + i * self._mailbox_bytes for i in range(NUM_MAILBOXES)),
             arrived=counters + _ARRIVED,
             freed=counters + _FREED,
@@ -277,5 +271,5 @@ class Mailboxes(Neighbours):
 
     def _make_probe(self, rank: int) -> Tensor:
         """uint8 [message_bytes]; every word is another one, and no two ranks' are the same."""
-        words = torch.arange(-(-self._message_bytes // 4), dtype=torch.int32, device=self.device)
-        return words.add_(1 + rank).view(torch.uint8)[: self._message_bytes]
+        words = torch.arange(-(-self.message_bytes // 4), dtype=torch.int32, device=self.device)
+        return words.add_(1 + rank).view(torch.uint8)[: self.message_bytes]

@@ -251,7 +251,7 @@ def test_a_message_of_another_size_is_a_bug() -> None:
     def make_engine() -> CopyEngine:
         raise AssertionError("nothing is made before the edges are tried")
 
-    mailboxes = Mailboxes(Meeting(), make_engine, device=torch.device("cpu"), message_bytes=16, patience=1.0)
+    mailboxes = Mailboxes(Meeting(), make_engine, torch.device("cpu"), patience=1.0, message_bytes=16)
     with pytest.raises(AssertionError):
         mailboxes.send(torch.zeros(5), 1)
     with pytest.raises(AssertionError):
