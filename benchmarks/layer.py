@@ -30,7 +30,7 @@ from mobius.config.config import ModelConfig  # noqa: E402
 from mobius.memory.layout import StageLayout  # noqa: E402
 from mobius.models.blocks import LayerInputs, ModelParts  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.plan.partition import StageSpan  # noqa: E402
+from mobius.plan.partition import StageCut  # noqa: E402
 from mobius.runtime.stage import StageModule  # noqa: E402
 
 BACKENDS = {
@@ -91,7 +91,7 @@ def time_parts(parts: ModelParts, arguments: argparse.Namespace, batch_size: int
     dtype = torch.bfloat16
     stage = StageModule(
         parts,
-        StageSpan(0, 0, 1, is_first=True, is_last=True),
+        StageCut(0, 0, 1, is_first=True, is_last=True),
         loss_chunk_tokens=arguments.loss_chunk_tokens,
     )
     layer_arguments = LayerInputs(parts, device=device, dtype=dtype)(arguments.seq_length)
@@ -103,7 +103,7 @@ def time_parts(parts: ModelParts, arguments: argparse.Namespace, batch_size: int
     hidden = torch.randn(*shape, parts.config.hidden_size, device=device, dtype=dtype)
     inner = StageModule(
         parts,
-        StageSpan(0, 0, 1, is_first=False, is_last=False),
+        StageCut(0, 0, 1, is_first=False, is_last=False),
         loss_chunk_tokens=arguments.loss_chunk_tokens,
     )
 

@@ -109,20 +109,20 @@ def run(output: Path, words: Sequence[str]) -> None:
     folder = Path(config.model.model_path)
     clock = StartClock()
     blueprint = draw(config, ranks, folder)
-    set_host_threads(ranks, blueprint.device, blueprint.device_order)
-    recordings = Recordings(config, rank=ranks.rank, device=blueprint.device, folder=Path(config.output.save_dir))
+    set_host_threads(ranks, blueprint.place.device, blueprint.place.device_order)
+    recordings = Recordings(config, rank=ranks.rank, device=blueprint.place.device, folder=Path(config.output.save_dir))
     if config.output.trace:
         Path(config.output.save_dir).mkdir(parents=True, exist_ok=True)
     clock.ends("plan")
     transport = connect(blueprint, recordings.spans)
     blueprint = plan_by_measurement(blueprint, transport)
     clock.ends("connect")
-    state = load_state(blueprint, folder, source=RandomWeights(blueprint.device), spans=recordings.spans)
+    state = load_state(blueprint, folder, source=RandomWeights(blueprint.place.device), spans=recordings.spans)
     clock.ends("memory and weights")
-    if blueprint.device.type == "cuda":  # what making the weights took does not count
+    if blueprint.place.device.type == "cuda":  # what making the weights took does not count
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(blueprint.device)
-    if blueprint.device.type == "cuda" and ranks.num_ranks > 1:
+        torch.cuda.reset_peak_memory_stats(blueprint.place.device)
+    if blueprint.place.device.type == "cuda" and ranks.num_ranks > 1:
         rehearse(blueprint, state)
     clock.ends("rehearsal")
     batches = Batches(
@@ -207,17 +207,18 @@ class PlanFacts:
 
 def facts_of(blueprint: Blueprint) -> PlanFacts:
     """The plan of a run, for the record."""
-    plan, forecast, uses, profile = blueprint.plan, blueprint.forecast, blueprint.uses, blueprint.profile
+    found, plan = blueprint.answer, blueprint.plan
+    forecast, profile, uses = found.forecast, found.profile, [plan.use_of(rank) for rank in range(plan.num_ranks)]
     return PlanFacts(
         plan.num_stages,
         plan.num_microbatches,
         [use.num_resident for use in uses],
-        [use.num_graphs for use in uses],
+        [use.num_kept for use in uses],
         [use.num_slots for use in uses],
         None if forecast is None else forecast.step_seconds,
         None if forecast is None else forecast.basis,
-        max(blueprint.need_bytes) / GIB,
-        0.0 if blueprint.device.type == "cpu" else blueprint.host.total / GIB,
+        max(need.total for need in found.needs) / GIB,
+        0.0 if blueprint.place.device.type == "cpu" else found.host.total / GIB,
         None
         if profile is None
         else {

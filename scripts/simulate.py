@@ -1,10 +1,10 @@
-"""Predicts a step on GPUs one may not have: seconds, waits, memory, and what limits it; needs neither GPU nor torch.
+"""Predicts a step on GPUs one may not have: seconds, waits, memory, and what limits it; needs no GPU.
 
-Every number is an estimate from data sheets and from shares measured on H200s (mobius/plan/cards.py). Options that
-take several values give a row for each combination, told as soon as it is known. More than one node exists on paper
-only.
+Every number is an estimate from data sheets and from shares measured on H200s (mobius/plan/cards.py). It takes the
+options of main.py, and those below. Options that take several values give a row for each combination, told as soon as
+it is known. More than one node exists on paper only.
 
-    python scripts/simulate.py --card H200 RTX4090 --gpus 4 --model 7b --batch_size 64 --seq_length 512
+    python scripts/simulate.py --card H200 RTX4090 --gpus 4 --model_path 7b --batch_size 64 --seq_length 512
 """
 
 import argparse
@@ -18,18 +18,30 @@ from pathlib import Path
 if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mobius.config.config import Recompute
-from mobius.errors import GpuMemoryError, MobiusError
+import torch
+
+from mobius.config.cli import given_options, parse_args
+from mobius.config.config import Config
+from mobius.config.validation import validate
+from mobius.errors import GpuMemoryError, MobiusError, PlanError
 from mobius.log import drop, printable
+from mobius.models.blocks import ModelParts
+from mobius.models.families import load_planned_config
+from mobius.models.known_shapes import LLAMA_SHAPES
 from mobius.output.timeline_picture import draw_timeline
 from mobius.output.trace import predicted_trace, write_trace
-from mobius.plan.cards import CARDS, HOST_BANDWIDTH, PCIE_BYTES, Host, find_card
-from mobius.plan.model_files import LLAMA_SHAPES, shape_of_model
+from mobius.plan.budget import estimated_layer, fullest
+from mobius.plan.cards import CARDS, HOST_BANDWIDTH, PCIE_BYTES, Card, Host, find_card
+from mobius.plan.choice import Answer, answer, settle
+from mobius.plan.partition import ModelShape
 from mobius.plan.profile import Profile, ProfileError
-from mobius.plan.what_if import Answer, Machine, Run, answer
+from mobius.plan.request import Machine, PlanRequest
+from mobius.plan.simulation import schedule_of
 from mobius.schedule.lanes import WaitCause
 from mobius.units import GIB
 
+USUAL = {"model_path": "7b", "num_stages": "auto", "num_chunks": "auto", "batch_size": "64", "seq_length": "512"}
+"""Options of main.py that have another default here."""
 HEADER = (
     *("model", "GPUs", "PCIe", "GiB", "stages", "chunks", "slots", "resident", "kept", "s/step", "tokens/s", "MFU"),
     *("bubble", "wait: weights", "optimizer", "neighbours", "GPU GiB", "host GiB", "limited by"),
@@ -40,38 +52,21 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 
-def number_or_auto(text: str) -> int | None:
-    """A whole number above 0, None for auto; argparse turns the ValueError into its message."""
-    if text == "auto":
-        return None
-    if int(text) < 1:
-        raise ValueError(text)
-    return int(text)
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The options of this script, and the words that are options of main.py."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--card", nargs="+", default=["H200"], help=f"one or more of {', '.join(CARDS)}")
     parser.add_argument("--gpus", type=int, default=[4], help="GPUs of a node (default: 4)", nargs="+")
     parser.add_argument(
         "--pcie", type=int, choices=sorted(PCIE_BYTES), nargs="+", help="generation (default: the card's)"
     )
     parser.add_argument(
-        "--model", default=["7b"], nargs="+", help=f"{', '.join(LLAMA_SHAPES)}, or a config.json (default: 7b)"
-    )
-    parser.add_argument("--batch_size", type=int, default=64, help="sequences per step (default: %(default)s)")
-    parser.add_argument("--seq_length", type=int, default=512, help="(default: %(default)s)")
-    parser.add_argument("--num_stages", type=number_or_auto, help="(default: auto)")
-    parser.add_argument("--num_chunks", type=number_or_auto, help="(default: auto)")
-    parser.add_argument("--gpu_memory_limit", type=float, nargs="+", help="GiB of each GPU (default: all of it)")
-    parser.add_argument("--no_offload", action="store_true", help="all stages stay on the GPUs")
-    parser.add_argument(
-        "--resident_stages", type=int, help="of each rank; the others are streamed (default: what pays)"
-    )
-    parser.add_argument("--recompute", type=Recompute, choices=list(Recompute), default=Recompute.AUTO)
-    parser.add_argument("--max_grad_norm", type=float, default=1.0, help="0: no clipping (default: %(default)s)")
-    parser.add_argument("--no_overlap_optimizer", action="store_true")
+        "--model_path", "--model", nargs="+",
+        help=f"{', '.join(LLAMA_SHAPES)}, or a model as main.py takes it (default: 7b)",
+    )  # fmt: skip
+    parser.add_argument("--gpu_memory_limit", nargs="+", help="GiB of each GPU (default: all of it)")
     parser.add_argument("--cores", type=int, default=16, help="CPU cores per GPU (default: %(default)s)")
     parser.add_argument(
         "--host_bandwidth", type=float, default=HOST_BANDWIDTH / 1e9,
@@ -86,66 +81,91 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--output", type=Path, help="picture of the predicted step, FILE.png or FILE.svg", metavar="FILE"
     )
     parser.add_argument("--trace", type=Path, help="the predicted steps as a trace.json", metavar="FILE")
-    return parser.parse_args(argv)
+    return parser.parse_known_args(argv)
 
 
-def machines_and_runs(arguments: argparse.Namespace) -> list[tuple[str, Machine, Run]]:
-    """Every combination of what was given several times, with the model's name."""
+def requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[PlanRequest]:
+    """The question of every combination of what was given several times."""
     host = Host(arguments.cores, arguments.host_bandwidth * 1e9)
+    given = given_options(words)
+    usual = [word for name, value in USUAL.items() if name not in given for word in (f"--{name}", value)]
     combinations = itertools.product(
-        arguments.model, arguments.card, arguments.gpus, arguments.pcie or [None], arguments.gpu_memory_limit or [None]
+        options_of("--model_path", arguments.model_path),
+        options_of("--gpu_memory_limit", arguments.gpu_memory_limit),
+        arguments.card,
+        arguments.gpus,
+        arguments.pcie or [None],
     )
     found = []
-    for model, card, gpus, pcie, limit in combinations:
-        machine = Machine(find_card(card), gpus, host, pcie, arguments.nodes, arguments.node_link)
-        run = Run(
-            shape_of_model(model),
-            arguments.batch_size,
-            arguments.seq_length,
-            arguments.num_stages,
-            arguments.num_chunks,
-            gpu_memory_limit=limit,
-            use_offload=not arguments.no_offload,
-            num_resident=arguments.resident_stages,
-            recompute=arguments.recompute,
-            clips=arguments.max_grad_norm > 0,
-            overlaps_optimizer=not arguments.no_overlap_optimizer,
+    for model, limit, card, gpus, pcie in combinations:
+        machine = Machine(
+            gpus * arguments.nodes,
+            find_card(card),
+            host=host,
+            pcie=pcie,
+            num_nodes=arguments.nodes,
+            node_link=arguments.node_link,
         )
-        found.append((model, machine, run))
+        config = parse_args([*usual, *words, *model, *limit])
+        validate(config, machine.num_ranks)
+        found.append(PlanRequest.of(config, shape_of(config), machine))
     return found
 
 
-def begin_row(model: str, machine: Machine, run: Run) -> list[str]:
-    """What was asked for."""
-    gpus = f"{machine.num_ranks} x {machine.card.name}"
-    generation = min(machine.card.pcie, machine.pcie or machine.card.pcie)
-    limit = machine.card.memory_gb if run.gpu_memory_limit is None else run.gpu_memory_limit
-    return [Path(model).name, gpus, str(generation), f"{limit:g}"]
+def options_of(name: str, values: Sequence[str] | None) -> list[list[str]]:
+    """The words of an option of main.py, once for each of its values."""
+    return [[name, value] for value in values] if values else [[]]
 
 
-def row_of(model: str, found: Answer) -> list[str]:
+def shape_of(config: Config) -> ModelShape:
+    """The sizes of the model of a run."""
+    return ModelParts(load_planned_config(config.model)[0], torch.device("cpu")).shape()
+
+
+def begin_row(request: PlanRequest) -> list[str]:
+    """The first cells: what was asked for."""
+    machine, limit = request.machine, request.config.pipeline.gpu_memory_limit
+    card = card_of(request)
+    generation = min(card.pcie, machine.pcie or card.pcie)
+    memory = card.memory_gb if limit is None else limit
+    return [
+        Path(request.config.model.model_path).name,
+        f"{machine.num_ranks} x {card.name}",
+        str(generation),
+        f"{memory:g}",
+    ]
+
+
+def card_of(request: PlanRequest) -> Card:
+    """The card that a row is for."""
+    assert request.machine.card is not None
+    return request.machine.card
+
+
+def row_of(found: Answer) -> list[str]:
     """One line of the table."""
-    candidate, prediction = found.candidate, found.candidate.prediction
-    fitting = candidate.fitting
-    numbers = [number for number in fitting.slots if number > 0]
+    plan, prediction, forecast = found.plan, found.prediction, found.forecast
+    if prediction is None or forecast is None:
+        raise PlanError("no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16).")
+    numbers = [number for number in plan.slots if number > 0]
     fewest, most = min(numbers, default="-"), max(numbers, default="-")
     slots = str(most) if fewest == most else f"{fewest}-{most}"
     waits = [f"{prediction.worst_wait(cause):.3f}" for cause in WaitCause]
     return [
-        *begin_row(model, found.machine, found.run),
-        str(candidate.num_stages),
-        str(candidate.num_chunks),
+        *begin_row(found.request),
+        str(plan.num_stages),
+        str(plan.num_microbatches),
         slots,
-        str(len(fitting.resident)),
-        str(len(fitting.graph_stages)),
+        str(len(plan.resident)),
+        str(len(plan.kept)),
         f"{prediction.step_seconds:.3f}",
         f"{found.tokens_per_second:,.0f}",
         f"{100 * found.mfu:.0f} %",
         f"{100 * prediction.bubble:.0f} %",
         *waits,
-        f"{found.gpu_bytes / GIB:.1f}",
-        f"{found.host_bytes / GIB:.0f}",
-        f"{found.limit} ({100 * found.gain:.0f} % by 10 % more)",
+        f"{fullest(found.needs).total / GIB:.1f}",
+        f"{found.host.total / found.request.machine.num_nodes / GIB:.0f}",
+        f"{forecast.limit} ({100 * forecast.gain:.0f} % by 10 % more)",
     ]
 
 
@@ -171,9 +191,9 @@ class Progress:
     num_rows: int
     num_done: int = 0
 
-    def begin(self, model: str, machine: Machine) -> None:
+    def begin(self, model: str, gpus: str) -> None:
         """Say it in the line below the table."""
-        self._write(f"row {self.num_done + 1} of {self.num_rows}: {model} on {machine.num_ranks} x {machine.card.name}")
+        self._write(f"row {self.num_done + 1} of {self.num_rows}: {model} on {gpus}")
 
     def end(self) -> None:
         """Make room for what is printed next."""
@@ -193,19 +213,21 @@ class Told:
     details: list[str] = field(default_factory=list)
 
 
-def print_rows(
-    cases: Sequence[tuple[str, Machine, Run]], table: Table, progress: Progress, measured: Profile | None
-) -> Told:
+def print_rows(cases: Sequence[PlanRequest], table: Table, progress: Progress, measured: Profile | None) -> Told:
     """Predict one case after the other, and print what comes out."""
     told = Told()
-    for model, machine, run in cases:
-        asked = begin_row(model, machine, run)
+    for request in cases:
+        asked = begin_row(request)
         name = " ".join(asked[:2])
-        progress.begin(asked[0], machine)
+        progress.begin(*asked[:2])
         try:
-            last = told.last = answer(machine, run, measured=measured)
-            row = row_of(model, last)
-            told.details += [f"{name}: {describe_stages(last)}", *last.choice.notices]
+            settled = settle(request, measured=measured)
+            found = answer(settled, layer=estimated_layer(settled), profile=measured)
+            row = row_of(found)
+            told.last = found
+            told.details.append(
+                f"{name}: layers per stage: {' '.join(str(len(cut.layers)) for cut in found.plan.cuts)}"
+            )
         except GpuMemoryError as error:
             row = [*asked, "does not fit, see below"]
             told.details.append(f"{name}: does not fit: {error}")
@@ -216,17 +238,11 @@ def print_rows(
     return told
 
 
-def describe_stages(found: Answer) -> str:
-    """How the layers are cut, in a line."""
-    sizes = [len(span.layers) for span in found.candidate.spans]
-    cut = "evenly" if max(sizes) - min(sizes) <= 1 else "unevenly"
-    return f"layers per stage, {cut}: {' '.join(map(str, sizes))}"
-
-
 def draw(found: Answer, arguments: argparse.Namespace) -> None:
-    """Write the picture and the trace file of the predicted step, where they are wanted."""
-    candidate = found.candidate
-    trace = predicted_trace(candidate.prediction, candidate.schedule, device=found.machine.card.name)
+    """Write the picture and the trace file of the predicted step."""
+    prediction = found.prediction
+    assert prediction is not None
+    trace = predicted_trace(prediction, schedule_of(found.plan), device=card_of(found.request).name)
     if arguments.trace is not None:
         write_trace(arguments.trace, trace)
         print(f"trace written to {arguments.trace}")
@@ -235,16 +251,16 @@ def draw(found: Answer, arguments: argparse.Namespace) -> None:
         print(f"picture written to {arguments.output}")
 
 
-def run(arguments: argparse.Namespace, progress: Progress) -> bool:
+def run(arguments: argparse.Namespace, words: Sequence[str], progress: Progress) -> bool:
     """Print the table and what belongs to it; whether anything fits."""
     measured = Profile.from_json(arguments.profile.read_text()) if arguments.profile else None
-    cases = machines_and_runs(arguments)
+    cases = requests(arguments, words)
     progress.num_rows = len(cases)
-    table = Table([begin_row(*case) for case in cases])
+    table = Table([begin_row(case) for case in cases])
     table.print_row(HEADER)
     told = print_rows(cases, table, progress, measured)
-    if told.last is not None:
-        print(f"\n{told.last.candidate.profile.describe()}")
+    if told.last is not None and told.last.profile is not None:
+        print(f"\n{told.last.profile.describe()}")
     print(printable("\n".join(dict.fromkeys(told.details)), sys.stdout))
     if told.last is not None and (arguments.output or arguments.trace):
         draw(told.last, arguments)
@@ -254,10 +270,10 @@ def run(arguments: argparse.Namespace, progress: Progress) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, print, and turn what a user can mend into a line and an exit code."""
-    arguments = parse_arguments(argv)
+    arguments, words = parse_arguments(argv)
     progress = Progress(num_rows=0)
     try:
-        return 0 if run(arguments, progress) else 1
+        return 0 if run(arguments, words, progress) else 1
     except KeyboardInterrupt:
         print(f"stopped: {progress.num_done} of {progress.num_rows} rows were computed", file=sys.stderr)
         return INTERRUPTED

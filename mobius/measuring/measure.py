@@ -31,7 +31,7 @@ from mobius.optim.adamw import FlatAdamW
 from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.kernel import AdamWKernel
 from mobius.plan.cards import STEP_OVERHEAD, SUSTAINED_SHARE, action_launch
-from mobius.plan.partition import StageSpan
+from mobius.plan.partition import StageCut
 from mobius.plan.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.runtime.stage import StageModule
 
@@ -133,7 +133,7 @@ def _layer_seconds(
 
 def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int) -> Sequence[Callable[[], object]]:
     """A stage of one layer on a microbatch, with random weights: forward, with a kept graph both ways, recomputed."""
-    span = StageSpan(0, index, index + 1, is_first=False, is_last=False)
+    span = StageCut(0, index, index + 1, is_first=False, is_last=False)
     arguments = LayerInputs(parts, device=bench.device, dtype=shape.dtype)(shape.seq_length)
     stage = StageModule(parts, span, loss_chunk_tokens=shape.loss_chunk_tokens)
     weights, gradients = _memory_of(stage, shape.dtype, bench.device)
@@ -155,12 +155,12 @@ def _measure_ends(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> tu
     device = bench.device
     tokens = torch.randint(0, parts.config.vocab_size, (shape.batch, shape.seq_length), device=device)
     hidden = torch.randn(shape.hidden_size(parts), device=device, dtype=shape.dtype)
-    first = StageModule(parts, StageSpan(0, 0, 0, True, False), loss_chunk_tokens=shape.loss_chunk_tokens)
+    first = StageModule(parts, StageCut(0, 0, 0, True, False), loss_chunk_tokens=shape.loss_chunk_tokens)
     weights, gradients = _memory_of(first, shape.dtype, device)
     forward = bench.seconds(lambda: first.forward(weights, tokens, ()))
     backward = bench.seconds(lambda: first.embedding_backward(weights, gradients, tokens, hidden))
     end = len(parts.layers)
-    last = StageModule(parts, StageSpan(1, end, end, False, True), loss_chunk_tokens=shape.loss_chunk_tokens)
+    last = StageModule(parts, StageCut(1, end, end, False, True), loss_chunk_tokens=shape.loss_chunk_tokens)
     own_weights, own_gradients = _memory_of(last, shape.dtype, device)
     loss = bench.seconds(
         lambda: last.loss(own_weights, own_gradients, hidden, tokens, num_targets=shape.tokens, loss_scale=1.0)

@@ -16,8 +16,8 @@ import torch
 from mobius import __version__
 from mobius.measuring.measure import MicrobatchShape
 from mobius.messages.transport import Transport
+from mobius.plan.partition import ModelShape
 from mobius.plan.profile import FORMAT, Profile, ProfileError
-from mobius.plan.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 

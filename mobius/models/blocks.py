@@ -26,7 +26,7 @@ from mobius.models.linear import TappedLinear, linears_called_once, tap_linears
 from mobius.models.loss import LogitsLoss
 from mobius.models.module_graphs import ModuleGraphs
 from mobius.models.tracing import CompiledFunction
-from mobius.plan.shape import ModelShape
+from mobius.plan.partition import ModelShape
 
 LayerArguments = Sequence[Mapping[str, Any]]
 """Keyword arguments of each of the model's layers beside its hidden states."""
@@ -91,17 +91,15 @@ class ModelParts:
         # Dropout would draw other numbers in the recomputed forward; fine-tuning models ship with 0.
         self.model = model.eval()
         tap_linears(model)
-        base_prefix = model.base_model_prefix
-        base = getattr(model, base_prefix)
         with _described_by(config):
-            names = self._part_names(base)
+            embedding, layers, norm = self._part_names()
             self._make_buffers_real(device)
-        self.embedding = _block(f"{base_prefix}.{names['embedding']}.", getattr(base, names["embedding"]))
-        norm = _block(f"{base_prefix}.{names['norm']}.", getattr(base, names["norm"]))
-        self.norm = norm.compile("norms") if compiled else norm
+        self.embedding = _block(f"{embedding}.", model.get_submodule(embedding))
+        self.norm = _block(f"{norm}.", model.get_submodule(norm))
+        self.norm = self.norm.compile("norms") if compiled else self.norm
         head = _block("lm_head.", cast(nn.Module, model.get_output_embeddings()))
         self.head = replace(head, tapped=("",)) if isinstance(head.module, TappedLinear) else head
-        self.layers = _layer_blocks(f"{base_prefix}.{names['layers']}.", getattr(base, names["layers"]), compiled)
+        self.layers = _layer_blocks(f"{layers}.", cast(nn.ModuleList, model.get_submodule(layers)), compiled)
         self.is_tied = bool(config.tie_word_embeddings)
         self.logits_loss = LogitsLoss(softcap=getattr(config, "final_logit_softcapping", None), compiled=compiled)
         self.layers = self._with_taps(device)
@@ -128,8 +126,10 @@ class ModelParts:
             is_tied=self.is_tied,
         )
 
-    def _part_names(self, base: nn.Module) -> dict[str, str]:
-        """Attribute names of embedding, layers and norm, from the model's own pipeline plan."""
+    def _part_names(self) -> list[str]:
+        """Names of embedding, layers and norm within the model, from its own pipeline plan."""
+        prefix = self.model.base_model_prefix
+        base = getattr(self.model, prefix)
         plan = getattr(self.config, "base_model_pp_plan", None) or {}
         modules = [name for name in plan if hasattr(base, name)]
         if len(modules) != 3 or not isinstance(getattr(base, modules[1]), nn.ModuleList):
@@ -137,7 +137,7 @@ class ModelParts:
                 f"{_file_of(self.config)}: the family {self.config.model_type!r} has no pipeline plan of embedding, "
                 f"layers and norm (base_model_pp_plan: {list(plan)}), so it cannot be cut into stages."
             )
-        return dict(zip(("embedding", "layers", "norm"), modules, strict=True))
+        return [f"{prefix}.{name}" for name in modules]
 
     def _with_taps(self, device: torch.device) -> tuple[Block, ...]:
         """The layers, each with the names of its linears that one forward calls once, on all of its tokens."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import logging
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -17,13 +19,16 @@ from mobius.errors import CheckpointError, ConfigError, first_line
 from mobius.log import SAID_ONCE
 from mobius.models.base_files import read_json_object, shown, told
 from mobius.models.config_rules import disagreements, wrong_fields
+from mobius.models.known_shapes import LLAMA_SHAPES, SHAPES_ON_HUB, llama_fields
 from mobius.models.weights import folder_has_weights, has_own_head
-from mobius.plan.model_files import LLAMA_SHAPES
 
 logger = logging.getLogger(__name__)
 
 SUPPORTED_FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 """`model_type` of the families whose loss and gradients are proved equal to transformers' own by tests/pipeline."""
+
+_NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+"""A safetensors file: the length of its header, and a header that names nothing."""
 
 HUB_SECONDS = 10.0
 """Time for the hub to answer before it counts as out of reach."""
@@ -231,3 +236,32 @@ def _apply_num_layers(config: PretrainedConfig, options: ModelConfig, has_weight
     config.num_hidden_layers = wanted
     if layer_types is not None:
         config.layer_types = [layer_types[layer % len(layer_types)] for layer in range(wanted)]
+
+
+def load_planned_config(options: ModelConfig) -> tuple[PretrainedConfig, Path | None]:
+    """The configuration of the model that a plan is for, shape options applied as in a run, and its folder, if any.
+
+    A folder goes before a short name (`7b`); the shape of a model of the hub is taken where it is known and the model
+    cannot be had, and a line says so. Raises CheckpointError like `locate_model` and `load_model_config`.
+    """
+    name = options.model_path
+    if name in LLAMA_SHAPES and not Path(name).is_dir():
+        return _config_of_shape(name, options, has_weights=False), None
+    try:
+        folder = locate_model(name)
+    except CheckpointError:
+        if name not in SHAPES_ON_HUB:
+            raise
+        logger.info("%s cannot be had here: the plan is for its shape, which is known (training needs the model)", name)
+        return _config_of_shape(SHAPES_ON_HUB[name], options, has_weights=True), None
+    return load_model_config(folder, options), folder
+
+
+def _config_of_shape(name: str, options: ModelConfig, *, has_weights: bool) -> PretrainedConfig:
+    """As read from a folder: whether that has weights decides what the shape options may change."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / "config.json").write_text(json.dumps(llama_fields(name)), encoding="utf-8")
+        if has_weights:
+            (folder / "model.safetensors").write_bytes(_NO_TENSORS)
+        return load_model_config(folder, options)

@@ -1,20 +1,23 @@
-"""The arithmetic of bytes: what a run needs in host and GPU memory; it neither measures nor allocates."""
+"""The arithmetic of bytes: what a run needs in host and GPU memory."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mobius.config.config import Dtype
 from mobius.errors import GpuMemoryError, HostMemoryError
-from mobius.plan.gpu_peak import MicrobatchBytes, largest_moment
+from mobius.plan.gpu_peak import (
+    LayerBytes,
+    MicrobatchBytes,
+    embedding_bytes,
+    estimate_layer,
+    largest_moment,
+    loss_bytes,
+)
 from mobius.plan.plan import Plan
-from mobius.plan.shape import ModelShape
-from mobius.plan.working_set import embedding_bytes, estimate_layer, loss_bytes, with_measured
+from mobius.plan.request import PlanRequest
 from mobius.units import GIB, bytes_sum, bytes_text
 
-MOMENTS_BYTES = 8
-"""The two fp32 moments of AdamW, per parameter."""
 GPU_PROCESS_BYTES = int(2.15 * GIB)
 """Host memory of a rank beside its stages: Python, torch, CUDA context, communicators, kernels (7B on four H200s)."""
 STREAMING_BYTES = int(0.23 * GIB)
@@ -35,49 +38,6 @@ COMMUNICATOR_BYTES = int(0.05 * GIB)
 """The same of a communicator between two ranks. A guess, not measured."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
 """The same of a rank that computes on the CPU (0.5 GiB with the small model of configs/quickstart.yaml)."""
-
-
-@dataclass(frozen=True)
-class ByteSizes:
-    """Bytes per parameter of each part of a stage's training state."""
-
-    weight: int
-    """The working copy: 2 for bf16 and fp16, 4 for fp32."""
-    gradient: int
-    """Once summed: as much as the weight, or 4 where gradients are kept in fp32."""
-    remainder: int
-    """What is kept to have an fp32 master: 2 beside bf16, whose bits are half of it, 4 beside fp16."""
-
-    @classmethod
-    def of(cls, dtype: Dtype, *, has_fp32_gradients: bool = False) -> ByteSizes:
-        """The sizes of a run in `dtype`, in which summed gradients are in the same format or in fp32."""
-        weight = 4 if dtype is Dtype.FP32 else 2
-        remainder = {Dtype.BF16: 2, Dtype.FP16: 4, Dtype.FP32: 0}[dtype]
-        return cls(weight, 4 if has_fp32_gradients else weight, remainder)
-
-    @property
-    def optimizer(self) -> int:
-        """What makes an fp32 master of the weights, and the moments; in an fp32 run the weights are the master."""
-        return MOMENTS_BYTES + self.remainder
-
-    @property
-    def host(self) -> int:
-        """Host bytes per parameter of a streamed stage: weights, gradients, remainder and moments."""
-        return self.weight + self.gradient + self.optimizer
-
-    def resident(self, *, keeps_gradients: bool) -> int:
-        """GPU bytes per parameter of a resident stage: weights, remainder and moments, and gradients that are kept."""
-        return self.weight + self.optimizer + (self.gradient if keeps_gradients else 0)
-
-
-def waiting_stages(num_stages: int, *, clips: bool, scales_loss: bool, is_tied: bool) -> frozenset[int]:
-    """The stages whose gradients are kept until all of the step's are known; others are updated behind their backward.
-
-    Clipping and loss scaling wait for every stage's norm, the two halves of a tied matrix for each other.
-    """
-    if clips or scales_loss:
-        return frozenset(range(num_stages))
-    return frozenset((0, num_stages - 1)) if is_tied else frozenset()
 
 
 @dataclass(frozen=True)
@@ -112,29 +72,33 @@ class HostNeed:
         return " + ".join(parts)
 
 
-def gpu_process_bytes(*, streams: bool, measures: bool) -> int:
-    """Host bytes of a rank with a GPU beside its stages; `measures` where it does so before it takes memory."""
-    more = STREAMING_BYTES if streams else MEASURING_BYTES if measures else 0
-    return GPU_PROCESS_BYTES + more
+def process_bytes(request: PlanRequest, plan: Plan) -> int:
+    """Host bytes of a rank beside its stages, if it has run nothing before."""
+    if request.machine.on_cpu:
+        return CPU_PROCESS_BYTES
+    streams = plan.num_slots is not None
+    measures = request.measures_layers or request.measures_host
+    return GPU_PROCESS_BYTES + (STREAMING_BYTES if streams else MEASURING_BYTES if measures else 0)
 
 
-def host_need(
-    plan: Plan, shape: ModelShape, sizes: ByteSizes, *, process_bytes: int, waiting: Collection[int], on_cpu: bool
-) -> HostNeed:
-    """Count the host bytes of all ranks; with `on_cpu` resident stages are in host memory as well.
+def host_need(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostNeed:
+    """Count the host bytes of all ranks; on CPUs resident stages are in host memory as well.
 
-    `waiting` are the stages that keep their gradients (`waiting_stages`). While stages are loaded, one tensor at a time
-    comes on top; the buffers that a step takes later are not there yet.
+    `own_bytes` are those of this process, which may have run something else before. While stages are loaded, one tensor
+    at a time comes on top; the buffers that a step takes later are not there yet.
     """
     streamed = resident = resident_bytes = 0
-    for span in plan.spans:
-        count = span.num_parameters(shape)
-        if span.stage not in plan.resident:
+    for cut in plan.cuts:
+        count = cut.num_parameters(request.shape)
+        if cut.stage not in plan.resident:
             streamed += count
-        elif on_cpu:
+        elif request.machine.on_cpu:
             resident += count
-            resident_bytes += count * sizes.resident(keeps_gradients=span.stage in waiting)
-    return HostNeed(plan.num_ranks, streamed, streamed * sizes.host, resident, resident_bytes, process_bytes)
+            resident_bytes += count * request.sizes.resident(keeps_gradients=cut.stage in request.waiting)
+    each = process_bytes(request, plan)
+    if not request.machine.on_cpu:
+        each = max(each, own_bytes)
+    return HostNeed(plan.num_ranks, streamed, streamed * request.sizes.host, resident, resident_bytes, each)
 
 
 def check_host_memory(need: HostNeed, *, available_bytes: int) -> None:
@@ -145,22 +109,6 @@ def check_host_memory(need: HostNeed, *, available_bytes: int) -> None:
             f"{bytes_text(available_bytes)} is available. Use a smaller model or a host with more memory; if this "
             "host's memory grows on demand, state how much may be used with --host_memory_limit."
         )
-
-
-@dataclass(frozen=True)
-class StepTokens:
-    """How many tokens are on the GPU at a time."""
-
-    step: int
-    """Of all microbatches."""
-    microbatch: int
-    loss_chunk: int
-    batch_size: int | None = None
-    """Sequences of a step, where they are known; what is advised goes by them."""
-
-    @property
-    def num_microbatches(self) -> int:
-        return self.step // self.microbatch
 
 
 @dataclass(frozen=True)
@@ -205,37 +153,23 @@ class GpuNeed:
         )
 
 
-def gpu_need(
-    plan: Plan,
-    shape: ModelShape,
-    sizes: ByteSizes,
-    tokens: StepTokens,
-    *,
-    rank: int,
-    waiting: Collection[int] = (),
-    graph_stages: Collection[int] = (),
-    graph_bytes: int | None = None,
-    peak_bytes: int | None = None,
-    compiled: bool = True,
-) -> GpuNeed:
+def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes | None = None) -> GpuNeed:
     """Predict what torch takes on the GPU of `rank`; streamed stages share slots, resident ones hold their whole state.
 
-    `waiting` are the stages that keep their gradients (`waiting_stages`), `graph_stages` those that keep their
-    activations. `graph_bytes` and `peak_bytes` are what a layer takes for a microbatch
-    (`LayerBytes`) where that was measured. `compiled` says whether layers and loss are.
+    `layer` is what a layer takes for a microbatch, where that was measured.
     """
-    own = [plan.spans[stage] for stage in plan.stages_of(rank)]
-    streamed = [span.num_parameters(shape) for span in own if span.stage not in plan.resident]
-    resident = {span.stage: span.num_parameters(shape) for span in own if span.stage in plan.resident}
+    shape, sizes, waiting = request.shape, request.sizes, request.waiting
+    own = [plan.cuts[stage] for stage in plan.stages_of(rank)]
+    streamed = [cut.num_parameters(shape) for cut in own if cut.stage not in plan.resident]
+    resident = {cut.stage: cut.num_parameters(shape) for cut in own if cut.stage in plan.resident}
     slots = plan.slots[rank] * max(streamed, default=0)
     kept = sum(count for stage, count in resident.items() if stage in waiting)
     # Gradients add up in one fp32 sum, of which there are two where streamed ones leave from it.
     in_place = {stage for stage in resident if stage in waiting and sizes.gradient == 4}
     summed = max([*streamed, *(count for stage, count in resident.items() if stage not in in_place)], default=0)
     num_sums = 2 if streamed and sizes.gradient > sizes.weight else 1
-    size = microbatch_bytes(shape, sizes, tokens, graph_bytes=graph_bytes, peak_bytes=peak_bytes, compiled=compiled)
-    most = largest_moment(plan, rank, size, graph_stages=graph_stages)
-    ends = any(span.is_first or span.is_last for span in own)
+    most = largest_moment(plan, rank, microbatch_bytes(request, layer))
+    ends = any(cut.is_first or cut.is_last for cut in own)
     return GpuNeed(
         rank,
         weights=(slots + sum(resident.values())) * sizes.weight,
@@ -246,29 +180,37 @@ def gpu_need(
         messages=most.messages,
         working_set=most.work,
         libraries=LIBRARY_BYTES
-        + (STEP_BYTES_PER_TOKEN * tokens.step if ends else 0)
+        + (STEP_BYTES_PER_TOKEN * request.step_tokens if ends else 0)
         + int(FRAGMENT_SHARE * most.total),
     )
 
 
-def microbatch_bytes(
-    shape: ModelShape,
-    sizes: ByteSizes,
-    tokens: StepTokens,
-    *,
-    graph_bytes: int | None = None,
-    peak_bytes: int | None = None,
-    compiled: bool = True,
-    on_gpu: bool = True,
-) -> MicrobatchBytes:
-    """What a microbatch takes: estimates, but for a layer's bytes where they are given."""
-    count, chunk = tokens.microbatch, tokens.loss_chunk
-    layer = estimate_layer(sizes.weight, shape, count, compiled=compiled)
+def gpu_needs(request: PlanRequest, plan: Plan, layer: LayerBytes | None = None) -> tuple[GpuNeed, ...]:
+    """The needs of all ranks, if their GPUs have as much memory as this one's."""
+    return tuple(gpu_need(request, plan, rank=rank, layer=layer) for rank in range(plan.num_ranks))
+
+
+def estimated_layer(request: PlanRequest) -> LayerBytes:
+    """The bytes of a layer and a microbatch by their widths."""
+    return estimate_layer(request.sizes.weight, request.shape, request.microbatch_tokens, compiled=request.compiles)
+
+
+def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> MicrobatchBytes:
+    """The bytes of a microbatch: estimates, but for `layer` where it is given."""
+    weight, shape, tokens = request.sizes.weight, request.shape, request.microbatch_tokens
+    on_gpu = not request.machine.on_cpu
     return MicrobatchBytes(
-        activation=count * shape.hidden_size * sizes.weight,
-        layer=with_measured(layer, graph_bytes=graph_bytes, peak_bytes=peak_bytes),
-        loss=loss_bytes(sizes.weight, shape, tokens=count, chunk_tokens=chunk, compiled=compiled, on_gpu=on_gpu),
-        embedding=embedding_bytes(sizes.weight, shape, tokens=count, on_gpu=on_gpu),
+        activation=request.message_bytes,
+        layer=layer or estimated_layer(request),
+        loss=loss_bytes(
+            weight,
+            shape,
+            tokens=tokens,
+            chunk_tokens=request.config.pipeline.loss_chunk_tokens,
+            compiled=request.compiles,
+            on_gpu=on_gpu,
+        ),
+        embedding=embedding_bytes(weight, shape, tokens=tokens, on_gpu=on_gpu),
     )
 
 

@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass
 
 from mobius.errors import PlanError
+from mobius.plan.partition import ModelShape
 from mobius.plan.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
-from mobius.plan.shape import ModelShape
 from mobius.units import GIB
 
 GIGA, TERA = 1e9, 1e12
@@ -36,6 +36,10 @@ ACCUMULATION_BYTES = 8
 RECOMPUTED_SHARE = 0.76
 """Of a layer's forward, what its recomputed backward takes beside a kept one: less than all, being one graph. Steps of
 half of 7B on two GPUs, all recomputed: 0.836 to 0.796 s, 0.62 ms of 2.6 for each layer and microbatch."""
+EAGER_FORWARD, EAGER_BACKWARD = 1.35, 1.16
+"""Seconds of a layer that is not compiled over those of a compiled one; recomputing, it runs its whole forward again.
+An H200 took 6.5 ms forward and 20.8 recomputed for 8192 tokens of a Llama-7B layer, compiled 4.8 and 16.0. So 7B
+streamed with clipping is to take 0.2 s more per step; it took 1.49 s, compiled 1.30."""
 LAUNCH = LayerSeconds(0.30e-3, 0.74e-3, 0.93e-3)
 """Seconds of Python and launches for a compiled layer on hosts of H200s while nothing disturbs them: 0.22 to 0.37 ms
 forward, 0.64 to 0.82 backward, 0.72 to 1.00 recomputed; up to twice that on the same machines a minute later."""
@@ -163,6 +167,7 @@ def estimate_profile(
     num_ranks: int,
     pcie: int | None = None,
     host: Host | None = None,
+    compiled: bool = True,
 ) -> Profile:
     """A profile by arithmetic for `num_ranks` of `card`; `pcie` is another generation than the card's own.
 
@@ -176,7 +181,7 @@ def estimate_profile(
     rate = card.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE
     layer_rate = rate / (1 + NARROW * max(0.0, WIDTH / shape.hidden_size - 1))
     # Products of parameters take 2 operations for each and per token, of causal attention 2 x L x H per token.
-    counts = list(dict.fromkeys(shape.layer_parameters))
+    counts, per_token = list(dict.fromkeys(shape.layer_parameters)), 2 * seq_length * shape.hidden_size
     copies = estimate_copies(PCIE_BYTES[generation], host.bandwidth, num_ranks)
     memory = card.memory_bandwidth * GIGA * MEMORY_SHARE
     embedding_bytes = 2.0 * 2 * shape.hidden_size * microbatch_tokens
@@ -188,7 +193,7 @@ def estimate_profile(
         num_ranks=num_ranks,
         microbatch_tokens=microbatch_tokens,
         layer_kinds=tuple(
-            _layer(count, (2 * count + 2 * seq_length * shape.hidden_size) * microbatch_tokens, layer_rate, memory)
+            _layer(count, (2 * count + per_token) * microbatch_tokens, layer_rate, memory, compiled=compiled)
             for count in counts
         ),
         kind_of_layer=tuple(counts.index(count) for count in shape.layer_parameters),
@@ -219,11 +224,14 @@ def action_launch(launch: LayerSeconds) -> float:
     return ACTION_LAUNCH * measured / usual if measured > 0 else ACTION_LAUNCH
 
 
-def _layer(parameters: int, operations: float, rate: float, memory: float) -> LayerSeconds:
+def _layer(parameters: int, operations: float, rate: float, memory: float, *, compiled: bool) -> LayerSeconds:
     """A layer with `operations` forward, on a GPU with so many operations and bytes of memory per second."""
     forward = operations / (rate * FORWARD_SHARE)
     products = 2 * operations / (rate * BACKWARD_SHARE)
     backward = products + ACCUMULATION_BYTES * parameters / memory
+    if not compiled:
+        forward, backward = EAGER_FORWARD * forward, EAGER_BACKWARD * backward
+        return LayerSeconds(forward, backward, forward + backward)
     return LayerSeconds(forward, backward, RECOMPUTED_SHARE * forward + backward)
 
 

@@ -1,23 +1,29 @@
-"""Chooses the number of stages and microbatches, and the cut, by simulating what fits.
+"""The planner's answer to a request: numbers in the place of auto, a plan that fits, its bytes and its predicted step.
 
-It knows no machine: a profile for each microbatch shape, and what fits into memory, are handed in.
+The number of stages and microbatches is chosen by simulating what fits.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from mobius.config.config import PipelineConfig
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
-from mobius.plan.memory_use import schedule_of_slots
-from mobius.plan.partition import OUTER_STAGES, StageSpan, balanced_partition
-from mobius.plan.profile import Profile
-from mobius.plan.shape import ModelShape
-from mobius.plan.simulation import Prediction, simulate_steps, without_collector
-from mobius.plan.stage_costs import StepRules, stage_costs
-from mobius.plan.uneven_partition import TIME_LIMIT, PartitionTask, uneven_partition
-from mobius.schedule.schedule import Schedule
+from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
+from mobius.plan.cards import GIGA, LATENCY, TERA, estimate_profile
+from mobius.plan.fit import check_given_plan, fit_plan
+from mobius.plan.gpu_peak import LayerBytes
+from mobius.plan.memory_use import by_score, by_simulation, closed_form
+from mobius.plan.partition import most_stages
+from mobius.plan.plan import Plan
+from mobius.plan.profile import MessageRates, Profile
+from mobius.plan.request import PlanRequest
+from mobius.plan.simulation import Forecast, Prediction, forecast, plan_seconds, without_collector
+
+logger = logging.getLogger(__name__)
 
 MOST_CHUNKS_PER_RANK = 4
 """More microbatches than this many times the ranks fill the pipeline no better; each has its own costs."""
@@ -25,207 +31,235 @@ QUICK_STEPS = 2
 """Simulated for settings that are only compared; the second is the steady one."""
 NUM_FITTED_WELL = 3
 """How many of the best settings, of different numbers of stages, have their use of memory chosen by simulation."""
-NUM_RECUT = 2
-"""How many of the best settings are cut anew."""
 NOTICEABLE = 0.005
-"""An uneven cut must gain this share of a step, and so must more stages or chunks."""
+"""Share of a step that more stages or chunks must gain."""
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """How a cut fits into memory: what stays where."""
+class Answer:
+    """What a run does, as far as this rank knows: of other ranks as if their GPUs had as much memory as this one's."""
 
-    slots: tuple[int, ...]
-    """Of each rank; 0 where it streams nothing."""
-    resident: frozenset[int]
-    graph_stages: frozenset[int]
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be run, as far as the choice goes."""
-
-    shape: ModelShape
-    num_ranks: int
-    batch_size: int
-    seq_length: int
-    rules: Callable[[int], StepRules]
-    """How a step of that many microbatches goes."""
-    profile_of: Callable[[int], Profile]
-    """Of a microbatch of that many tokens."""
-    fit: Callable[[tuple[StageSpan, ...], int], Fitting]
-    """(cut, number of microbatches) -> what stays where, found quickly; raises GpuMemoryError if it does not fit."""
-    fit_well: Callable[[tuple[StageSpan, ...], int], Fitting] | None = None
-    """The same, found by simulating what fits; None: `fit` is as good."""
-    max_parameters: int | None = None
-    """Of one stage, by memory."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A setting that fits, and what it is predicted to do."""
-
-    spans: tuple[StageSpan, ...]
-    num_chunks: int
-    fitting: Fitting
-    schedule: Schedule
-    profile: Profile
-    prediction: Prediction
+    request: PlanRequest
+    """With numbers in the place of auto."""
+    plan: Plan
+    needs: tuple[GpuNeed, ...]
+    """GPU memory of every rank."""
+    host: HostNeed
+    layer: LayerBytes | None
+    """Bytes of a layer and a microbatch that the plan goes by; None: nothing is kept but what is asked for."""
+    profile: Profile | None
+    """Seconds and rates that the plan goes by; None where nothing is known of the device's speed."""
+    forecast: Forecast | None
+    """None without a profile, and for a plan that is drawn again before it is run."""
+    prediction: Prediction | None
 
     @property
-    def num_stages(self) -> int:
-        return len(self.spans)
+    def step_seconds(self) -> float:
+        """The predicted step; raises PlanError where there is none."""
+        if self.prediction is None:
+            raise PlanError("no step is predicted: rates are known of GPUs in formats of two bytes (bf16, fp16) only.")
+        return self.prediction.step_seconds
 
+    @property
+    def tokens_per_second(self) -> float:
+        return self.request.step_tokens / self.step_seconds
 
-@dataclass(frozen=True)
-class Choice:
-    """The best candidate, all that were simulated, and lines for the log."""
+    @property
+    def mfu(self) -> float:
+        """Operations of the model without recompute, over what the cards' data sheets give in a step.
 
-    best: Candidate
-    tried: tuple[Candidate, ...]
-    notices: tuple[str, ...]
-
-
-def predict(job: Job, spans: tuple[StageSpan, ...], num_chunks: int, *, is_quick: bool = False) -> Candidate:
-    """Simulate one cut, its memory used by `job.fit_well` or quickly. Raises GpuMemoryError if it does not fit."""
-    fit = job.fit if is_quick or job.fit_well is None else job.fit_well
-    fitting = fit(spans, num_chunks)
-    profile = job.profile_of(job.batch_size // num_chunks * job.seq_length)
-    schedule = schedule_of_slots(job.num_ranks, len(spans), num_chunks, fitting.slots, fitting.resident)
-    costs = stage_costs(spans, job.shape, profile, resident=fitting.resident, graph_stages=fitting.graph_stages)
-    num_steps = QUICK_STEPS if is_quick else 3
-    prediction = simulate_steps(schedule, costs, profile, job.rules(num_chunks), num_steps=num_steps)
-    return Candidate(spans, num_chunks, fitting, schedule, profile, prediction)
+        Six for each parameter but the embedding's and per token, and those of causal attention.
+        """
+        shape, machine = self.request.shape, self.request.machine
+        assert machine.card is not None
+        parameters = sum(shape.layer_parameters) + shape.head_parameters
+        attention = shape.num_layers * shape.hidden_size * self.request.config.data.seq_length
+        operations = 6 * (parameters + attention) * self.tokens_per_second
+        return operations / (machine.card.tera_flops * TERA * machine.num_ranks)
 
 
 @without_collector()
-def choose_stages_and_chunks(
-    job: Job,
+def answer(
+    request: PlanRequest,
     *,
-    num_stages: int | None,
-    num_chunks: int | None,
-    cuts_unevenly: bool = True,
-    time_limit: float = TIME_LIMIT,
-) -> Choice:
-    """The fastest setting by prediction; what is not None stays as given.
+    layer: LayerBytes | None = None,
+    profile: Profile | None = None,
+    given: Plan | None = None,
+    own_bytes: int = 0,
+    is_preliminary: bool = False,
+) -> Answer:
+    """Plan a run whose numbers of stages and chunks are settled.
 
-    All numbers of stages and chunks are tried with even cuts and a quick use of memory, the best of them then with what
-    the simulation finds for the memory and, if `cuts_unevenly`, with uneven cuts. Between settings that are alike
-    within `NOTICEABLE`, the one with fewer stages and chunks is taken.
-    Raises GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
+    `layer` and `profile` are what was measured; without a profile, estimates count where there are any. With `given`
+    nothing is chosen, only checked. What is preliminary goes by a closed form: the simulation comes with what is
+    measured. `own_bytes` is as in `host_need`. Raises PlanError or GpuMemoryError, each with what to change.
     """
-    tried: list[Candidate] = []
+    profile = estimated_profile(request) if profile is None else _checked(profile, request)
+    simulates = profile is not None and not is_preliminary
+    if given is not None:
+        plan = given
+        check_given_plan(request, plan, layer=layer)
+    else:
+        plan = _fit_by_simulation(request, layer, profile) if profile and simulates else fit_plan(request, layer=layer)
+    told, prediction = forecast(plan, request, profile) if profile and simulates else (None, None)
+    needs, host = gpu_needs(request, plan, layer), host_need(request, plan, own_bytes=own_bytes)
+    return Answer(request, plan, needs, host, layer, profile, told, prediction)
+
+
+def estimated_profile(request: PlanRequest) -> Profile | None:
+    """The estimate for the machine of `request`, all nodes together; None where there is none."""
+    machine, card = request.machine, request.card
+    if card is None:
+        return None
+    if not machine.has_peer_copies:
+        card = replace(card, has_peer_copies=False, nvlink=0.0)
+    profile = estimate_profile(
+        card,
+        request.shape,
+        microbatch_tokens=request.microbatch_tokens,
+        seq_length=request.config.data.seq_length,
+        num_ranks=machine.num_ranks,
+        pcie=machine.pcie,
+        host=replace(machine.host, bandwidth=machine.host.bandwidth * machine.num_nodes),
+        compiled=request.compiles,
+    )
+    if machine.gpu_bytes is not None:
+        profile = replace(profile, gpu_memory=machine.gpu_bytes)
+    if machine.num_nodes == 1:
+        return profile
+    between = min(machine.node_link * GIGA, profile.messages.bandwidth)
+    messages = MessageRates(between, LATENCY, profile.messages.is_through_host)
+    return replace(profile, messages=messages, basis=f"{machine.num_nodes} nodes on paper, together {profile.basis}")
+
+
+def _checked(measured: Profile, request: PlanRequest) -> Profile:
+    given = (measured.num_ranks, measured.microbatch_tokens, len(measured.kind_of_layer))
+    wanted = (request.machine.num_ranks, request.microbatch_tokens, request.shape.num_layers)
+    if given != wanted:
+        parts = "ranks, tokens of a microbatch and layers"
+        raise PlanError(f"the profile is of another run: its {parts} are {given}, {wanted} are asked for.")
+    return measured
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Numbers of stages and chunks that were simulated."""
+
+    request: PlanRequest
+    plan: Plan
+    profile: Profile
+    seconds: float
+    """Of a step."""
+
+
+def settle(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequest:
+    """Put numbers in the place of auto, and tell which; without auto, nothing changes.
+
+    By `measured` if there is a profile, whose microbatches the request must then have, else by an estimate. Where there
+    is none (a CPU, an unknown GPU, fp32) the numbers are the defaults, or the nearest that are possible. They go by the
+    card's memory, not by what is free of it: every rank asks for itself, and all must find the same. Raises
+    GpuMemoryError if no setting fits.
+    """
+    if request.num_stages is not None and request.num_chunks is not None:
+        return request
+    if request.machine.on_cpu or (request.card is None and measured is None):
+        return _usual_numbers(request)
+    best = choose(replace(request, machine=replace(request.machine, free_bytes=None)), measured=measured)
+    logger.info(
+        "chosen: --num_stages %d --num_chunks %d, layers per stage %s; %.3g s per step by %s",
+        best.plan.num_stages,
+        best.plan.num_microbatches,
+        " ".join(str(len(cut.layers)) for cut in best.plan.cuts),
+        best.seconds,
+        best.profile.describe(),
+    )
+    return replace(request, num_stages=best.plan.num_stages, num_chunks=best.plan.num_microbatches)
+
+
+def _usual_numbers(request: PlanRequest) -> PlanRequest:
+    """The defaults' numbers where they are possible, else the largest below them that are."""
+    usual, num_ranks = PipelineConfig(), request.machine.num_ranks
+    stages, chunks = request.num_stages, request.num_chunks
+    if stages is None:
+        most = min(max(usual.stages, num_ranks), request.shape.num_layers)
+        stages = max(num_ranks, most // num_ranks * num_ranks)
+    if chunks is None:
+        most = max(usual.num_microbatches, num_ranks)
+        chunks = max(n for n in range(1, most + 1) if request.config.pipeline.batch_size % n == 0)
+    logger.info("chosen without an estimate for this device: --num_stages %d --num_chunks %d", stages, chunks)
+    return replace(request, num_stages=stages, num_chunks=chunks)
+
+
+@without_collector()
+def choose(request: PlanRequest, *, measured: Profile | None = None) -> Setting:
+    """The fastest setting by prediction; numbers that are not None stay as given.
+
+    Between settings that are alike within `NOTICEABLE`, the one with fewer stages and chunks is taken. Raises
+    GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
+    """
+    tried = [_simulated(quick.request, measured) for quick in _best_of_each(quick_settings(request, measured=measured))]
+    fastest = min(setting.seconds for setting in tried)
+    alike = [setting for setting in tried if setting.seconds <= fastest * (1 + NOTICEABLE)]
+    return min(alike, key=lambda setting: (setting.plan.num_stages, setting.plan.num_microbatches, setting.seconds))
+
+
+def quick_settings(request: PlanRequest, *, measured: Profile | None = None) -> list[Setting]:
+    """All numbers of stages and chunks that fit, with a quick use of memory; errors as `choose`."""
+    tried: list[Setting] = []
     refusal: GpuMemoryError | ScheduleError | None = None
-    for chunks in _chunk_numbers(job, num_chunks):
-        for stages in _stage_numbers(job, num_stages):
+    for chunks in _chunk_numbers(request):
+        for stages in _stage_numbers(request):
             try:
-                tried.append(
-                    predict(
-                        job,
-                        balanced_partition(job.shape.num_layers, stages, num_ranks=job.num_ranks),
-                        chunks,
-                        is_quick=True,
-                    )
-                )
+                setting = replace(request, num_stages=stages, num_chunks=chunks)
+                tried.append(_simulated(setting, measured, is_quick=True))
             except GpuMemoryError as error:
                 refusal = error
     if not tried:
         raise refusal or PlanError(
-            f"no number of stages and chunks is possible: {job.shape.num_layers} layers on {job.num_ranks} ranks, "
-            f"--batch_size {job.batch_size}."
+            f"no number of stages and chunks is possible: {request.shape.num_layers} layers on "
+            f"{request.machine.num_ranks} ranks, --batch_size {request.config.pipeline.batch_size}."
         )
-    if job.fit_well is not None:
-        quick, tried = tried, []
-        for candidate in _best_of_each(quick):
-            tried.append(predict(job, candidate.spans, candidate.num_chunks))
-    notices: list[str] = []
-    for candidate in sorted(tried, key=_seconds)[: NUM_RECUT if cuts_unevenly else 0]:
-        tried += _recut(job, candidate, notices, time_limit)
-    fastest = min(map(_seconds, tried))
-    alike = [candidate for candidate in tried if _seconds(candidate) <= fastest * (1 + NOTICEABLE)]
-    return Choice(min(alike, key=_simplicity), tuple(tried), tuple(dict.fromkeys(notices)))
+    return tried
 
 
-def _best_of_each(tried: Sequence[Candidate]) -> list[Candidate]:
+def _simulated(request: PlanRequest, measured: Profile | None, *, is_quick: bool = False) -> Setting:
+    """Simulate numbers that are given, memory used as the simulation finds best, or quickly by a closed form."""
+    profile = estimated_profile(request) if measured is None else _checked(measured, request)
+    assert profile is not None, "without rates nothing is chosen"
+    layer = estimated_layer(request)
+    if is_quick:
+        plan = fit_plan(request, layer=layer, choose=by_score(closed_form(request, profile)))
+        return Setting(request, plan, profile, plan_seconds(plan, request, profile, num_steps=QUICK_STEPS))
+    plan = _fit_by_simulation(request, layer, profile)
+    return Setting(request, plan, profile, plan_seconds(plan, request, profile))
+
+
+@lru_cache(maxsize=8)  # what is chosen for auto is then asked for by its numbers
+def _fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: Profile) -> Plan:
+    return fit_plan(request, layer=layer, choose=by_simulation(profile))
+
+
+def _best_of_each(tried: Sequence[Setting]) -> list[Setting]:
     """The fastest of each number of stages, of those the best few, and the second of the best."""
-    ordered = sorted(tried, key=_seconds)
-    fastest = {candidate.num_stages: candidate for candidate in reversed(ordered)}
-    chosen = sorted(fastest.values(), key=_seconds)[:NUM_FITTED_WELL]
-    return chosen + [candidate for candidate in ordered if candidate.num_stages == chosen[0].num_stages][1:2]
+    ordered = sorted(tried, key=lambda setting: setting.seconds)
+    fastest = {setting.plan.num_stages: setting for setting in reversed(ordered)}
+    chosen = sorted(fastest.values(), key=lambda setting: setting.seconds)[:NUM_FITTED_WELL]
+    return chosen + [each for each in ordered if each.plan.num_stages == chosen[0].plan.num_stages][1:2]
 
 
-def recut(job: Job, spans: tuple[StageSpan, ...], num_chunks: int, *, time_limit: float = TIME_LIMIT) -> Choice:
-    """The best cut into as many stages as `spans` has, that one included."""
-    notices: list[str] = []
-    candidate = predict(job, spans, num_chunks)
-    tried = [candidate, *_recut(job, candidate, notices, time_limit)]
-    return Choice(min(tried, key=_seconds), tuple(tried), tuple(dict.fromkeys(notices)))
-
-
-def _recut(job: Job, candidate: Candidate, notices: list[str], time_limit: float) -> list[Candidate]:
-    """Uneven cuts of the same number of stages that gain something."""
-    if candidate.num_stages > job.shape.num_layers:
-        return []
-    task = _task(job, candidate)
-    cuts = []
-    for pace in dict.fromkeys((1.0, min(1.0, job.num_ranks / candidate.num_chunks), 0.5, 0.0)):
-        cut = uneven_partition(task, pace=pace, time_limit=time_limit)
-        notices += [] if cut.notice is None else [cut.notice]
-        cuts.append(cut.spans)
-    quick = []
-    for spans in dict.fromkeys(cuts):
-        try:
-            quick.append(predict(job, spans, candidate.num_chunks, is_quick=True))
-        except GpuMemoryError:
-            continue
-    better = []
-    for found in sorted(quick, key=_seconds)[:1]:
-        well = found if job.fit_well is None else predict(job, found.spans, found.num_chunks)
-        if _seconds(well) < _seconds(candidate) * (1 - NOTICEABLE):
-            better.append(well)
-    return better
-
-
-def _task(job: Job, candidate: Candidate) -> PartitionTask:
-    shape, profile, spans = job.shape, candidate.profile, candidate.spans
-    kept = candidate.fitting.graph_stages
-    stage_of = {layer: span.stage for span in spans for layer in span.layers}
-    # A layer's backward depends on whether its stage keeps activations: as it is in the candidate, on the average.
-    share = sum(stage_of[layer] in kept for layer in stage_of) / max(1, len(stage_of))
-    kinds = [profile.of_layer(layer) for layer in range(shape.num_layers)]
-    return PartitionTask(
-        layer_seconds=tuple(k.forward + share * k.backward + (1 - share) * k.recomputed_backward for k in kinds),
-        first_seconds=profile.embedding_forward + profile.embedding_backward,
-        last_seconds=profile.loss,
-        layer_parameters=shape.layer_parameters,
-        first_parameters=shape.embedding_parameters,
-        last_parameters=shape.head_parameters,
-        num_ranks=job.num_ranks,
-        num_stages=candidate.num_stages,
-        max_parameters=job.max_parameters,
-    )
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.prediction.step_seconds
-
-
-def _simplicity(candidate: Candidate) -> tuple[int, int, float]:
-    return candidate.num_stages, candidate.num_chunks, _seconds(candidate)
-
-
-def _stage_numbers(job: Job, given: int | None) -> Iterable[int]:
+def _stage_numbers(request: PlanRequest) -> Iterable[int]:
     """Multiples of the ranks, up to a layer per stage with embedding and head apart."""
-    if given is not None:
-        return (given,)
-    most = math.ceil((job.shape.num_layers + OUTER_STAGES) / job.num_ranks) * job.num_ranks
-    return range(job.num_ranks, most + 1, job.num_ranks)
+    if request.num_stages is not None:
+        return (request.num_stages,)
+    num_ranks = request.machine.num_ranks
+    return range(num_ranks, most_stages(request.shape.num_layers, num_ranks) + 1, num_ranks)
 
 
-def _chunk_numbers(job: Job, given: int | None) -> list[int]:
+def _chunk_numbers(request: PlanRequest) -> list[int]:
     """Divisors of the batch, from half as many as ranks, which leaves most of them idle, up to a few per rank."""
-    if given is not None:
-        return [given]
-    most = max(MOST_CHUNKS_PER_RANK * job.num_ranks, 2 * MOST_CHUNKS_PER_RANK)
-    divisors = [number for number in range(1, min(job.batch_size, most) + 1) if job.batch_size % number == 0]
-    return [number for number in divisors if 2 * number >= job.num_ranks] or divisors[-1:]
+    if request.num_chunks is not None:
+        return [request.num_chunks]
+    num_ranks, batch_size = request.machine.num_ranks, request.config.pipeline.batch_size
+    most = max(MOST_CHUNKS_PER_RANK * num_ranks, 2 * MOST_CHUNKS_PER_RANK)
+    divisors = [number for number in range(1, min(batch_size, most) + 1) if batch_size % number == 0]
+    return [number for number in divisors if 2 * number >= num_ranks] or divisors[-1:]

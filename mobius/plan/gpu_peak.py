@@ -1,28 +1,59 @@
 """When a rank's GPU holds most, and what: activations that wait for backward, messages, and the work of that moment.
 
-It knows the order of a step (schedule/looped.py), not how large a layer's graph is (working_set.py) nor weights.
-
     rank 1 of 2, stages 1, 3 and 5, the last of them the model's own:
 
     forward    F1 F1 F3 F3 | F5 B5 F5 B5 | B3 B3 B1 B1      stages that wait at each moment
     waiting    1  1  13 13 | 13  13      | 13 1  1          the model's last stage keeps one microbatch only
 
 So the most is held at the model's last stage's turn, or when a stage begins its backward; it is looked for there.
+
+The work of a moment is one layer's backward, head and loss, or the embedding's backward. Widths count tensors
+[tokens, width] of the working format. A layer by what its code keeps and makes (models/linear.py: the gradients of all
+linear outputs live until its backward ends), H hidden, I feed-forward, A + Q what the attention's four products have
+for output and input (4 H in Llama):
+
+                        graph                 peak: in the feed-forward part, or at the end
+    compiled            A + Q + 3 H + 3 I     graph + 4 H + 3 I
+    eager, bf16, fp16   A + Q + 9 H + 4 I     graph + 3 I,  A + Q + 18 H + 3 I     (norms in fp32)
+    eager, fp32         A + Q + 6 H + 4 I     graph + 3 I,  A + Q + 12 H + 3 I
+
+The eager ones are counted, op by op, on a CPU (tests/harness/live_bytes.py); of the compiled ones the graph is within
+2 % of the 0.7 of all widths that was measured on an H200, the peak within 1 % of what was measured there. They hold
+for Llama, Mistral and Qwen2; norms on queries and keys (Qwen3) make a graph 1.25 times as large, Gemma 3's 1.8 times
+(eager, counted). Where a GPU is at hand, a layer is measured instead (runtime/stage.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mobius.limits import RECEIVES_AHEAD, max_sends_under_way
+from mobius.plan.partition import ModelShape
 from mobius.plan.plan import Plan
-from mobius.plan.working_set import LayerBytes
+
+LOGIT_BYTES_COMPILED = 2
+"""Two tensors that the compiled loss makes per logit, logits and their gradient: times the working format."""
+LOGIT_BYTES_EAGER = 12
+"""fp32 beside the logits: their logarithmic softmax, its gradient and theirs."""
+SEGMENT_TOKENS = 10
+"""Tokens per partial sum in torch's backward of an embedding on a GPU (EmbeddingBackwardKernel.cu)."""
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes that one layer takes for one microbatch."""
+
+    graph: int
+    """Held from a forward that keeps its graph to its backward: the output in it, the input not."""
+    peak: int
+    """Most that exists in forward with graph and backward together, the graph in it; input and incoming gradient not.
+    """
 
 
 @dataclass(frozen=True)
 class MicrobatchBytes:
-    """What a microbatch takes, in bytes."""
+    """Bytes that a microbatch takes."""
 
     activation: int
     """A message, or a layer's input: [B, L, H]."""
@@ -48,46 +79,76 @@ class Held:
         return self.stash + self.graphs + self.messages + self.work
 
 
-def largest_moment(
-    plan: Plan, rank: int, size: MicrobatchBytes, *, graph_stages: Collection[int], max_sends: int | None = None
-) -> Held:
-    """The moment of a step at which `rank` holds most; `graph_stages` keep their activations.
+def estimate_layer(weight_bytes: int, shape: ModelShape, tokens: int, *, compiled: bool) -> LayerBytes:
+    """The layer with most parameters, by widths; `weight_bytes` per element of the working format."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    attention = max(0, max(shape.layer_parameters, default=0) - 3 * hidden * inner) // hidden
+    if compiled:
+        graph = attention + 3 * hidden + 3 * inner
+        peak = graph + 4 * hidden + 3 * inner
+    else:
+        norms = 3 if weight_bytes == 4 else 6
+        graph = attention + (3 + norms) * hidden + 4 * inner
+        peak = max(graph + 3 * inner, attention + (6 + 2 * norms) * hidden + 3 * inner)
+    return LayerBytes(graph * tokens * weight_bytes, peak * tokens * weight_bytes)
 
-    `max_sends` is for runs whose messages under way are bounded otherwise.
+
+def loss_bytes(
+    weight_bytes: int, shape: ModelShape, *, tokens: int, chunk_tokens: int, compiled: bool, on_gpu: bool
+) -> int:
+    """Norm, head and loss of a microbatch of `tokens`: normed states, their gradient, and one chunk's logits.
+
+    On a CPU a product of the head's size is made before it is added (`linear.add_product`).
     """
-    sends = max_sends_under_way(plan.num_microbatches) if max_sends is None else max_sends
-    own = _Rank(plan, plan.stages_of(rank), size, frozenset(graph_stages), sends)
-    return max(own.moments(), key=lambda held: held.total)
+    chunk = min(chunk_tokens, tokens)
+    per_logit = LOGIT_BYTES_COMPILED * weight_bytes if compiled else LOGIT_BYTES_EAGER + weight_bytes
+    logits = chunk * shape.vocab_size * per_logit
+    if not on_gpu:
+        product = (shape.hidden_size + 2 * chunk) * shape.vocab_size * weight_bytes
+        logits = max(logits, product)
+    # An eager norm keeps the states in fp32, before and behind the division.
+    normed = 2 * weight_bytes + (0 if compiled else 8 if weight_bytes == 2 else 4)
+    return logits + (chunk * weight_bytes + tokens * normed) * shape.hidden_size
 
 
-@dataclass(frozen=True)
+def embedding_bytes(weight_bytes: int, shape: ModelShape, *, tokens: int, on_gpu: bool) -> int:
+    """The embedding's backward: a gradient of the whole matrix, and on a GPU fp32 sums by segment of equal tokens."""
+    dense = shape.vocab_size * shape.hidden_size * weight_bytes
+    segments = tokens // SEGMENT_TOKENS + min(tokens, shape.vocab_size) if on_gpu else 0
+    return dense + segments * shape.hidden_size * 4
+
+
+def largest_moment(plan: Plan, rank: int, size: MicrobatchBytes) -> Held:
+    """The moment of a step at which `rank` holds most."""
+    return max(_Rank(plan, rank, size).moments(), key=lambda held: held.total)
+
+
 class _Rank:
     """One rank's step."""
 
-    plan: Plan
-    stages: range
-    size: MicrobatchBytes
-    graph_stages: frozenset[int]
-    max_sends: int
+    def __init__(self, plan: Plan, rank: int, size: MicrobatchBytes) -> None:
+        self._plan, self._stages, self._size = plan, plan.stages_of(rank), size
+        self._max_sends = max_sends_under_way(plan.num_microbatches)
+        self._ahead = 0 if plan.num_ranks == 1 else RECEIVES_AHEAD * size.activation
 
     def moments(self) -> Iterator[Held]:
         """Those at which most may be held: turns of the model's last stage, and each stage's first backward."""
-        waiting = [stage for stage in self.stages if not self.plan.spans[stage].is_last]
-        turns = len(waiting) < len(self.stages)
+        waiting = [stage for stage in self._stages if not self._plan.cuts[stage].is_last]
+        turns = len(waiting) < len(self._stages)
         if turns:
-            yield from self._turn(self.stages[-1], waiting)
+            yield from self._turn(self._stages[-1], waiting)
         for index, stage in enumerate(waiting):
             is_first_backward = index == len(waiting) - 1 and not turns
             yield from self._backward(stage, waiting[: index + 1], is_first_backward=is_first_backward)
 
     def _turn(self, stage: int, waiting: list[int]) -> Iterator[Held]:
         """Forward, loss and backward of one microbatch of the model's last stage."""
-        size, per_message = self.size, self.size.activation
+        size, per_message = self._size, self._size.activation
         inputs, graphs = self._kept(stage)
         stash, kept = self._all_kept(waiting)
-        is_only = self.plan.spans[stage].is_first
-        gradients = 0 if is_only else self.plan.num_microbatches - 1
-        messages = self._ahead() + self._sent(gradients, self._outputs(waiting))
+        is_only = self._plan.cuts[stage].is_first
+        gradients = 0 if is_only else self._plan.num_microbatches - 1
+        messages = self._ahead + self._sent(gradients, self._outputs(waiting))
         output = 0 if self._keeps(stage) else per_message  # a graph has its output in it
         yield Held(stash + inputs, kept + graphs, messages, output + size.loss)
         # The output and its gradient stay until the backward of the stage is done.
@@ -101,44 +162,41 @@ class _Rank:
         if is_first_backward:
             sent = self._sent(0, self._outputs(waiting))
         else:
-            sent = self._sent(self.plan.num_microbatches, self.max_sends)
-        messages = self._ahead() + sent
+            sent = self._sent(self._plan.num_microbatches, self._max_sends)
+        messages = self._ahead + sent
         yield Held(stash, kept, messages, self._layer_work(stage))
-        if self.plan.spans[stage].is_first:
+        if self._plan.cuts[stage].is_first:
             inputs, graphs = self._kept(stage)
-            yield Held(stash - inputs, kept - graphs, messages, self.size.activation + self.size.embedding)
+            yield Held(stash - inputs, kept - graphs, messages, self._size.activation + self._size.embedding)
 
     def _keeps(self, stage: int) -> bool:
-        return stage in self.graph_stages and len(self.plan.spans[stage].layers) > 0
+        return stage in self._plan.kept and len(self._plan.cuts[stage].layers) > 0
 
     def _kept(self, stage: int) -> tuple[int, int]:
         """Inputs and graphs of a stage and a microbatch."""
-        num_layers = len(self.plan.spans[stage].layers)
+        num_layers = len(self._plan.cuts[stage].layers)
         if self._keeps(stage):
-            return self.size.activation, num_layers * self.size.layer.graph
-        return num_layers * self.size.activation, 0
+            return self._size.activation, num_layers * self._size.layer.graph
+        return num_layers * self._size.activation, 0
 
-    def _all_kept(self, stages: list[int]) -> tuple[int, int]:
+    def _all_kept(self, stages: Sequence[int]) -> tuple[int, int]:
         each = [self._kept(stage) for stage in stages]
-        number = self.plan.num_microbatches
+        number = self._plan.num_microbatches
         return number * sum(inputs for inputs, _ in each), number * sum(graphs for _, graphs in each)
 
     def _layer_work(self, stage: int) -> int:
-        """Of a layer's backward, beside what is kept."""
-        if len(self.plan.spans[stage].layers) == 0:
+        """A layer's backward, without what is kept."""
+        if len(self._plan.cuts[stage].layers) == 0:
             return 0
-        return self.size.layer.peak - (self.size.layer.graph if self._keeps(stage) else 0)
+        return self._size.layer.peak - (self._size.layer.graph if self._keeps(stage) else 0)
 
-    def _ahead(self) -> int:
-        return 0 if self.plan.num_ranks == 1 else RECEIVES_AHEAD * self.size.activation
-
-    def _outputs(self, stages: list[int]) -> int:
+    def _outputs(self, stages: Sequence[int]) -> int:
         """Outputs among the last messages that take memory of their own: a kept graph has its output in it."""
-        number = self.plan.num_microbatches
+        number = self._plan.num_microbatches
         in_graphs = number if stages and self._keeps(stages[-1]) else 0
-        return max(0, min(number * len(stages), self.max_sends) - in_graphs)
+        return max(0, min(number * len(stages), self._max_sends) - in_graphs)
 
     def _sent(self, gradients: int, outputs: int) -> int:
         """Bytes of messages: gradients, and outputs before them; one rank alone hands its gradients over itself."""
-        number = gradients if self.plan.num_ranks == 1 else min(self.max_sends, gradients + outputs)
-        return number * self.size.activation
+        number = gradients if self._plan.num_ranks == 1 else min(self._max_sends, gradients + outputs)
+        return number * self._size.activation

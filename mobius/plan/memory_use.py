@@ -1,26 +1,20 @@
-"""Decides what every rank does with its GPU memory by the predicted step: residency, kept activations and slots.
+"""Decides what every rank does with its GPU memory: which of the uses that fit (fit.py) makes a step shortest.
 
-It knows not what fits (fit.py hands that in) and not how a step is predicted (simulation.py). Ranks are tried alike
-first, each as far as its memory goes, since a step is as fast as its slowest rank; then each rank's neighbours of the
-best are tried alone. A closed form (preference.py) says which are worth it where there are many.
+By a closed form, at the rates of a profile or, where there is none, at those of one kind of machine; or by simulation.
+Ranks are then tried alike first, each as far as its memory goes, since a step is as fast as its slowest rank; next,
+each rank's neighbours of the best are tried alone. The closed form says which are worth it where there are many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 
-from mobius.plan.fit import Choose
-from mobius.plan.fit_request import FitRequest
-from mobius.plan.preference import Candidate, Rates, Score, estimated_seconds
+from mobius.plan.plan import MemoryUse
 from mobius.plan.profile import Profile
-from mobius.plan.simulation import simulated_seconds, without_collector
-from mobius.plan.stage_costs import StepRules, stage_costs
-from mobius.schedule.action import Action
-from mobius.schedule.looped import compute_order, data_actions
-from mobius.schedule.residency import add_transfers
-from mobius.schedule.schedule import Schedule
+from mobius.plan.request import PlanRequest
+from mobius.plan.simulation import plan_seconds, without_collector
 
 MOST_ALIKE = 24
 """Settings of all ranks alike that are simulated; 7B's shape in 32 stages has at most 18."""
@@ -29,77 +23,98 @@ NUM_STEPS = 2
 ALIKE = 0.001
 """Share of a step below which the setting with more resident stages is taken: it needs less host memory."""
 
-_Chosen = tuple[Candidate, ...]
-"""What each rank does."""
+Score = Callable[[int, MemoryUse], float]
+"""From a rank and what it may do to what that costs, less being better; seconds per step, for instance."""
+Choose = Callable[[PlanRequest, Sequence[Sequence[MemoryUse]]], Sequence[MemoryUse]]
+"""From what fits on each rank, which is not empty, to what each rank does."""
 
 
 @dataclass(frozen=True)
-class StepModel:
-    """What a step is predicted with."""
+class Rates:
+    """How fast one rank computes and updates.
 
-    profile: Profile
-    rules: StepRules
+    The defaults are those at which `estimated_seconds` gives what Llama-2-7B's shape took on four H200 and 64 cores
+    (docs/benchmarks.md): 0.762 s per step of 32768 tokens with nothing streamed or recomputed, and with everything
+    streamed 1.22 s without and 1.62 s with clipping. On other machines they are wrong; only their relation matters to
+    the choice.
+    """
 
+    flops: float = 4.35e14
+    """Per second and GPU, bubbles of the pipeline included."""
+    updates_in_step: float = 1.4e9
+    """Parameters per second and rank, updated on the CPU while the GPU computes and gradients travel."""
+    updates_behind_step: float = 2.2e9
+    """Parameters per second and rank with clipping, when gradients have arrived."""
 
-def chosen_stages(
-    num_ranks: int, num_stages: int, chosen: Sequence[Candidate]
-) -> tuple[frozenset[int], frozenset[int]]:
-    """The resident stages, and those that keep their activations, of all ranks."""
-    own = [range(rank, num_stages, num_ranks) for rank in range(num_ranks)]
-    resident = {stage for stages, each in zip(own, chosen, strict=True) for stage in stages[: each.num_resident]}
-    graphs = {s for stages, each in zip(own, chosen, strict=True) for s in stages[len(stages) - each.num_graphs :]}
-    return frozenset(resident), frozenset(graphs)
-
-
-def schedule_of_slots(
-    num_ranks: int, num_stages: int, num_microbatches: int, slots: Sequence[int], resident: frozenset[int]
-) -> Schedule:
-    """As `build_schedule`, unchecked, for ranks with different numbers of slots (0: streams nothing)."""
-    actions = tuple(
-        _actions(
-            rank, num_ranks, num_stages, num_microbatches, number, resident & {*range(rank, num_stages, num_ranks)}
+    @classmethod
+    def of(cls, profile: Profile, request: PlanRequest) -> Rates:
+        """The rates of a profile; the bubble is that of equal stages, which fill and drain the ranks once per step."""
+        plan, shape = request.plan, request.shape
+        turns = plan.stages_per_rank * plan.num_microbatches
+        kinds = [profile.of_layer(layer) for layer in range(shape.num_layers)]
+        layers = sum(kind.forward + kind.backward for kind in kinds) * (turns + plan.num_ranks - 1) / turns
+        return cls(
+            flops=6 * sum(shape.layer_parameters) * profile.microbatch_tokens / layers,
+            updates_in_step=profile.cpu_adamw_beside_copies,
+            updates_behind_step=profile.cpu_adamw_together,
         )
-        for rank, number in enumerate(slots)
-    )
-    return Schedule(num_ranks, num_stages, num_microbatches, tuple(slots), actions, resident)
 
 
-@lru_cache(maxsize=1024)
-def _actions(
-    rank: int, num_ranks: int, num_stages: int, num_microbatches: int, num_slots: int, resident: frozenset[int]
-) -> tuple[Action, ...]:
-    order = compute_order(rank, num_ranks, num_stages, num_microbatches)
-    transfers = add_transfers(order, num_slots, resident) if num_slots else order
-    return (*data_actions(rank, num_ranks, num_stages), *transfers)
+def estimated_seconds(use: MemoryUse, parameters: Sequence[int], *, tokens: int, clips: bool, rates: Rates) -> float:
+    """Estimate one rank's step; `parameters` are those of its stages, `tokens` those of a step.
+
+    Compute is 6 FLOP per parameter and token, 2 more where a forward is run again. The CPU updates streamed stages one
+    after the other. Without clipping it does so while the GPU computes, and the first streamed stage, the last whose
+    gradients arrive, has the time that the resident ones before it take in backward and forward. With clipping it
+    begins when the step ends, and a streamed stage has the time of the forwards before it. Copies and neighbours are
+    left out.
+    """
+    num_stages, resident = len(parameters), use.num_resident
+    forward = 2 * sum(parameters) / num_stages * tokens / rates.flops
+    compute = forward * (4 * num_stages - use.num_kept)
+    streamed = parameters[resident:]
+    if not streamed:
+        return compute
+    updates = rates.updates_behind_step if clips else rates.updates_in_step
+    all_updates, first_update = (count / updates for count in (sum(streamed), streamed[0]))
+    if clips:
+        before_first, before_last = forward * resident, forward * (num_stages - 1)
+        return compute + max(0.0, first_update - before_first, all_updates - before_last)
+    return max(compute, all_updates, compute + first_update - 3 * forward * resident)
 
 
-def score_by_profile(request: FitRequest, model: StepModel) -> Score:
-    """The closed form at the rates of a profile: seconds of one rank, its neighbours left out."""
-    plan = request.plan
-    rates = Rates.of(
-        model.profile,
-        request.shape,
-        num_ranks=plan.num_ranks,
-        stages_per_rank=plan.stages_per_rank,
-        num_microbatches=plan.num_microbatches,
-    )
+def closed_form(request: PlanRequest, profile: Profile | None = None) -> Score:
+    """Seconds of one rank by `estimated_seconds`, its neighbours left out, at the rates of `profile` or the default."""
+    plan, rates = request.plan, Rates() if profile is None else Rates.of(profile, request)
     counts = [
-        [plan.spans[stage].num_parameters(request.shape) for stage in plan.stages_of(rank)]
+        [plan.cuts[stage].num_parameters(request.shape) for stage in plan.stages_of(rank)]
         for rank in range(plan.num_ranks)
     ]
 
-    def score(rank: int, candidate: Candidate) -> float:
-        tokens = request.tokens.step
-        return estimated_seconds(candidate, counts[rank], tokens=tokens, clips=model.rules.clips, rates=rates)
+    def score(rank: int, use: MemoryUse) -> float:
+        tokens, clips = request.step_tokens, request.rules.clips
+        return estimated_seconds(use, counts[rank], tokens=tokens, clips=clips, rates=rates)
 
     return score
 
 
-def by_simulation(model: StepModel) -> Choose:
-    """A choice for `fit_plan` that takes what the simulation says is fastest."""
+def by_score(score: Score) -> Choose:
+    """Let each rank take the use of least score; of equal ones that with most resident stages, kept ones, and slots."""
 
-    def choose(request: FitRequest, fitting: Sequence[Sequence[Candidate]]) -> Sequence[Candidate]:
-        return _Search(request, model, fitting).run()
+    def key(rank: int, use: MemoryUse) -> tuple[float, int, int, int]:
+        return score(rank, use), -use.num_resident, -use.num_kept, -use.num_slots
+
+    def choose(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Sequence[MemoryUse]:
+        return [min(uses, key=partial(key, rank)) for rank, uses in enumerate(fitting)]
+
+    return choose
+
+
+def by_simulation(profile: Profile) -> Choose:
+    """All ranks together take what the simulation says is fastest."""
+
+    def choose(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Sequence[MemoryUse]:
+        return _Search(request, profile, fitting).run()
 
     return choose
 
@@ -107,72 +122,63 @@ def by_simulation(model: StepModel) -> Choose:
 class _Search:
     """Simulates settings of all ranks, none twice."""
 
-    def __init__(self, request: FitRequest, model: StepModel, fitting: Sequence[Sequence[Candidate]]) -> None:
-        self._request, self._model = request, model
-        self._worth = [_undominated(candidates) for candidates in fitting]
-        self._seconds: dict[_Chosen, float] = {}
+    def __init__(self, request: PlanRequest, profile: Profile, fitting: Sequence[Sequence[MemoryUse]]) -> None:
+        self._request, self._profile = request, profile
+        self._worth = [_undominated(uses) for uses in fitting]
+        self._seconds: dict[tuple[MemoryUse, ...], float] = {}
 
     @without_collector()
-    def run(self) -> _Chosen:
+    def run(self) -> tuple[MemoryUse, ...]:
         for chosen in self._alike():
             self._simulate(chosen)
         best = self._best()
-        for rank, candidates in enumerate(self._worth):
-            for candidate in candidates:
-                if candidate != best[rank] and abs(candidate.num_resident - best[rank].num_resident) <= 1:
-                    self._simulate((*best[:rank], candidate, *best[rank + 1 :]))
+        for rank, uses in enumerate(self._worth):
+            for use in uses:
+                if use != best[rank] and abs(use.num_resident - best[rank].num_resident) <= 1:
+                    self._simulate((*best[:rank], use, *best[rank + 1 :]))
             best = self._best()
         return best
 
-    def _best(self) -> _Chosen:
+    def _best(self) -> tuple[MemoryUse, ...]:
         fastest = min(self._seconds.values())
         alike = [chosen for chosen, seconds in self._seconds.items() if seconds <= fastest * (1 + ALIKE)]
-        return min(alike, key=lambda chosen: (-sum(each.num_resident for each in chosen), self._seconds[chosen]))
+        return min(alike, key=lambda chosen: (-sum(use.num_resident for use in chosen), self._seconds[chosen]))
 
-    def _alike(self) -> list[_Chosen]:
+    def _alike(self) -> list[tuple[MemoryUse, ...]]:
         """All ranks alike as far as their memory goes, with slots first or activations first."""
-        numbers = sorted({candidate.num_resident for candidates in self._worth for candidate in candidates})
-        orders: tuple[Callable[[Candidate], tuple[int, int]], ...] = (
-            lambda each: (each.num_graphs, each.num_slots),
-            lambda each: (each.num_slots, each.num_graphs),
+        numbers = sorted({use.num_resident for uses in self._worth for use in uses})
+        orders: tuple[Callable[[MemoryUse], tuple[int, int]], ...] = (
+            lambda use: (use.num_kept, use.num_slots),
+            lambda use: (use.num_slots, use.num_kept),
         )
-        score = score_by_profile(self._request, self._model)
+        score = closed_form(self._request, self._profile)
         settings = [
-            tuple(_nearest(candidates, number, order) for candidates in self._worth)
-            for number in numbers
-            for order in orders
+            tuple(_nearest(uses, number, order) for uses in self._worth) for number in numbers for order in orders
         ]
-        settings.append(tuple(min(c, key=lambda each: score(r, each)) for r, c in enumerate(self._worth)))
+        settings.append(tuple(min(uses, key=partial(score, rank)) for rank, uses in enumerate(self._worth)))
         unique = list(dict.fromkeys(settings))
         if len(unique) <= MOST_ALIKE:
             return unique
-        return sorted(unique, key=lambda chosen: max(score(r, each) for r, each in enumerate(chosen)))[:MOST_ALIKE]
+        return sorted(unique, key=lambda chosen: max(score(rank, use) for rank, use in enumerate(chosen)))[:MOST_ALIKE]
 
-    def _simulate(self, chosen: _Chosen) -> None:
-        if chosen in self._seconds:
-            return
-        request, model, plan = self._request, self._model, self._request.plan
-        resident, graphs = chosen_stages(plan.num_ranks, plan.num_stages, chosen)
-        costs = stage_costs(plan.spans, request.shape, model.profile, resident=resident, graph_stages=graphs)
-        slots = [each.num_slots for each in chosen]
-        schedule = schedule_of_slots(plan.num_ranks, plan.num_stages, plan.num_microbatches, slots, resident)
-        self._seconds[chosen] = simulated_seconds(schedule, costs, model.profile, model.rules, num_steps=NUM_STEPS)
+    def _simulate(self, chosen: tuple[MemoryUse, ...]) -> None:
+        if chosen not in self._seconds:
+            plan = self._request.plan.using(chosen)
+            self._seconds[chosen] = plan_seconds(plan, self._request, self._profile, num_steps=NUM_STEPS)
 
 
-def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those of which no other has as many resident stages, and as many activations and slots or more."""
+def _undominated(uses: Sequence[MemoryUse]) -> list[MemoryUse]:
+    """The uses of which no other has as many resident stages, and as many activations and slots or more."""
 
-    def is_worse(one: Candidate, other: Candidate) -> bool:
-        no_more = one.num_graphs <= other.num_graphs and one.num_slots <= other.num_slots
+    def is_worse(one: MemoryUse, other: MemoryUse) -> bool:
+        no_more = one.num_kept <= other.num_kept and one.num_slots <= other.num_slots
         return one != other and one.num_resident == other.num_resident and no_more
 
-    return [one for one in candidates if not any(is_worse(one, other) for other in candidates)]
+    return [one for one in uses if not any(is_worse(one, other) for other in uses)]
 
 
-def _nearest(
-    candidates: Sequence[Candidate], num_resident: int, order: Callable[[Candidate], tuple[int, int]]
-) -> Candidate:
-    """The candidate with that many resident stages, or the most below, or the fewest; of those the most by `order`."""
-    numbers = {candidate.num_resident for candidate in candidates}
+def _nearest(uses: Sequence[MemoryUse], num_resident: int, order: Callable[[MemoryUse], tuple[int, int]]) -> MemoryUse:
+    """The use with that many resident stages, or the most below, or the fewest; of those the most by `order`."""
+    numbers = {use.num_resident for use in uses}
     number = max((n for n in numbers if n <= num_resident), default=min(numbers))
-    return max((candidate for candidate in candidates if candidate.num_resident == number), key=order)
+    return max((use for use in uses if use.num_resident == number), key=order)

@@ -1,4 +1,4 @@
-"""Cuts the layers into stages; it does not know which rank runs a stage or what stays on a GPU."""
+"""The sizes of a model, and how its layers are cut into stages."""
 
 from __future__ import annotations
 
@@ -6,14 +6,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mobius.errors import PlanError
-from mobius.plan.shape import ModelShape
 
 OUTER_STAGES = 2
 """The embedding and the head can be stages of their own."""
 
 
 @dataclass(frozen=True)
-class StageSpan:
+class ModelShape:
+    """Parameter counts and dimensions of one causal language model."""
+
+    embedding_parameters: int
+    """Parameters of the token embedding."""
+    layer_parameters: tuple[int, ...]
+    """Parameters of every decoder layer, in order."""
+    head_parameters: int
+    """Parameters of the final norm and of the head, the head counted also where it is tied to the embedding."""
+    hidden_size: int
+    intermediate_size: int
+    """Width of the widest feed-forward activation, in elements per token."""
+    vocab_size: int
+    is_tied: bool
+    """Whether the head and the embedding share one matrix (then it is counted twice above)."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_parameters)
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable parameters, shared ones counted once."""
+        shared = self.vocab_size * self.hidden_size if self.is_tied else 0
+        return self.embedding_parameters + sum(self.layer_parameters) + self.head_parameters - shared
+
+
+@dataclass(frozen=True)
+class StageCut:
     """The layers `[first_layer, end_layer)` of a stage; the first stage also owns the embedding, the last the head."""
 
     stage: int
@@ -34,15 +61,20 @@ class StageSpan:
         return embedding + layers + head
 
 
-def balanced_partition(num_layers: int, num_stages: int, *, num_ranks: int = 1) -> tuple[StageSpan, ...]:
-    """Cut `num_layers` into `num_stages` spans whose sizes differ by one at most.
+def most_stages(num_layers: int, num_ranks: int) -> int:
+    """The largest number of stages: a layer in each, embedding and head apart, filled up to a multiple of the ranks."""
+    return -(-(num_layers + OUTER_STAGES) // num_ranks) * num_ranks
+
+
+def balanced_partition(num_layers: int, num_stages: int, *, num_ranks: int = 1) -> tuple[StageCut, ...]:
+    """Cut `num_layers` into `num_stages` stages whose sizes differ by one at most.
 
     Layers that are left over go to the inner stages first: the outer two carry the embedding and the head already.
     With more stages than layers, the head gets a stage of its own, then the embedding, and what is left over to a
     multiple of `num_ranks` are stages behind it that pass messages on. The step's first stage is then ready sooner,
     and its first gradients leave sooner. Raises PlanError for more stages than that makes sense for.
     """
-    most = -(-(num_layers + OUTER_STAGES) // num_ranks) * num_ranks
+    most = most_stages(num_layers, num_ranks)
     if num_stages > most:
         raise PlanError(
             f"--num_stages {num_stages} is more than the model can be cut into: {num_layers} layers, the embedding and "
@@ -56,11 +88,11 @@ def balanced_partition(num_layers: int, num_stages: int, *, num_ranks: int = 1) 
     return partition_of([base + (stage in inner_first) for stage in range(num_stages)])
 
 
-def partition_of(sizes: Sequence[int]) -> tuple[StageSpan, ...]:
-    """The spans of stages with that many layers each, none among them."""
-    spans = []
+def partition_of(sizes: Sequence[int]) -> tuple[StageCut, ...]:
+    """The cuts of stages with that many layers each, which may be none."""
+    cuts = []
     first = 0
     for stage, size in enumerate(sizes):
-        spans.append(StageSpan(stage, first, first + size, stage == 0, stage == len(sizes) - 1))
+        cuts.append(StageCut(stage, first, first + size, stage == 0, stage == len(sizes) - 1))
         first += size
-    return tuple(spans)
+    return tuple(cuts)

@@ -1,32 +1,43 @@
-"""The plan of a run: everything a schedule and the ranks need, and nothing else.
-
-As a file it is plan_file.py's business, what fits into memory budget.py's.
-"""
+"""The plan of a run: what every rank does, and nothing else. Its file is plan_file.py's, its bytes are budget.py's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mobius.plan.partition import StageSpan, balanced_partition
-from mobius.plan.shape import ModelShape
+from mobius.plan.partition import ModelShape, StageCut, balanced_partition
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """One way for a rank to use its GPU memory."""
+
+    num_resident: int
+    """Resident stages: the first ones of the rank, which the next step needs first."""
+    num_kept: int
+    """Stages that keep their activations from forward to backward: the last ones of the rank."""
+    num_slots: int
+    """Slots for the streamed stages; 0 where nothing is streamed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which layers form which stage, on how many ranks, and which stages are streamed, which resident."""
+    """Which layers form which stage, on how many ranks; which stages are resident, and which keep activations."""
 
     num_ranks: int
     num_microbatches: int
     slots: tuple[int, ...]
     """GPU slots of each rank for the stages that it streams; 0 where it streams none."""
-    spans: tuple[StageSpan, ...]
+    cuts: tuple[StageCut, ...]
+    """The layers of every stage."""
     resident: frozenset[int]
     """Stages whose whole state stays on their GPU; the others are streamed."""
+    kept: frozenset[int] = frozenset()
+    """Stages that keep their activations from forward to backward; the others recompute them."""
 
     @property
     def num_stages(self) -> int:
-        return len(self.spans)
+        return len(self.cuts)
 
     @property
     def num_slots(self) -> int | None:
@@ -45,15 +56,21 @@ class Plan:
         """The stages of `rank` whose weights come and go, ascending."""
         return [stage for stage in self.stages_of(rank) if stage not in self.resident]
 
-    def with_resident(self, counts: Sequence[int], slots: int | Sequence[int]) -> Plan:
-        """The same cut with the first `counts[rank]` stages of each rank resident, the others in `slots[rank]` slots.
+    def using(self, uses: Sequence[MemoryUse]) -> Plan:
+        """The plan in which each rank does what `uses` says; a rank has no more slots than it streams stages."""
+        own = [self.stages_of(rank) for rank in range(self.num_ranks)]
+        each = list(zip(own, uses, strict=True))
+        return replace(
+            self,
+            slots=tuple(min(use.num_slots, len(stages) - use.num_resident) for stages, use in each),
+            resident=frozenset(stage for stages, use in each for stage in stages[: use.num_resident]),
+            kept=frozenset(stage for stages, use in each for stage in stages[len(stages) - use.num_kept :]),
+        )
 
-        One number is that of all ranks. A rank has no more slots than it streams stages.
-        """
-        resident = frozenset(stage for rank, count in enumerate(counts) for stage in self.stages_of(rank)[:count])
-        streamed = [self.stages_per_rank - count for count in counts]
-        wanted = [slots] * self.num_ranks if isinstance(slots, int) else slots
-        return replace(self, slots=tuple(map(min, wanted, streamed)), resident=resident)
+    def use_of(self, rank: int) -> MemoryUse:
+        """The numbers of resident and keeping stages of `rank`, and its slots."""
+        own = self.stages_of(rank)
+        return MemoryUse(len(self.resident.intersection(own)), len(self.kept.intersection(own)), self.slots[rank])
 
     def describe_slots(self) -> str:
         """The slots of the ranks that have any, as text."""
@@ -69,36 +86,28 @@ class Plan:
         if is_mixed:
             mode = f"{len(self.resident)} resident, the others {mode}"
         lines = [f"{self.num_stages} stages on {self.num_ranks} rank(s), {self.num_microbatches} microbatches, {mode}"]
-        for span in self.spans:
+        for cut in self.cuts:
             owns = [
-                *(["embedding"] if span.is_first else []),
-                *([f"layers {span.first_layer}-{span.end_layer - 1}"] if span.layers else []),
-                *(["norm, head"] if span.is_last else []),
+                *(["embedding"] if cut.is_first else []),
+                *([f"layers {cut.first_layer}-{cut.end_layer - 1}"] if cut.layers else []),
+                *(["norm, head"] if cut.is_last else []),
             ] or ["nothing, passes messages on"]
-            count = span.num_parameters(shape)
-            where = ", resident" if is_mixed and span.stage in self.resident else ""
+            where = ", resident" if is_mixed and cut.stage in self.resident else ""
             lines.append(
-                f"  stage {span.stage:>3} on rank {span.stage % self.num_ranks}{where}: "
-                f"{', '.join(owns)} ({count / 1e6:.1f}M)"
+                f"  stage {cut.stage:>3} on rank {cut.stage % self.num_ranks}{where}: "
+                f"{', '.join(owns)} ({cut.num_parameters(shape) / 1e6:.1f}M)"
             )
         return "\n".join(lines)
 
 
 def make_plan(
-    shape: ModelShape,
-    *,
-    num_ranks: int,
-    num_stages: int,
-    num_microbatches: int,
-    num_slots: int | None,
-    spans: Sequence[StageSpan] | None = None,
+    shape: ModelShape, *, num_ranks: int, num_stages: int, num_microbatches: int, num_slots: int | None
 ) -> Plan:
-    """Cut the model evenly, unless `spans` say how; all stages streamed through `num_slots` slots, None: resident.
+    """Cut the model evenly; all stages are streamed through `num_slots` slots, None: all are resident.
 
     Raises PlanError if there are more stages than can be.
     """
-    spans = balanced_partition(shape.num_layers, num_stages, num_ranks=num_ranks) if spans is None else spans
-    assert len(spans) == num_stages
-    plan = Plan(num_ranks, num_microbatches, (0,) * num_ranks, tuple(spans), frozenset())
+    cuts = balanced_partition(shape.num_layers, num_stages, num_ranks=num_ranks)
+    plan = Plan(num_ranks, num_microbatches, (0,) * num_ranks, cuts, frozenset())
     num_resident = plan.stages_per_rank if num_slots is None else 0
-    return plan.with_resident([num_resident] * num_ranks, num_slots or 0)
+    return plan.using([MemoryUse(num_resident, 0, num_slots or 0)] * num_ranks)

@@ -1,6 +1,6 @@
 """A plan as a file: written before or by a run, and taken by a later one in place of its own choices.
 
-It says for which model and ranks it was made; another one is refused. It knows neither options nor devices.
+It says for which model and ranks it was made; another one is refused.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from mobius.config.config import Dtype
 from mobius.config.options import options
 from mobius.errors import PlanError, first_line
 from mobius.excerpt import excerpt, quoted
-from mobius.plan.partition import StageSpan
+from mobius.plan.partition import ModelShape, StageCut
 from mobius.plan.plan import Plan
-from mobius.plan.shape import ModelShape
 
 VERSION = 2
 ALL_AGAIN = "Make it anew with --dry_run, or leave --plan out."
@@ -50,24 +49,27 @@ class ModelDigest:
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """A plan, which stages of it keep their activations, and the step it was made for."""
+    """A plan, and the model and step it was made for."""
 
     model: ModelDigest
     plan: Plan
-    graph_stages: frozenset[int]
     batch_size: int
     seq_length: int
 
     def to_json(self) -> str:
         """The file's text, stages ascending, ending in a line break."""
-        plan = {**asdict(self.plan), "resident": sorted(self.plan.resident)}
+        plan = self.plan
         fields = {
             "version": VERSION,
             "model": asdict(self.model),
             "batch_size": self.batch_size,
             "seq_length": self.seq_length,
-            **plan,
-            "kept_activations": sorted(self.graph_stages),
+            "num_ranks": plan.num_ranks,
+            "num_microbatches": plan.num_microbatches,
+            "slots": plan.slots,
+            "spans": [asdict(cut) for cut in plan.cuts],
+            "resident": sorted(plan.resident),
+            "kept_activations": sorted(plan.kept),
         }
         return json.dumps(fields, indent=2) + "\n"
 
@@ -117,24 +119,24 @@ class _FieldError(Exception):
 
 
 def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
-    spans = tuple(_span(value, f"spans[{index}]") for index, value in enumerate(_list(fields, "spans")))
+    cuts = tuple(_cut(value, f"spans[{index}]") for index, value in enumerate(_list(fields, "spans")))
     plan = Plan(
         _count(fields, "num_ranks"),
         _count(fields, "num_microbatches"),
         _counts(fields, "slots"),
-        spans,
+        cuts,
         frozenset(_counts(fields, "resident")),
+        frozenset(_counts(fields, "kept_activations")),
     )
-    kept = frozenset(_counts(fields, "kept_activations"))
     digest = _digest(_field(fields, "model"))
-    return SavedPlan(digest, plan, kept, _count(fields, "batch_size", least=1), _count(fields, "seq_length", least=2))
+    return SavedPlan(digest, plan, _count(fields, "batch_size", least=1), _count(fields, "seq_length", least=2))
 
 
-def _span(value: object, name: str) -> StageSpan:
+def _cut(value: object, name: str) -> StageCut:
     if not isinstance(value, dict):
         raise _FieldError(f"`{name}` is {quoted(value)}, not an object")
     stage, first, end = (_whole(value.get(key), f"{name}`.`{key}") for key in ("stage", "first_layer", "end_layer"))
-    return StageSpan(stage, first, end, value.get("is_first") is True, value.get("is_last") is True)
+    return StageCut(stage, first, end, value.get("is_first") is True, value.get("is_last") is True)
 
 
 def _digest(value: object) -> ModelDigest:
@@ -193,13 +195,13 @@ def _contradiction(saved: SavedPlan) -> str | None:
             return f"`{name}` are {value}, which must be {bounds.demand(value)}"
     if saved.batch_size % plan.num_microbatches:
         return f"{saved.batch_size} sequences in {plan.num_microbatches} microbatches"
-    starts = [0, *(span.end_layer for span in plan.spans)]
+    starts = [0, *(cut.end_layer for cut in plan.cuts)]
     wanted = [(s, starts[s], s == 0, s == number - 1) for s in range(number)]
-    if [(span.stage, span.first_layer, span.is_first, span.is_last) for span in plan.spans] != wanted:
+    if [(cut.stage, cut.first_layer, cut.is_first, cut.is_last) for cut in plan.cuts] != wanted:
         return "its stages do not follow each other"
-    if any(span.end_layer < span.first_layer for span in plan.spans) or starts[-1] != saved.model.num_layers:
+    if any(cut.end_layer < cut.first_layer for cut in plan.cuts) or starts[-1] != saved.model.num_layers:
         return f"its stages do not hold the model's {saved.model.num_layers} layers"
-    if not (plan.resident | saved.graph_stages) <= set(range(number)):
+    if not (plan.resident | plan.kept) <= set(range(number)):
         return "resident stages or kept activations name a stage that there is not"
     if len(plan.slots) != plan.num_ranks:
         return f"slots of {len(plan.slots)} ranks, not {plan.num_ranks}"
@@ -208,7 +210,7 @@ def _contradiction(saved: SavedPlan) -> str | None:
         if not min(1, len(streamed)) <= plan.slots[rank] <= len(streamed):
             return f"{plan.slots[rank]} slots for the {len(streamed)} streamed stages of rank {rank}"
         staying = set(streamed[len(streamed) - plan.slots[rank] :])
-        lost = sorted(saved.graph_stages & set(streamed) - staying)
+        lost = sorted(plan.kept & set(streamed) - staying)
         if lost:
             return f"the stages {lost} keep activations, but their weights leave"
     return None

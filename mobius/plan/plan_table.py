@@ -1,21 +1,15 @@
-"""A plan as tables for a reader: stages, GPU bytes by category and rank, host bytes, the predicted step.
-
-Only text; the numbers are budget.py's and what_if.py's.
-"""
+"""A plan as tables for a reader: stages, GPU bytes by category and rank, host bytes, the predicted step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from mobius.limits import INCOMING_EDGES, NUM_MAILBOXES
-from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, GpuNeed, HostNeed
-from mobius.plan.cards import Card
+from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, HostNeed
+from mobius.plan.choice import Answer
+from mobius.plan.partition import ModelShape
 from mobius.plan.plan import Plan
-from mobius.plan.shape import ModelShape
-from mobius.plan.what_if import Answer
 from mobius.schedule.lanes import WaitCause
-from mobius.units import bytes_text, gib_cell
+from mobius.units import GIB, bytes_text, gib_cell
 
 _CATEGORIES = (
     ("weights", "weights"),
@@ -39,22 +33,22 @@ def format_columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def describe_stages(plan: Plan, shape: ModelShape, graph_stages: Collection[int]) -> str:
+def describe_stages(plan: Plan, shape: ModelShape) -> str:
     """One line per stage: its rank, layers and parameters, whether it is streamed, what backward runs again."""
     rows = [["stage", "rank", "layers", "parameters", "weights", "activations"]]
-    for span in plan.spans:
-        parts = ["embedding"] if span.is_first else []
-        parts += [f"{span.first_layer}-{span.end_layer - 1}"] if span.layers else []
-        parts += ["head"] if span.is_last else []
+    for cut in plan.cuts:
+        parts = ["embedding"] if cut.is_first else []
+        parts += [f"{cut.first_layer}-{cut.end_layer - 1}"] if cut.layers else []
+        parts += ["head"] if cut.is_last else []
         holds_nothing = not parts
         rows.append(
             [
-                str(span.stage),
-                str(span.stage % plan.num_ranks),
+                str(cut.stage),
+                str(cut.stage % plan.num_ranks),
                 ", ".join(parts) or "none",
-                f"{span.num_parameters(shape) / 1e6:.1f}M",
-                "-" if holds_nothing else "resident" if span.stage in plan.resident else "streamed",
-                "-" if not span.layers else "kept" if span.stage in graph_stages else "recomputed",
+                f"{cut.num_parameters(shape) / 1e6:.1f}M",
+                "-" if holds_nothing else "resident" if cut.stage in plan.resident else "streamed",
+                "-" if not cut.layers else "kept" if cut.stage in plan.kept else "recomputed",
             ]
         )
     slots = plan.describe_slots() if plan.num_slots is None else f"{plan.describe_slots()} per rank"
@@ -62,36 +56,20 @@ def describe_stages(plan: Plan, shape: ModelShape, graph_stages: Collection[int]
     return f"{head}\n{format_columns(rows)}"
 
 
-@dataclass(frozen=True)
-class GpuTable:
-    """What the table of GPU bytes is made of."""
-
-    needs: tuple[GpuNeed, ...]
-    message_bytes: int
-    num_ranks: int
-    card: Card
-    limit: float | None
-    """GiB; None: the card's memory."""
-
-
-def describe_gpus(table: GpuTable) -> str:
+def describe_gpus(found: Answer) -> str:
     """GiB by category, a line per rank; what is outside of torch's memory is in a column of its own."""
-    head = ["rank", *(title for title, _ in _CATEGORIES), "= torch", "+ driver, mailboxes"]
-    rows = [head]
-    for need in table.needs:
+    machine, limit = found.request.machine, found.request.config.pipeline.gpu_memory_limit
+    assert machine.card is not None
+    rows = [["rank", *(title for title, _ in _CATEGORIES), "= torch", "+ driver, mailboxes"]]
+    # Context, communicators of a rank's edges, mailboxes: an estimate.
+    edges = 2 if machine.num_ranks == 2 else 4
+    beside = 0 if machine.num_ranks == 1 else (edges + 1) * COMMUNICATOR_BYTES + found.request.mailbox_bytes
+    for need in found.needs:
         values = [gib_cell(getattr(need, name)) for _, name in _CATEGORIES]
-        outside = outside_bytes(num_ranks=table.num_ranks, message_bytes=table.message_bytes)
-        rows.append([str(need.rank), *values, gib_cell(need.total), gib_cell(outside)])
-    available = table.card.memory_gb if table.limit is None else min(table.limit, table.card.memory_gb)
-    return f"GPU memory in GiB, {available:g} of {table.card.name} may be used\n{format_columns(rows)}"
-
-
-def outside_bytes(*, num_ranks: int, message_bytes: int) -> int:
-    """GPU memory outside of torch's: context, communicators of a rank's edges, mailboxes. An estimate."""
-    if num_ranks == 1:
-        return CONTEXT_BYTES
-    edges = 2 if num_ranks == 2 else 4
-    return CONTEXT_BYTES + (edges + 1) * COMMUNICATOR_BYTES + INCOMING_EDGES * NUM_MAILBOXES * message_bytes
+        rows.append([str(need.rank), *values, gib_cell(need.total), gib_cell(CONTEXT_BYTES + beside)])
+    memory = (machine.gpu_bytes or 0) / GIB
+    available = memory if limit is None else min(limit, memory)
+    return f"GPU memory in GiB, {available:g} of {machine.card.name} may be used\n{format_columns(rows)}"
 
 
 def describe_host(need: HostNeed, available_bytes: int | None) -> str:
@@ -108,14 +86,15 @@ def describe_host(need: HostNeed, available_bytes: int | None) -> str:
 
 def describe_step(found: Answer) -> str:
     """The predicted step, what holds it up, and on what the numbers rest."""
-    candidate, prediction = found.candidate, found.candidate.prediction
-    waits = ", ".join(f"{cause} {prediction.worst_wait(cause):.3f}" for cause in WaitCause)
+    if found.prediction is None or found.forecast is None or found.profile is None:
+        return "no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16)"
+    waits = ", ".join(f"{cause} {found.prediction.worst_wait(cause):.3f}" for cause in WaitCause)
     return "\n".join(
         (
-            f"predicted step: {prediction.step_seconds:.3f} s for {found.run.step_tokens:,} tokens, "
+            f"predicted step: {found.step_seconds:.3f} s for {found.request.step_tokens:,} tokens, "
             f"{found.tokens_per_second:,.0f} tokens/s, {100 * found.mfu:.0f} % MFU",
-            f"  limited by {found.limit} ({100 * found.gain:.1f} % shorter if it were 1.1 times as fast); "
-            f"bubble {100 * prediction.bubble:.0f} %; the worst rank waits, s: {waits}",
-            f"  {candidate.profile.describe()}",
+            f"  limited by {found.forecast.limit} ({100 * found.forecast.gain:.1f} % shorter if it were 1.1 times as "
+            f"fast); bubble {100 * found.prediction.bubble:.0f} %; the worst rank waits, s: {waits}",
+            f"  {found.profile.describe()}",
         )
     )

@@ -1,7 +1,4 @@
-"""What one machine does for one model at one microbatch shape: the seconds and rates that the planner calculates with.
-
-It neither measures (measuring/measure.py) nor estimates (cards.py), and knows no schedule.
-"""
+"""Seconds and rates of one machine for one model at one microbatch shape, measured or estimated, and their file."""
 
 from __future__ import annotations
 

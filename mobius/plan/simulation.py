@@ -1,6 +1,6 @@
 """Predicts a step: plays a schedule with the costs of a profile over everything that works at the same time.
 
-It decides nothing, and the runtime does not know it. What waits for what is what executor, slots and stepper do:
+What waits for what is what executor, slots and stepper do:
 
     compute     in the order of the actions; waits for the message, the stage's update of the step before, its load
     load        waits for its slot and for the stage's update; the copies of a rank take turns
@@ -11,21 +11,44 @@ It decides nothing, and the runtime does not know it. What waits for what is wha
 
 Copies, optimizers and messages through the host share its memory and their links (tasks.py). Compute also waits for
 the host to enqueue it, one action after the other from the step's beginning on. Everything else of the machine is idle.
+
+A step is limited by the part of the machine that, made a little faster, would shorten it most.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import lru_cache
 
+from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile
-from mobius.plan.stage_costs import StageCost, StepRules
-from mobius.plan.step_tasks import ComputeTask, StepTasks
+from mobius.plan.request import PlanRequest
+from mobius.plan.step_tasks import ComputeTask, StageCost, StepRules, StepTasks, stage_costs
 from mobius.plan.tasks import run
+from mobius.schedule.action import Action
 from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
+from mobius.schedule.looped import compute_order, data_actions
+from mobius.schedule.residency import add_transfers
 from mobius.schedule.schedule import Schedule
+
+TRIED_FACTOR = 1.1
+UNSTEADY_STEPS = 2
+"""At the start of a run: memory is touched for the first time. They do not count if there are others."""
+
+
+class Resource(StrEnum):
+    """A part of the machine that a step may be limited by."""
+
+    COMPUTE = "compute"
+    PCIE = "PCIe"
+    HOST_MEMORY = "host memory"
+    CORES = "CPU cores"
+    MESSAGES = "messages"
 
 
 @dataclass(frozen=True)
@@ -72,6 +95,37 @@ def simulated_seconds(
     return ends[-1] - ends[-2]
 
 
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule of `plan` as `build_schedule` makes it, but unchecked, and in less time for plans that are alike."""
+    numbers = (plan.num_ranks, plan.num_stages, plan.num_microbatches)
+    actions = tuple(
+        _actions(rank, *numbers, num_slots, plan.resident & {*plan.stages_of(rank)})
+        for rank, num_slots in enumerate(plan.slots)
+    )
+    return Schedule(*numbers, plan.slots, actions, plan.resident)
+
+
+@lru_cache(maxsize=1024)
+def _actions(
+    rank: int, num_ranks: int, num_stages: int, num_microbatches: int, num_slots: int, resident: frozenset[int]
+) -> tuple[Action, ...]:
+    order = compute_order(rank, num_ranks, num_stages, num_microbatches)
+    transfers = add_transfers(order, num_slots, resident) if num_slots else order
+    return (*data_actions(rank, num_ranks, num_stages), *transfers)
+
+
+def predict_plan(plan: Plan, request: PlanRequest, profile: Profile, *, num_steps: int = 3) -> Prediction:
+    """Predict the steps of `plan` at the rates of `profile`."""
+    costs = stage_costs(plan, request.shape, profile)
+    return simulate_steps(schedule_of(plan), costs, profile, request.rules, num_steps=num_steps)
+
+
+def plan_seconds(plan: Plan, request: PlanRequest, profile: Profile, *, num_steps: int = 3) -> float:
+    """`predict_plan(...).step_seconds`, in less time because nothing else is told."""
+    costs = stage_costs(plan, request.shape, profile)
+    return simulated_seconds(schedule_of(plan), costs, profile, request.rules, num_steps=num_steps)
+
+
 def _play(
     schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, num_steps: int
 ) -> tuple[StepTasks, dict[Hashable, float]]:
@@ -97,26 +151,6 @@ def without_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def stash_over_time(prediction: Prediction, rank: int, stage_bytes: Mapping[int, int]) -> list[tuple[float, int]]:
-    """What the stages of `rank` keep from forward to backward in the last step: (seconds from its start, bytes) pairs.
-
-    `stage_bytes` has for each stage what it keeps of one microbatch: its layers' inputs, or their graphs. It is there
-    from the start of the forward to the end of the backward. The first pair is (0, 0), and each holds until the next.
-    """
-    start = prediction.step_ends[-2] if len(prediction.step_ends) > 1 else 0.0
-    changes = []
-    for span in prediction.spans[rank]:
-        if span.lane is Lane.COMPUTE and span.step == len(prediction.step_ends) and span.name[0] in "FB":
-            stage = int(span.name[1:].partition(".")[0])
-            taken = (span.start - start, stage_bytes[stage])
-            changes.append(taken if span.name[0] == "F" else (span.end - start, -stage_bytes[stage]))
-    held, course = 0, [(0.0, 0)]
-    for seconds, change in sorted(changes):
-        held += change
-        course.append((seconds, held))
-    return course
 
 
 def _describe(builder: StepTasks, used: Mapping[Hashable, float]) -> Prediction:
@@ -166,3 +200,84 @@ def _waits_of(compute: ComputeTask, before: float) -> list[tuple[WaitCause, floa
             found.append((cause, since, task.end))
             since = task.end
     return found
+
+
+def with_faster(profile: Profile, resource: Resource, factor: float) -> Profile:
+    """`profile` of a machine on which one thing is `factor` times as fast."""
+    if resource is Resource.COMPUTE:
+        kinds = tuple(
+            replace(k, forward=k.forward / factor, backward=k.backward / factor,
+                    recomputed_backward=k.recomputed_backward / factor)
+            for k in profile.layer_kinds
+        )  # fmt: skip
+        return replace(profile, layer_kinds=kinds, loss=profile.loss / factor)
+    copies = profile.copies
+    if resource is Resource.PCIE:
+        faster = replace(copies, down=copies.down * factor, up=copies.up * factor)
+        return replace(profile, copies=faster)
+    if resource is Resource.HOST_MEMORY:
+        return replace(
+            profile,
+            copies=replace(
+                copies,
+                down_together=copies.down_together * factor,
+                up_together=copies.up_together * factor,
+                both_down=copies.both_down * factor,
+                both_up=copies.both_up * factor,
+            ),
+            host_bandwidth=profile.host_bandwidth * factor,
+            cpu_adamw_together=min(profile.cpu_adamw_together * factor, profile.cpu_adamw),
+            cpu_adamw_beside_copies=profile.cpu_adamw_beside_copies * factor,
+            copies_beside_cpu_adamw=profile.copies_beside_cpu_adamw * factor,
+        )
+    if resource is Resource.CORES:
+        together = profile.cpu_adamw_together * factor
+        return replace(profile, cpu_adamw=profile.cpu_adamw * factor, cpu_adamw_together=together)
+    messages = profile.messages
+    faster_messages = replace(messages, bandwidth=messages.bandwidth * factor, latency=messages.latency / factor)
+    return replace(profile, messages=faster_messages)
+
+
+def limiting_resource(profile: Profile, step_seconds: Callable[[Profile], float], now: float) -> tuple[Resource, float]:
+    """The resource whose 1.1-fold speed gains most, and the share of `now`, a step at `profile`, that it gains."""
+    gains = {resource: 1 - step_seconds(with_faster(profile, resource, TRIED_FACTOR)) / now for resource in Resource}
+    best = max(gains, key=lambda resource: gains[resource])
+    return best, gains[best]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A predicted step, and what it rests on."""
+
+    step_seconds: float
+    limit: Resource
+    gain: float
+    """The share of a step that `limit` would save if it were 1.1 times as fast."""
+    basis: str
+    """Whether the rates are measured or estimated, and of what."""
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return (
+            f"predicted: {self.step_seconds:.3f} s per step, limited by {self.limit} ({self.gain:.0%} shorter if that "
+            f"were 10 % faster), {self.basis}"
+        )
+
+    def compare(self, step_seconds: Sequence[float]) -> str:
+        """One line: what was predicted beside the median of what was measured."""
+        measured = steady_seconds(step_seconds)
+        off = self.step_seconds / measured - 1
+        return f"predicted {self.step_seconds:.3f} s per step, measured {measured:.3f}: off by {off:+.1%}"
+
+
+def steady_seconds(step_seconds: Sequence[float]) -> float:
+    """The median step without those at the start."""
+    return statistics.median(step_seconds[UNSTEADY_STEPS:] or step_seconds)
+
+
+def forecast(plan: Plan, request: PlanRequest, profile: Profile) -> tuple[Forecast, Prediction]:
+    """Predict the steps of `plan`; takes some tenths of a second."""
+    prediction = predict_plan(plan, request, profile)
+    seconds = prediction.step_seconds
+    limit, gain = limiting_resource(profile, lambda faster: plan_seconds(plan, request, faster), seconds)
+    return Forecast(seconds, limit, gain, f"{profile.source} ({profile.basis})"), prediction

@@ -1,7 +1,4 @@
-"""Makes the tasks of a step from a schedule: what works, on which lane, and what each thing waits for.
-
-Does not play them (tasks.py) nor say what they mean for a step (simulation.py).
-"""
+"""The tasks of a step, made from a schedule and what its stages cost: what works on which lane, and waits for what."""
 
 from __future__ import annotations
 
@@ -9,17 +6,87 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from mobius.limits import PIECE_ELEMENTS
+from mobius.plan.partition import ModelShape
+from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile
-from mobius.plan.shared_rates import SharedRates
-from mobius.plan.stage_costs import StageCost, StepRules
-from mobius.plan.tasks import Flow, Task
+from mobius.plan.tasks import Flow, SharedRates, Task
 from mobius.schedule.action import Action, ActionKind, incoming, outgoing
 from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.schedule import Schedule, take_turns
 
+ACTION_GAP = 40e-6
+"""Seconds of a GPU between two actions: events and other streams are waited for (0.02 to 0.08 ms in traces)."""
+LAUNCH_BESIDE_UPDATES = 1.25
+"""The host's seconds for a backward while its other cores update streamed stages, over those on an idle host: 2.2 to
+2.6 ms in runs for 2.0 alone."""
 SEAL_BYTES = 14
 """GPU memory traffic per parameter behind a stage's last backward, when its message has left: norm 4, rounded to the
 format in which gradients travel 6, sums cleared 4."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What a stage costs: seconds per microbatch, and parameters."""
+
+    forward: float
+    """0 for the model's last stage, whose forward runs in its backward."""
+    backward: float
+    """With recompute where it recomputes; in the last stage also forward and loss, in the first the embedding's."""
+    parameters: int
+    is_resident: bool = False
+    """Its state stays on the GPU, which updates it."""
+    forward_launch: float = 0.0
+    """What the host takes to enqueue the forward of a microbatch."""
+    backward_launch: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """How the runtime goes about a step."""
+
+    clips: bool
+    """Updates wait for the norm over all ranks."""
+    message_bytes: int
+    """Of an activation [B, L, H]."""
+    overlaps_optimizer: bool = True
+    weight_bytes: int = 2
+    gradient_bytes: int = 2
+    """Per parameter, on their way to the host."""
+    is_tied: bool = False
+    """Then the first and the last stage are updated after the step also without clipping."""
+
+
+def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
+    """The cost of every stage: a profile's seconds added up over its layers."""
+    costs, launch = [], profile.launch
+    for cut in plan.cuts:
+        layers = [profile.of_layer(layer) for layer in cut.layers]
+        forward = sum(layer.forward for layer in layers)
+        keeps = cut.stage in plan.kept
+        backward = sum(layer.backward if keeps else layer.recomputed_backward for layer in layers)
+        if cut.is_first:
+            forward += profile.embedding_forward
+            backward += profile.embedding_backward
+        if cut.is_last:
+            forward, backward = 0.0, forward + profile.loss + backward
+        num_layers = len(cut.layers)
+        launch_back = launch.backward if keeps else launch.recomputed_backward
+        forward_launch, backward_launch = (
+            each * num_layers + profile.action_launch for each in (launch.forward, launch_back)
+        )
+        if len(plan.resident) < plan.num_stages:
+            backward_launch *= LAUNCH_BESIDE_UPDATES
+        costs.append(
+            StageCost(
+                forward + (0.0 if cut.is_last else ACTION_GAP),
+                backward + ACTION_GAP,
+                cut.num_parameters(shape),
+                cut.stage in plan.resident,
+                0.0 if cut.is_last else forward_launch,
+                backward_launch + (forward_launch if cut.is_last else 0.0),
+            )
+        )
+    return tuple(costs)
 
 
 @dataclass(slots=True)

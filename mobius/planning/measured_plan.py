@@ -2,19 +2,21 @@
 
 What the host does is looked at in every run that streams, for a second or two; layers and everything else only for
 `--num_stages auto`, where that has a choice to make, and are kept for the next one. A run that measures everything has
-looked at the host by that.
-
-It measures nothing itself (measure.py), keeps nothing (profile_cache.py) and decides nothing (blueprint.py). The number
-of microbatches stays what the estimate chose: what is measured, and what the transport is made for, has their shape.
+looked at the host by that. The number of microbatches stays what the estimate chose: what is measured, and what the
+transport is made for, has their shape.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from dataclasses import replace
 from functools import partial
 
+import torch
+
+from mobius.errors import PlanError
 from mobius.machine.devices import optimizer_threads
 from mobius.measuring.bench import Bench
 from mobius.measuring.host_rates import measure_host_rates, with_host_rates
@@ -23,12 +25,14 @@ from mobius.measuring.profile_cache import cached_profile, profile_key, profile_
 from mobius.messages.transport import Transport
 from mobius.optim.kernel import AdamWKernel, load_kernel
 from mobius.plan.cards import action_launch
+from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile
-from mobius.planning.auto import check_agreement, measures_host, measures_layers
 from mobius.planning.blueprint import Blueprint, redraw
 from mobius.ranks import allows_peer_copies, cache_folder
 
 logger = logging.getLogger(__name__)
+
+DIGEST_BITS = 20
 
 
 def plan_by_measurement(blueprint: Blueprint, transport: Transport) -> Blueprint:
@@ -39,12 +43,12 @@ def plan_by_measurement(blueprint: Blueprint, transport: Transport) -> Blueprint
     does.
     """
     check_agreement(blueprint.plan, transport)
-    profile, is_new = blueprint.profile, False
+    profile, is_new = blueprint.answer.profile, False
     if is_to_be_measured(blueprint):
         profile, is_new = measured_profile(blueprint, transport)
     if profile is not None and not is_new and is_host_to_be_measured(blueprint):
         profile = _with_host(profile, blueprint, transport)
-    if profile is blueprint.profile or profile is None:
+    if profile is blueprint.answer.profile or profile is None:
         return blueprint
     planned = redraw(blueprint, profile)
     check_agreement(planned.plan, transport)
@@ -52,13 +56,13 @@ def plan_by_measurement(blueprint: Blueprint, transport: Transport) -> Blueprint
 
 
 def is_to_be_measured(blueprint: Blueprint) -> bool:
-    """Whether layers are measured, as `measures_layers` says."""
-    return blueprint.device.type == "cuda" and measures_layers(blueprint.asked)
+    """Whether layers are measured, as `PlanRequest.measures_layers` says."""
+    return blueprint.place.device.type == "cuda" and blueprint.answer.request.measures_layers
 
 
 def is_host_to_be_measured(blueprint: Blueprint) -> bool:
-    """Whether the host is looked at, as `measures_host` says."""
-    return blueprint.device.type == "cuda" and measures_host(blueprint.config)
+    """Whether the host is looked at, as `PlanRequest.measures_host` says."""
+    return blueprint.place.device.type == "cuda" and blueprint.answer.request.measures_host
 
 
 def measured_profile(blueprint: Blueprint, transport: Transport) -> tuple[Profile, bool]:
@@ -70,9 +74,9 @@ def measured_profile(blueprint: Blueprint, transport: Transport) -> tuple[Profil
     key = profile_key(
         blueprint.shape,
         shape,
-        device=blueprint.device,
+        device=blueprint.place.device,
         num_ranks=transport.num_ranks,
-        is_compiled=blueprint.compiles,
+        is_compiled=blueprint.answer.request.compiles,
         has_peer_copies=allows_peer_copies(),
     )
     path = profile_path(cache_folder() / "profiles", key)
@@ -82,9 +86,9 @@ def measured_profile(blueprint: Blueprint, transport: Transport) -> tuple[Profil
 def _with_host(profile: Profile, blueprint: Blueprint, transport: Transport) -> Profile:
     """`profile` with what the host does now: its copies, its updates, and how fast it enqueues a layer."""
     start = time.perf_counter()
-    launch = measure_launches(Bench(blueprint.device, transport), blueprint.parts, _microbatch(blueprint))
+    launch = measure_launches(Bench(blueprint.place.device, transport), blueprint.parts, _microbatch(blueprint))
     rates = measure_host_rates(
-        blueprint.dtype, device=blueprint.device, transport=transport, kernel=_kernel(transport.num_ranks)
+        blueprint.dtype, device=blueprint.place.device, transport=transport, kernel=_kernel(transport.num_ranks)
     )
     logger.info(
         "host measured in %.1f s: %.2f billion updates per second and rank, or %.2f beside copies of %.0f GB/s each "
@@ -113,10 +117,23 @@ def _measure(blueprint: Blueprint, shape: MicrobatchShape, transport: Transport)
     profile = measure_profile(
         blueprint.parts,
         shape,
-        device=blueprint.device,
+        device=blueprint.place.device,
         transport=transport,
         kernel=_kernel(transport.num_ranks),
         messages_through_host=not allows_peer_copies(),
     )
     logger.info("measured in %.0f s, for auto: %s", time.perf_counter() - start, profile.describe())
     return profile
+
+
+def check_agreement(plan: Plan, transport: Transport) -> None:
+    """Raise PlanError if the ranks have cut the model or the batch differently; collective."""
+    facts = repr((plan.num_microbatches, plan.cuts)).encode()
+    own = int(hashlib.sha256(facts).hexdigest(), 16) % 2**DIGEST_BITS
+    # All are equal if and only if their variance is 0; the numbers are small enough to be exact.
+    sums = transport.sum_over_ranks(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
+    if transport.num_ranks * int(sums[1]) != int(sums[0]) ** 2:
+        raise PlanError(
+            "the ranks came to different plans, so their GPUs or CPUs differ. Give the numbers instead of auto: "
+            f"--num_stages {plan.num_stages} --num_chunks {plan.num_microbatches} (rank {transport.rank}'s)."
+        )

@@ -1,7 +1,4 @@
-"""A saved plan and a run: what of it a run takes, and what a run leaves for a later one.
-
-The file itself is plan_file.py's business, and whether the plan fits the blueprint's.
-"""
+"""A saved plan and a run: what of it a run takes, and what a run leaves for a later one."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from pathlib import Path
 from mobius.config.config import Config, PlanningConfig, Recompute
 from mobius.config.validation import find_problems
 from mobius.errors import PlanError
+from mobius.plan.choice import Answer
 from mobius.plan.plan_file import ModelDigest, SavedPlan, read_plan
-from mobius.planning.blueprint import Blueprint
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +71,7 @@ def _contradictions(config: Config, saved: SavedPlan) -> dict[str, str]:
     for name, (own, planned) in numbers.items():
         if own is not None and own != planned:  # None: auto, and the plan is an answer to that
             found[name] = f"--{name} {own}, the plan has {planned}"
-    residents = {len(plan.resident.intersection(plan.stages_of(rank))) for rank in range(plan.num_ranks)}
+    residents = {plan.use_of(rank).num_resident for rank in range(plan.num_ranks)}
     wanted = plan.stages_per_rank if pipeline.resident_stages == "all" else pipeline.num_resident_stages
     if wanted is not None and residents != {wanted}:
         shown = " to ".join(str(number) for number in sorted({min(residents), max(residents)}))
@@ -83,25 +80,15 @@ def _contradictions(config: Config, saved: SavedPlan) -> dict[str, str]:
         found["use_offload"] = f"--no_offload, the plan streams {plan.num_stages - len(plan.resident)} stages"
     if not pipeline.use_prefetch and (plan.num_slots or 1) > 1:
         found["use_prefetch"] = f"--no_prefetch, the plan has {plan.num_slots} slots"
-    if pipeline.recompute is Recompute.FULL and saved.graph_stages:
-        found["recompute"] = f"--recompute full, the plan keeps activations of {len(saved.graph_stages)} stages"
-    if pipeline.recompute is Recompute.NONE and len(saved.graph_stages) < plan.num_stages:
-        found["recompute"] = f"--recompute none, the plan keeps activations of {len(saved.graph_stages)} stages only"
+    if pipeline.recompute is Recompute.FULL and plan.kept:
+        found["recompute"] = f"--recompute full, the plan keeps activations of {len(plan.kept)} stages"
+    if pipeline.recompute is Recompute.NONE and len(plan.kept) < plan.num_stages:
+        found["recompute"] = f"--recompute none, the plan keeps activations of {len(plan.kept)} stages only"
     return found
 
 
-def saved_plan_of(blueprint: Blueprint) -> SavedPlan:
+def saved_plan_of(found: Answer) -> SavedPlan:
     """The plan of a run as a file keeps it; of other ranks it tells what this one knows."""
-    config, plan = blueprint.config, blueprint.plan
-    kept: set[int] = set()
-    for rank in range(plan.num_ranks):
-        streamed = plan.streamed_stages(rank)
-        kept.update(streamed[len(streamed) - plan.slots[rank] :])
-    graphs = (blueprint.graph_stages | blueprint.others_graph_stages) & (plan.resident | kept)
-    return SavedPlan(
-        ModelDigest.of(blueprint.shape, config.model.dtype),
-        plan,
-        frozenset(graphs),
-        batch_size=config.pipeline.batch_size,
-        seq_length=config.data.seq_length,
-    )
+    config = found.request.config
+    digest = ModelDigest.of(found.request.shape, config.model.dtype)
+    return SavedPlan(digest, found.plan, config.pipeline.batch_size, config.data.seq_length)

@@ -15,8 +15,8 @@ from torch import Tensor
 from mobius.models.blocks import LayerArguments, LayerInputs, ModelParts
 from mobius.models.graph import BlockGraph, Views, backward, recomputed_backward, run, run_with_graph
 from mobius.models.loss import chunked_cross_entropy, shift_labels
-from mobius.plan.partition import StageSpan
-from mobius.plan.working_set import LayerBytes
+from mobius.plan.gpu_peak import LayerBytes
+from mobius.plan.partition import StageCut
 
 Kept = Tensor | BlockGraph
 """A layer's forward as backward needs it: its input [B, L, H] to recompute from, or its graph."""
@@ -25,7 +25,7 @@ Kept = Tensor | BlockGraph
 class StageModule:
     """The layers of `span`, with the embedding in the first stage and the final norm and head in the last."""
 
-    def __init__(self, parts: ModelParts, span: StageSpan, *, loss_chunk_tokens: int) -> None:
+    def __init__(self, parts: ModelParts, span: StageCut, *, loss_chunk_tokens: int) -> None:
         self.span = span
         self._parts = parts
         self._layers = [parts.layers[index] for index in span.layers]

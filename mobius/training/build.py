@@ -50,33 +50,35 @@ from mobius.training.trainer import Trainer
 
 def connect(blueprint: Blueprint, spans: Spans = NO_SPANS) -> Transport:
     """Meet the other ranks; collective."""
-    ranks = blueprint.ranks
+    ranks = blueprint.place.ranks
     if ranks.num_ranks == 1:
         return SingleRankTransport()
-    if blueprint.meeting is not None:
+    if blueprint.place.meeting is not None:
         send_by_host_if_broken(
-            blueprint.meeting,
-            lambda: CudaCopyEngine(blueprint.device, allows_peers=True),
-            device=blueprint.device,
-            order=blueprint.device_order,
+            blueprint.place.meeting,
+            lambda: CudaCopyEngine(blueprint.place.device, allows_peers=True),
+            device=blueprint.place.device,
+            order=blueprint.place.device_order,
         )
-    has_copies = blueprint.config.pipeline.copy_messages and blueprint.device.type == "cuda"
+    has_copies = blueprint.config.pipeline.copy_messages and blueprint.place.device.type == "cuda"
     return DistributedTransport(
         rank=ranks.rank,
         num_ranks=ranks.num_ranks,
-        device=blueprint.device,
+        device=blueprint.place.device,
         shape=blueprint.message_shape,
         dtype=blueprint.dtype,
         spans=spans,
         mailboxes=partial(_mailboxes, blueprint) if has_copies else None,
         # On a CPU the host does the work and is never ahead of it.
-        max_sends=max_sends_under_way(blueprint.plan.num_microbatches) if blueprint.device.type == "cuda" else None,
+        max_sends=max_sends_under_way(blueprint.plan.num_microbatches)
+        if blueprint.place.device.type == "cuda"
+        else None,
     )
 
 
 def _mailboxes(blueprint: Blueprint) -> Mailboxes | None:
     """Mailboxes for messages by copy engines, or None where they do not work; collective."""
-    device, meeting = blueprint.device, blueprint.meeting
+    device, meeting = blueprint.place.device, blueprint.place.meeting
     assert meeting is not None  # several ranks on GPUs have met
     return open_mailboxes(
         meeting,
@@ -108,26 +110,26 @@ def load_state(
 
     `source` gives the values instead of `model_folder` (a benchmark's are random).
     """
-    config, parts, device = blueprint.config, blueprint.parts, blueprint.device
+    config, parts, device = blueprint.config, blueprint.parts, blueprint.place.device
     chunk = config.pipeline.loss_chunk_tokens
     stages = {
-        stage: StageModule(parts, blueprint.plan.spans[stage], loss_chunk_tokens=chunk)
-        for stage in blueprint.plan.stages_of(blueprint.ranks.rank)
+        stage: StageModule(parts, blueprint.plan.cuts[stage], loss_chunk_tokens=chunk)
+        for stage in blueprint.plan.stages_of(blueprint.place.ranks.rank)
     }
     layouts = {stage: StageLayout.of(module.shapes) for stage, module in stages.items()}
     memory, arena = take_memory(
         layouts,
         resident=blueprint.plan.resident,
-        num_slots=blueprint.plan.slots[blueprint.ranks.rank],
+        num_slots=blueprint.plan.slots[blueprint.place.ranks.rank],
         dtype=blueprint.dtype,
         gradient_dtype=torch.float32 if config.pipeline.fp32_gradients else blueprint.dtype,
-        waiting=blueprint.waiting,
+        waiting=blueprint.answer.request.waiting,
         device=device,
         updates=UpdateQueue() if config.pipeline.overlap_optimizer else None,
         spans=spans,
     )
     source = source or _weight_source(blueprint, model_folder)
-    _fill(memory, stages, source, show_progress=blueprint.ranks.is_first)
+    _fill(memory, stages, source, show_progress=blueprint.place.ranks.is_first)
     return RankState(stages, memory, LayerInputs(parts, device=device, dtype=blueprint.dtype), arena)
 
 
@@ -157,10 +159,10 @@ def rehearse(blueprint: Blueprint, state: RankState) -> None:
 
     Leaves weights and optimizer as they are; the gradients it makes are overwritten by the first step's.
     """
-    config, device = blueprint.config, blueprint.device
+    config, device = blueprint.config, blueprint.place.device
     transport = RehearsalTransport(
-        rank=blueprint.ranks.rank,
-        num_ranks=blueprint.ranks.num_ranks,
+        rank=blueprint.place.ranks.rank,
+        num_ranks=blueprint.place.ranks.num_ranks,
         device=device,
         shape=blueprint.message_shape,
         dtype=blueprint.dtype,
@@ -188,9 +190,9 @@ def _executor(
         layer_inputs=state.layer_inputs,
         transport=transport,
         clock=clock,
-        device=blueprint.device,
+        device=blueprint.place.device,
         unsealed_names=unsealed_names,
-        graph_stages=blueprint.graph_stages,
+        graph_stages=blueprint.plan.kept,
         spans=spans,
     )
 
@@ -207,7 +209,7 @@ def assemble(
 ) -> Trainer:
     """Put the trainer together from finished parts; without the C kernel, torch updates what is in host memory."""
     config, parts, plan = blueprint.config, blueprint.parts, blueprint.plan
-    clock = WaitClock(blueprint.device)
+    clock = WaitClock(blueprint.place.device)
     tied = (
         TiedPair(*parts.tied_names, embedding_stage=0, head_stage=plan.num_stages - 1, num_ranks=plan.num_ranks)
         if parts.tied_names
@@ -216,9 +218,11 @@ def assemble(
     executor = _executor(blueprint, state, transport, clock, tied.names if tied else frozenset(), spans)
     optim = config.optim
     settings = AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)
-    has_kernel = has_kernel and (state.arena is not None or blueprint.device.type == "cpu")
+    has_kernel = has_kernel and (state.arena is not None or blueprint.place.device.type == "cpu")
     kernel = (
-        load_kernel(cache_folder(), num_threads=optimizer_threads(blueprint.ranks.num_ranks)) if has_kernel else None
+        load_kernel(cache_folder(), num_threads=optimizer_threads(blueprint.place.ranks.num_ranks))
+        if has_kernel
+        else None
     )
     adamw = FlatAdamW(settings, kernel, FusedUpdate())
     adamw.warm_up(memory.state for memory in state.memory.values())
@@ -236,10 +240,10 @@ def assemble(
         config.optim,
         executor=executor,
         stepper=stepper,
-        batches=_step_batches(batches, pin=blueprint.device.type == "cuda"),
+        batches=_step_batches(batches, pin=blueprint.place.device.type == "cuda"),
         transport=transport,
         clock=clock,
-        meter=MemoryMeter(blueprint.device),
+        meter=MemoryMeter(blueprint.place.device),
         watches=watches,
     )
 
@@ -265,5 +269,5 @@ def trace_facts(blueprint: Blueprint) -> TraceFacts:
         num_stages=plan.num_stages,
         num_microbatches=plan.num_microbatches,
         num_slots=plan.num_slots,
-        device=MemoryMeter(blueprint.device).device_name,
+        device=MemoryMeter(blueprint.place.device).device_name,
     )

@@ -43,7 +43,7 @@ def saved_parameters(blueprint: Blueprint) -> list[SavedParameter]:
     """Every parameter of the model in forward order with the rank that has it; a tied head is saved once."""
     parts, plan = blueprint.parts, blueprint.plan
     blocks = [(parts.embedding, 0)]
-    blocks += [(parts.layers[layer], span.stage) for span in plan.spans for layer in span.layers]
+    blocks += [(parts.layers[layer], cut.stage) for cut in plan.cuts for layer in cut.layers]
     blocks += [(parts.norm, plan.num_stages - 1)]
     blocks += [] if parts.is_tied else [(parts.head, plan.num_stages - 1)]
     return [

@@ -82,13 +82,15 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     output = _prepare_output(config, ranks, blueprint, standing)
     try:
         prepared = _prepare_data(config, ranks, tokenizer)
-        set_host_threads(ranks, blueprint.device, blueprint.device_order)  # not before: tokenization uses every CPU
-        recordings = Recordings(config, rank=ranks.rank, device=blueprint.device, folder=output.partial)
+        set_host_threads(
+            ranks, blueprint.place.device, blueprint.place.device_order
+        )  # not before: tokenization uses every CPU
+        recordings = Recordings(config, rank=ranks.rank, device=blueprint.place.device, folder=output.partial)
         transport = connect(blueprint, recordings.spans)
         blueprint = _settle_plan(blueprint, transport, output)
         state = load_state(blueprint, model_folder, spans=recordings.spans)
         _warn_of_small_pages(state)
-        if blueprint.device.type == "cuda" and ranks.num_ranks > 1:
+        if blueprint.place.device.type == "cuda" and ranks.num_ranks > 1:
             rehearse(blueprint, state)
         transport.barrier()
     except BaseException:
@@ -143,7 +145,7 @@ def _prepare_output(config: Config, ranks: Ranks, blueprint: Blueprint, standing
 def _settle_plan(blueprint: Blueprint, transport: Transport, output: OutputFolder) -> Blueprint:
     """The plan that all ranks agree on, by what is measured where that has a choice; the folder gets it."""
     settled = plan_by_measurement(blueprint, transport)
-    if settled.ranks.is_first:
+    if settled.place.ranks.is_first:
         _write_settings(output, settled)
     if settled.config.output.show_actions:
         _log_actions(settled)
@@ -151,7 +153,7 @@ def _settle_plan(blueprint: Blueprint, transport: Transport, output: OutputFolde
 
 
 def _write_settings(output: OutputFolder, blueprint: Blueprint) -> None:
-    settings = {"training_args.yaml": to_yaml(blueprint.config), "plan.json": saved_plan_of(blueprint).to_json()}
+    settings = {"training_args.yaml": to_yaml(blueprint.config), "plan.json": saved_plan_of(blueprint.answer).to_json()}
     for name, text in settings.items():
         try:
             (output.partial / name).write_text(text)
@@ -228,10 +230,10 @@ def _log_start(blueprint: Blueprint) -> None:
         config.data.seq_length,
         pipeline.num_microbatches,
         pipeline.microbatch_size,
-        MemoryMeter(blueprint.device).device_name,
+        MemoryMeter(blueprint.place.device).device_name,
     )
-    if blueprint.forecast is not None:
-        logger.info("%s", blueprint.forecast.describe())
+    if blueprint.answer.forecast is not None:
+        logger.info("%s", blueprint.answer.forecast.describe())
 
 
 def _train(
@@ -308,7 +310,7 @@ def _finish(
     problems: list[str],
 ) -> None:
     """Gather every rank's memory and write the report; then raise CheckpointError for `problems` and those of that."""
-    meter = MemoryMeter(blueprint.device)
+    meter = MemoryMeter(blueprint.place.device)
     reading = meter.read()
     table = torch.zeros(transport.num_ranks, 4, dtype=torch.float64)
     own = [reading.peak_allocated, reading.peak_reserved, reading.allocated, reading.peak_host]
@@ -333,7 +335,7 @@ def _finish(
     ]
     config = blueprint.config
     report = Path(config.output.save_results)
-    plan_text, forecast = blueprint.plan.describe(blueprint.shape), blueprint.forecast
+    plan_text, forecast = blueprint.plan.describe(blueprint.shape), blueprint.answer.forecast
     if forecast is not None:
         logger.info("%s", forecast.compare([step.step_seconds for step in steps]))
     try:

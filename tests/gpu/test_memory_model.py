@@ -1,16 +1,19 @@
 """The memory model against torch's own meter, with compiled layers that were measured as a run measures them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness.live_bytes import count_step
+from harness.plan_requests import request_of
 from transformers import LlamaConfig
 
-from mobius.config.config import Dtype
 from mobius.models.blocks import ModelParts
-from mobius.plan.budget import STEP_BYTES_PER_TOKEN, ByteSizes, StepTokens, microbatch_bytes
-from mobius.plan.gpu_peak import largest_moment
+from mobius.plan.budget import STEP_BYTES_PER_TOKEN, microbatch_bytes
+from mobius.plan.cards import CARDS
+from mobius.plan.gpu_peak import estimate_layer, largest_moment
 from mobius.plan.plan import make_plan
-from mobius.plan.working_set import estimate_layer
+from mobius.plan.request import Machine
 from mobius.runtime.stage import measure_layer_bytes
 
 pytestmark = pytest.mark.gpu
@@ -46,13 +49,15 @@ def test_a_compiled_step_holds_at_most_what_is_predicted_and_not_much_less(num_r
     shape, batch = parts.shape(), BATCH * CHUNKS
     measured = measure_layer_bytes(parts, shape=(BATCH, SEQ_LENGTH, 2048), dtype=torch.bfloat16, device=CUDA)
     plan = make_plan(shape, num_ranks=num_ranks, num_stages=8, num_microbatches=CHUNKS, num_slots=2)
-    tokens = StepTokens(batch * SEQ_LENGTH, BATCH * SEQ_LENGTH, 2048)
-    size = microbatch_bytes(
-        shape, ByteSizes.of(Dtype.BF16), tokens, graph_bytes=measured.graph, peak_bytes=measured.peak
+    machine = Machine(num_ranks, CARDS["H200"])
+    request = request_of(
+        shape, machine, batch_size=batch, seq_length=SEQ_LENGTH, num_stages=8, num_chunks=CHUNKS, loss_chunk_tokens=2048
     )
+    size = microbatch_bytes(request, measured)
     for rank in (0, num_ranks - 1):
         own = plan.stages_of(rank)
         graphs = own[len(own) - num_graphs :]
+        keeping = replace(plan, kept=frozenset(graphs))
         counted = count_step(
             config(),
             plan,
@@ -64,5 +69,5 @@ def test_a_compiled_step_holds_at_most_what_is_predicted_and_not_much_less(num_r
             graph_stages=graphs,
             device=CUDA,
         )
-        predicted = largest_moment(plan, rank, size, graph_stages=graphs).total + STEP_BYTES_PER_TOKEN * tokens.step
+        predicted = largest_moment(keeping, rank, size).total + STEP_BYTES_PER_TOKEN * request.step_tokens
         assert 0.97 * counted <= predicted <= 1.10 * counted, f"rank {rank}: {predicted / counted:.3f}"

@@ -26,10 +26,10 @@ def train(folder: Path, options: list[str], ranks: Ranks, transport: Transport |
     blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model))
     transport = transport or connect(blueprint)
     state = load_state(blueprint, folder)
-    if blueprint.device.type == "cuda" and ranks.num_ranks > 1:
+    if blueprint.place.device.type == "cuda" and ranks.num_ranks > 1:
         rehearse(blueprint, state)
     steps = list(assemble(blueprint, state, transport, _batches(blueprint.shape.vocab_size, options)).train())
-    MemoryMeter(blueprint.device).synchronize()
+    MemoryMeter(blueprint.place.device).synchronize()
     digest = hashlib.sha256()
     for stage in (memory.state for _, memory in sorted(state.memory.items())):
         for tensor in (stage.read_master(), stage.exp_avg, stage.exp_avg_sq, stage.weights.float()):

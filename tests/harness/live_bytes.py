@@ -22,8 +22,8 @@ from mobius.messages.rehearsal import RehearsalTransport
 from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.graph import backward, run_with_graph
+from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.plan import Plan
-from mobius.plan.working_set import LayerBytes
 from mobius.runtime.executor import Executor, StepBatch
 from mobius.runtime.stage import StageModule
 from mobius.runtime.waits import WaitClock
@@ -100,7 +100,7 @@ def count_step(
     """
     parts = ModelParts(config, device, compiled=device.type == "cuda")
     inputs = LayerInputs(parts, device=device, dtype=dtype)
-    stages = {s: StageModule(parts, plan.spans[s], loss_chunk_tokens=loss_chunk_tokens)
+    stages = {s: StageModule(parts, plan.cuts[s], loss_chunk_tokens=loss_chunk_tokens)
               for s in plan.stages_of(rank)}  # fmt: skip
     memory, arena = take_memory(
         {stage: StageLayout.of(module.shapes) for stage, module in stages.items()},

@@ -21,7 +21,7 @@ from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import Remainder, StageState
 from mobius.memory.streamed import SlotPool, StreamedStage
-from mobius.plan.partition import StageSpan
+from mobius.plan.partition import StageCut
 from mobius.runtime.executor import Executor, StepBatch
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
@@ -67,7 +67,7 @@ class Busy:
 class TimedStage:
     """A stage whose forward takes `seconds` and whose backward twice that; it looks at its weights."""
 
-    span: StageSpan
+    span: StageCut
     seconds: float
     busy: Busy
     seen: list[Tensor] = field(default_factory=list)
@@ -151,7 +151,7 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
     """
     num_ranks = len(devices)
     schedule = build_schedule(num_ranks, len(states) // num_ranks, NUM_MICROBATCHES, num_slots)
-    spans = [StageSpan(n, n, n + 1, n == 0, n == schedule.num_stages - 1) for n in range(schedule.num_stages)]
+    spans = [StageCut(n, n, n + 1, n == 0, n == schedule.num_stages - 1) for n in range(schedule.num_stages)]
     busy = {device: Busy(device) for device in devices}
     tokens = torch.zeros(NUM_MICROBATCHES, 2**13, dtype=torch.int64, pin_memory=devices[0].type == "cuda")
     batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel())

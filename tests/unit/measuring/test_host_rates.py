@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
+from harness.plan_requests import known_shape
 from transformers import AutoConfig
 
 from mobius.config.cli import parse_args
@@ -25,10 +26,8 @@ from mobius.measuring.host_rates import (
 )
 from mobius.messages.transport import SingleRankTransport
 from mobius.plan.cards import ACTION_LAUNCH, CARDS, LAUNCH, estimate_profile
-from mobius.plan.model_files import shape_of_model
 from mobius.plan.profile import LayerSeconds, Profile, Source
-from mobius.plan.shared_rates import SharedRates
-from mobius.plan.tasks import share_rates
+from mobius.plan.tasks import SharedRates, share_rates
 from mobius.planning import measured_plan
 from mobius.planning.blueprint import Blueprint, draw_blueprint
 from mobius.planning.measured_plan import is_host_to_be_measured, plan_by_measurement
@@ -40,7 +39,7 @@ SLOW = HostRates(
 
 
 def estimate(num_ranks: int = 4) -> Profile:
-    shape = shape_of_model("7b")
+    shape = known_shape("7b")
     return estimate_profile(CARDS["H200"], shape, microbatch_tokens=4096, seq_length=512, num_ranks=num_ranks)
 
 
@@ -136,37 +135,45 @@ def blueprint_of(*arguments: str) -> Blueprint:
     return draw_blueprint(config, Ranks(0, 1, 0), AutoConfig.from_pretrained("model"))
 
 
+def on_gpu(blueprint: Blueprint) -> Blueprint:
+    return replace(blueprint, place=replace(blueprint.place, device=torch.device("cuda", 0)))
+
+
+def with_profile(blueprint: Blueprint, profile: Profile | None) -> Blueprint:
+    return replace(blueprint, answer=replace(blueprint.answer, profile=profile))
+
+
 @pytest.mark.usefixtures("workplace")
 def test_the_host_is_looked_at_where_gpus_stream_and_nothing_else_is_given() -> None:
-    cuda = torch.device("cuda", 0)
-    assert is_host_to_be_measured(replace(blueprint_of(), device=cuda))
+    assert is_host_to_be_measured(on_gpu(blueprint_of()))
     assert not is_host_to_be_measured(blueprint_of())
-    assert not is_host_to_be_measured(replace(blueprint_of("--no_offload"), device=cuda))
-    given = blueprint_of()
+    assert not is_host_to_be_measured(on_gpu(blueprint_of("--no_offload")))
+    given = on_gpu(blueprint_of())
     planned = replace(given.config, planning=replace(given.config.planning, plan="plan.json"))
-    assert not is_host_to_be_measured(replace(given, device=cuda, config=planned))
+    request = replace(given.answer.request, config=planned)
+    assert not is_host_to_be_measured(replace(given, answer=replace(given.answer, request=request)))
 
 
 @pytest.mark.usefixtures("workplace")
 def test_a_run_is_planned_again_by_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on_gpu = replace(blueprint_of(), device=torch.device("cuda", 0), profile=estimate(1))
-    unknown = replace(on_gpu, profile=None)
+    known = with_profile(on_gpu(blueprint_of()), estimate(1))
+    unknown = with_profile(known, None)
     seen: list[Profile] = []
 
     def redraw(blueprint: Blueprint, profile: Profile) -> Blueprint:
         seen.append(profile)
-        return replace(blueprint, profile=profile)
+        return with_profile(blueprint, profile)
 
     monkeypatch.setattr(measured_plan, "redraw", redraw)
     monkeypatch.setattr(measured_plan, "measure_host_rates", lambda *_, **__: SLOW)
     launch = LayerSeconds(2 * LAUNCH.forward, 3e-3, 2 * LAUNCH.recomputed_backward)
     monkeypatch.setattr(measured_plan, "measure_launches", lambda *_: launch)
     with caplog.at_level(logging.INFO):
-        planned = plan_by_measurement(on_gpu, SingleRankTransport())
+        planned = plan_by_measurement(known, SingleRankTransport())
     with_rates = with_host_rates(estimate(1), SLOW)
-    assert seen == [planned.profile] == [replace(with_rates, launch=launch, action_launch=2 * ACTION_LAUNCH)]
+    assert seen == [planned.answer.profile] == [replace(with_rates, launch=launch, action_launch=2 * ACTION_LAUNCH)]
     told = "1.00 billion updates per second and rank, or 0.80 beside copies of 4 GB/s each way, which alone do 10"
     assert told in caplog.text
     assert "; a layer is enqueued in 0.60 ms forward, 3.00 backward, 1.86 with recompute" in caplog.text

@@ -8,8 +8,7 @@ import pytest
 from mobius.errors import CheckpointError
 from mobius.output.metrics import StepMetrics
 from mobius.output.report import RankMemory, RunTimings, write_report
-from mobius.plan.forecast import Forecast
-from mobius.plan.sensitivity import Resource
+from mobius.plan.simulation import Forecast, Resource
 
 GIB = 2**30
 

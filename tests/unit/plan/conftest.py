@@ -1,6 +1,6 @@
 import pytest
 
-from mobius.plan.shape import ModelShape
+from mobius.plan.partition import ModelShape
 
 
 @pytest.fixture

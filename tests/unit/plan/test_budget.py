@@ -5,68 +5,59 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from harness.plan_requests import request_of
 
 from mobius.config.config import Dtype
 from mobius.errors import GpuMemoryError, HostMemoryError
+from mobius.plan import budget
 from mobius.plan.budget import (
-    ByteSizes,
     GpuNeed,
     HostNeed,
-    StepTokens,
     check_gpu_memory,
     check_host_memory,
     fullest,
     gpu_need,
-    gpu_process_bytes,
+    gpu_needs,
     host_need,
-    waiting_stages,
+    process_bytes,
 )
-from mobius.plan.plan import Plan, make_plan
-from mobius.plan.shape import ModelShape
+from mobius.plan.cards import CARDS
+from mobius.plan.partition import ModelShape
+from mobius.plan.plan import MemoryUse, Plan
+from mobius.plan.request import ByteSizes, Machine, PlanRequest
 from mobius.units import GIB
 
 BF16, FP16, FP32 = (ByteSizes.of(dtype) for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32))
 LAYER = 202_383_360  # of Llama-2-7B
 EMBEDDING = 131_072_000
 HEAD = 131_076_096
-# Four ranks with two stages of four layers each, two slots, 128 sequences of 512 tokens in 4 microbatches.
-NODE: dict[str, Any] = {
-    "num_ranks": 4,
-    "num_slots": 2,
-    "batch_tokens": 128 * 512,
-    "microbatch_tokens": 32 * 512,
-    "loss_chunk_tokens": 2048,
-}
-ALL_WAIT = frozenset(range(32))
+GPUS, CPUS = Machine(4, CARDS["H200"]), Machine(4)
 
 
-def plan_of(shape: ModelShape, *, num_stages: int, num_ranks: int = 4, num_slots: int | None = 2) -> Plan:
-    return make_plan(shape, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=4, num_slots=num_slots)
+def node(shape: ModelShape, machine: Machine = GPUS, **options: Any) -> PlanRequest:
+    """Four ranks with two stages of four layers each, two slots, 128 sequences of 512 tokens in 4 microbatches."""
+    usual = {"num_stages": 8, "batch_size": 128, "num_chunks": 4, "loss_chunk_tokens": 2048}
+    return request_of(shape, machine, **(usual | options))
+
+
+def with_resident(request: PlanRequest, counts: tuple[int, ...], slots: int = 2) -> Plan:
+    """The plan in which the first `counts[rank]` stages of each rank stay."""
+    return request.plan.using([MemoryUse(count, 0, slots) for count in counts])
 
 
 def need_of(
-    shape: ModelShape,
-    *,
-    num_stages: int = 8,
-    sizes: ByteSizes = BF16,
-    resident: tuple[int, ...] = (),
-    rank: int | None = None,
-    waiting: frozenset[int] = ALL_WAIT,
-    **changes: Any,
+    shape: ModelShape, *, resident: tuple[int, ...] = (), rank: int | None = None, num_ranks: int = 4, **options: Any
 ) -> GpuNeed:
-    """Of `rank`, or of the fullest; the first `resident[rank]` stages of each rank stay."""
-    given = NODE | changes
-    plan = plan_of(shape, num_stages=num_stages, num_ranks=given["num_ranks"], num_slots=given["num_slots"])
-    if resident:
-        plan = plan.with_resident(resident, given["num_slots"])
-    tokens = StepTokens(given["batch_tokens"], given["microbatch_tokens"], given["loss_chunk_tokens"])
-    ranks = range(plan.num_ranks) if rank is None else (rank,)
-    return fullest(gpu_need(plan, shape, sizes, tokens, rank=r, waiting=waiting) for r in ranks)
+    """The need of `rank`, or of the fullest; the first `resident[rank]` stages of each rank stay."""
+    request = node(shape, Machine(num_ranks, CARDS["H200"]), **options)
+    plan = with_resident(request, resident) if resident else request.plan
+    return fullest(gpu_needs(request, plan)) if rank is None else gpu_need(request, plan, rank=rank)
 
 
-def host_need_of(plan: Plan, shape: ModelShape, **changes: Any) -> HostNeed:
-    given: dict[str, Any] = {"process_bytes": GIB, "waiting": ALL_WAIT, "on_cpu": False}
-    return host_need(plan, shape, BF16, **(given | changes))
+@pytest.fixture
+def gib_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a GiB each."""
+    monkeypatch.setattr(budget, "process_bytes", lambda request, plan: GIB)
 
 
 def test_a_parameter_takes_14_bytes_of_host_memory_in_bf16_and_16_in_fp16_and_fp32() -> None:
@@ -91,47 +82,65 @@ def test_a_resident_parameter_takes_12_bytes_of_gpu_memory_in_bf16_and_14_where_
     assert ByteSizes.of(Dtype.BF16, has_fp32_gradients=True).resident(keeps_gradients=True) == 2 + 2 + 8 + 4
 
 
-def test_gradients_are_kept_where_an_update_waits() -> None:
-    nothing: dict[str, bool] = {"clips": False, "scales_loss": False, "is_tied": False}
-    assert waiting_stages(4, **nothing) == set()
-    assert waiting_stages(4, **(nothing | {"is_tied": True})) == {0, 3}
-    for reason in ("clips", "scales_loss"):
-        assert waiting_stages(4, **(nothing | {reason: True})) == {0, 1, 2, 3}
+def test_gradients_are_kept_where_an_update_waits(llama_7b: ModelShape) -> None:
+    tied = replace(llama_7b, is_tied=True)
+    nothing: dict[str, Any] = {"num_stages": 4, "max_grad_norm": 0.0}
+    assert node(llama_7b, **nothing).waiting == set()
+    assert node(tied, **nothing).waiting == {0, 3}
+    for reason in ({"max_grad_norm": 1.0}, {"dtype": Dtype.FP16}):
+        assert node(llama_7b, **(nothing | reason)).waiting == {0, 1, 2, 3}
 
 
+@pytest.mark.usefixtures("gib_processes")
 def test_llama_7b_on_four_ranks_needs_its_parameters_and_a_gib_per_process(llama_7b: ModelShape) -> None:
-    assert host_need_of(plan_of(llama_7b, num_stages=8), llama_7b).total == 6_738_415_616 * 14 + 4 * 2**30
+    request = node(llama_7b)
+    assert host_need(request, request.plan).total == 6_738_415_616 * 14 + 4 * 2**30
 
 
+@pytest.mark.usefixtures("gib_processes")
 def test_resident_stages_take_no_host_memory_but_that_of_a_cpu(llama_7b: ModelShape) -> None:
     # Of eight stages of four layers the first of the first two ranks stay: embedding and eight layers.
-    plan = plan_of(llama_7b, num_stages=8).with_resident((1, 1, 0, 0), 2)
     staying = EMBEDDING + 8 * LAYER
+    request = node(llama_7b)
+    plan = with_resident(request, (1, 1, 0, 0))
+    on_gpus = host_need(request, plan)
 
-    assert host_need_of(plan, llama_7b).total == (6_738_415_616 - staying) * 14 + 4 * 2**30
-    on_cpu = host_need_of(plan, llama_7b, on_cpu=True, waiting=frozenset({1}))
-    first, second = EMBEDDING + 4 * LAYER, 4 * LAYER
-    assert on_cpu.resident == first * 12 + second * 14
-    assert on_cpu.total == host_need_of(plan, llama_7b).total + on_cpu.resident
-
-
-def test_a_rank_that_streams_or_has_measured_is_larger() -> None:
-    assert gpu_process_bytes(streams=False, measures=False) == int(2.15 * GIB)
-    assert gpu_process_bytes(streams=False, measures=True) == pytest.approx(2.65 * GIB)
-    for measures in (False, True):
-        assert gpu_process_bytes(streams=True, measures=measures) == pytest.approx(2.38 * GIB)
+    assert on_gpus.total == (6_738_415_616 - staying) * 14 + 4 * 2**30
+    for norm, num_bytes in ((1.0, 14), (0.0, 12)):
+        on_cpu = host_need(node(llama_7b, CPUS, max_grad_norm=norm), plan)
+        assert on_cpu.resident == staying * num_bytes
+        assert on_cpu.total == on_gpus.total + on_cpu.resident
 
 
-def test_exactly_enough_host_memory_is_enough_and_a_byte_less_is_not(llama_7b: ModelShape) -> None:
-    need = host_need_of(plan_of(llama_7b, num_stages=8), llama_7b)
+def test_a_rank_that_streams_or_has_measured_is_larger(llama_7b: ModelShape) -> None:
+    for num_stages, more in ((8, 0), (None, 0.5)):
+        request = node(llama_7b, num_stages=num_stages, use_offload=False)
+        plan = node(llama_7b, use_offload=False).plan
+        assert process_bytes(request, plan) == pytest.approx((2.15 + more) * GIB)
+    for num_stages in (8, None):
+        request = node(llama_7b, num_stages=num_stages)
+        assert process_bytes(request, node(llama_7b).plan) == pytest.approx(2.38 * GIB)
 
+
+def test_a_process_that_has_run_something_before_counts_as_it_is_but_on_a_cpu(llama_7b: ModelShape) -> None:
+    for machine, larger in ((GPUS, 5 * GIB), (CPUS, GIB // 2)):
+        request = node(llama_7b, machine)
+        assert host_need(request, request.plan, own_bytes=5 * GIB).process_bytes == larger
+
+
+@pytest.fixture
+def need(llama_7b: ModelShape, gib_processes: None) -> HostNeed:
+    request = node(llama_7b)
+    return host_need(request, request.plan)
+
+
+def test_exactly_enough_host_memory_is_enough_and_a_byte_less_is_not(need: HostNeed) -> None:
     check_host_memory(need, available_bytes=need.total)
     with pytest.raises(HostMemoryError):
         check_host_memory(need, available_bytes=need.total - 1)
 
 
-def test_too_little_host_memory_is_told_with_the_arithmetic_and_a_way_out(llama_7b: ModelShape) -> None:
-    need = host_need_of(plan_of(llama_7b, num_stages=8), llama_7b)
+def test_too_little_host_memory_is_told_with_the_arithmetic_and_a_way_out(need: HostNeed) -> None:
     with pytest.raises(HostMemoryError) as caught:
         check_host_memory(need, available_bytes=80 * GIB)
 
@@ -143,18 +152,20 @@ def test_too_little_host_memory_is_told_with_the_arithmetic_and_a_way_out(llama_
     assert "--host_memory_limit" in message
 
 
+@pytest.mark.usefixtures("gib_processes")
 def test_the_arithmetic_of_a_mixture_on_a_cpu_names_both_parts(llama_7b: ModelShape) -> None:
-    plan = plan_of(llama_7b, num_stages=8).with_resident((1, 1, 1, 1), 2)
-    text = host_need_of(plan, llama_7b, on_cpu=True).describe()
+    request = node(llama_7b, CPUS)
+    text = host_need(request, with_resident(request, (1, 1, 1, 1))).describe()
     assert text == (
         "3.37e+09 parameters x 14 bytes + 3.37e+09 resident parameters x 14 bytes + 4 x 1 GiB for the processes"
     )
 
 
+@pytest.mark.usefixtures("gib_processes")
 def test_a_tied_matrix_is_budgeted_twice_because_both_ends_hold_it(small: ModelShape) -> None:
-    plan = plan_of(small, num_stages=2, num_ranks=1)
+    request = node(small, Machine(1, CARDS["H200"]), num_stages=2)
 
-    assert host_need_of(plan, small).total == (240 + 500 + 244) * 14 + GIB
+    assert host_need(request, request.plan).total == (240 + 500 + 244) * 14 + GIB
 
 
 def test_streamed_llama_7b_by_hand(llama_7b: ModelShape) -> None:
@@ -179,11 +190,11 @@ def test_streamed_llama_7b_by_hand(llama_7b: ModelShape) -> None:
 def test_resident_llama_7b_by_hand(llama_7b: ModelShape) -> None:
     held, stage = 8 * LAYER + HEAD, 4 * LAYER + HEAD
 
-    need = need_of(llama_7b, num_slots=None, rank=3)
+    need = need_of(llama_7b, use_offload=False, rank=3)
     # Gradients: kept in bf16, and one fp32 buffer in which those of the largest stage add up.
     assert (need.weights, need.gradients, need.optimizer) == (held * 2, held * 2 + stage * 4, held * 10)
 
-    need = need_of(llama_7b, num_slots=None, waiting=frozenset(), rank=3)
+    need = need_of(llama_7b, use_offload=False, max_grad_norm=0.0, rank=3)
     assert (need.weights, need.gradients, need.optimizer) == (held * 2, stage * 4, held * 10)
 
 
@@ -206,10 +217,9 @@ def test_a_mixture_by_hand_for_each_rank(llama_7b: ModelShape) -> None:
 def test_gradients_in_fp32_add_up_where_they_are_kept_or_in_two_sums_of_which_streamed_ones_leave(
     llama_7b: ModelShape,
 ) -> None:
-    sizes = ByteSizes.of(Dtype.BF16, has_fp32_gradients=True)
     held, inner = 8 * LAYER + HEAD, 4 * LAYER
-    assert need_of(llama_7b, num_slots=None, sizes=sizes, rank=3).gradients == held * 4
-    mixed = need_of(llama_7b, resident=(1, 1, 1, 1), sizes=sizes, rank=1)
+    assert need_of(llama_7b, use_offload=False, fp32_gradients=True, rank=3).gradients == held * 4
+    mixed = need_of(llama_7b, resident=(1, 1, 1, 1), fp32_gradients=True, rank=1)
     assert mixed.gradients == 2 * inner * 4 + inner * 4
 
 
@@ -220,19 +230,19 @@ def test_a_slot_is_as_large_as_the_largest_streamed_stage(llama_7b: ModelShape) 
 
 
 def test_with_one_stage_per_rank_a_second_slot_takes_nothing(llama_7b: ModelShape) -> None:
-    assert need_of(llama_7b, num_stages=4) == need_of(llama_7b, num_stages=4, num_slots=1)
+    assert need_of(llama_7b, num_stages=4) == need_of(llama_7b, num_stages=4, use_prefetch=False)
     assert need_of(llama_7b, num_stages=4, rank=3).weights == (8 * LAYER + HEAD) * 2
 
 
 @pytest.mark.parametrize(
     ("category", "changes", "factor"),
     [
-        ("messages", {"microbatch_tokens": 2 * NODE["microbatch_tokens"]}, 2),
-        ("working_set", {"microbatch_tokens": 2 * NODE["microbatch_tokens"]}, 2),
-        ("weights", {"num_slots": 1}, 0.5),
-        ("weights", {"sizes": FP32}, 2),
-        ("gradients", {"sizes": FP32}, 1),
-        ("stash", {"sizes": FP32}, 2),
+        ("messages", {"batch_size": 256}, 2),
+        ("working_set", {"batch_size": 256}, 2),
+        ("weights", {"use_prefetch": False}, 0.5),
+        ("weights", {"dtype": Dtype.FP32}, 2),
+        ("gradients", {"dtype": Dtype.FP32}, 1),
+        ("stash", {"dtype": Dtype.FP32}, 2),
         ("stash", {"num_ranks": 2}, 2),
     ],
 )
@@ -250,8 +260,7 @@ def test_smaller_stages_need_less(llama_7b: ModelShape) -> None:
 
 def test_a_large_vocabulary_makes_the_loss_the_largest_work(small: ModelShape) -> None:
     wide = replace(small, vocab_size=1_000_000)
-    given = {"num_stages": 4, "loss_chunk_tokens": 100, "rank": 3, "batch_tokens": 600, "microbatch_tokens": 150}
-    need = need_of(wide, **given)
+    need = need_of(wide, num_stages=4, loss_chunk_tokens=100, rank=3, batch_size=4, seq_length=150)
 
     # 100 tokens' logits and their gradient in bf16; 4 wide: normed states with their gradient, that of a chunk; then
     # the stage's output [150, 4].
@@ -260,9 +269,9 @@ def test_a_large_vocabulary_makes_the_loss_the_largest_work(small: ModelShape) -
 
 def test_a_microbatch_smaller_than_the_loss_chunk_bounds_the_logits(small: ModelShape) -> None:
     wide = replace(small, vocab_size=1_000_000)
-    given = {"num_stages": 4, "loss_chunk_tokens": 4096, "rank": 3, "batch_tokens": 200, "microbatch_tokens": 50}
+    need = need_of(wide, num_stages=4, loss_chunk_tokens=4096, rank=3, batch_size=4, seq_length=50)
 
-    assert need_of(wide, **given).working_set == 1_000_000 * 50 * 4 + (2 * 50 + 50) * 4 * 2 + 50 * 4 * 2
+    assert need.working_set == 1_000_000 * 50 * 4 + (2 * 50 + 50) * 4 * 2 + 50 * 4 * 2
 
 
 GIBS = GpuNeed(rank=2, weights=2 * GIB, gradients=3 * GIB, optimizer=0, stash=4 * GIB, working_set=GIB // 2)

@@ -1,16 +1,16 @@
 """What a rank holds at its fullest moment: by hand, as measured on H200s; and bounded sends never wait."""
 
-import pytest
+from dataclasses import replace
 
-from mobius.config.config import Dtype
+import pytest
+from harness.plan_requests import known_shape, request_of
+
 from mobius.limits import max_sends_under_way
-from mobius.plan.budget import ByteSizes, StepTokens, gpu_need, microbatch_bytes
-from mobius.plan.gpu_peak import Held, MicrobatchBytes, largest_moment
-from mobius.plan.model_files import shape_of_model
+from mobius.plan import gpu_peak
+from mobius.plan.budget import gpu_needs
+from mobius.plan.gpu_peak import Held, LayerBytes, MicrobatchBytes, largest_moment
 from mobius.plan.partition import partition_of
-from mobius.plan.plan import Plan, make_plan
-from mobius.plan.shape import ModelShape
-from mobius.plan.working_set import LayerBytes
+from mobius.plan.plan import MemoryUse, Plan, make_plan
 from mobius.schedule.action import incoming
 from mobius.schedule.build import build_schedule
 from mobius.schedule.simulate import Costs, simulate
@@ -21,6 +21,10 @@ SIZE = MicrobatchBytes(activation=10, layer=LayerBytes(graph=100, peak=150), los
 
 def plan_of(sizes: list[int], *, num_ranks: int, num_microbatches: int) -> Plan:
     return Plan(num_ranks, num_microbatches, (0,) * num_ranks, partition_of(sizes), frozenset(range(len(sizes))))
+
+
+def keeping(plan: Plan, *stages: int) -> Plan:
+    return replace(plan, kept=frozenset(stages))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
@@ -51,61 +55,62 @@ def test_a_message_is_received_before_as_many_others_are_sent_as_are_kept(
 def test_a_rank_without_the_models_last_stage_holds_most_when_its_backward_begins() -> None:
     plan = plan_of([1, 1, 1, 1], num_ranks=2, num_microbatches=3)
     # Inputs of two stages, two messages ahead and the five sent last, and a layer's work.
-    held = largest_moment(plan, 0, MicrobatchBytes(10, LayerBytes(100, 150), 70, 0), graph_stages=())
+    held = largest_moment(plan, 0, MicrobatchBytes(10, LayerBytes(100, 150), 70, 0))
     assert held == Held(stash=60, graphs=0, messages=20 + 50, work=150)
 
 
 def test_kept_activations_hold_their_outputs_so_that_sending_these_takes_nothing() -> None:
     plan = plan_of([1, 1, 1, 1], num_ranks=2, num_microbatches=3)
-    held = largest_moment(plan, 0, MicrobatchBytes(10, LayerBytes(100, 150), 70, 0), graph_stages={2})
+    held = largest_moment(keeping(plan, 2), 0, MicrobatchBytes(10, LayerBytes(100, 150), 70, 0))
     # Stage 2 keeps three graphs, each of which has an output in it; of the five sent last two are stage 0's.
     assert held == Held(stash=60, graphs=300, messages=20 + 20, work=50)
 
 
 def test_the_models_last_stage_keeps_one_microbatch_only() -> None:
     plan = plan_of([2, 2, 2, 2], num_ranks=2, num_microbatches=3)
-    held = largest_moment(plan, 1, MicrobatchBytes(10, LayerBytes(100, 150), 700, 0), graph_stages=())
+    held = largest_moment(plan, 1, MicrobatchBytes(10, LayerBytes(100, 150), 700, 0))
     # Two layers' inputs of three microbatches and of one; the loss beside the output.
     assert held == Held(stash=2 * 3 * 10 + 2 * 10, graphs=0, messages=20 + 50, work=10 + 700)
 
 
 def test_the_embeddings_backward_can_be_the_most() -> None:
     plan = plan_of([1, 1, 1, 1], num_ranks=2, num_microbatches=3)
-    held = largest_moment(plan, 0, SIZE, graph_stages=())
+    held = largest_moment(plan, 0, SIZE)
     # Stage 0 alone is left, without its first microbatch; the gradient of the layer's input beside the embedding's.
     assert held == Held(stash=20, graphs=0, messages=20 + 50, work=10 + 500)
 
 
 def test_a_rank_alone_hands_its_gradients_over_and_receives_nothing() -> None:
     plan = plan_of([1, 1, 1], num_ranks=1, num_microbatches=4)
-    held = largest_moment(plan, 0, MicrobatchBytes(10, LayerBytes(100, 150), 70, 0), graph_stages=())
+    held = largest_moment(plan, 0, MicrobatchBytes(10, LayerBytes(100, 150), 70, 0))
     # At the last stage's last turn: two stages' inputs, its own, three gradients; its output, the gradient and a layer.
     assert held == Held(stash=80 + 10, graphs=0, messages=30, work=10 + 10 + 150)
 
 
 def test_an_end_without_layers_keeps_nothing_but_what_passes() -> None:
     plan = plan_of([0, 2, 2, 0], num_ranks=2, num_microbatches=2)
-    assert largest_moment(plan, 0, SIZE, graph_stages={0, 2}).graphs in (0, 400)
+    assert largest_moment(keeping(plan, 0, 2), 0, SIZE).graphs in (0, 400)
 
 
 # 4 x H200 (docs/benchmarks.md), before sends were bounded. The host was then a thousand launches ahead of the GPU; a
 # compiled layer's forward makes some 16, so that about 64 messages were kept. That number is inferred, not measured.
 KEPT_THEN = 64
 MEASURED = [
-    # model, stages, batch x length, chunks, loss chunk, slots, bytes per resident parameter, kept, reserved GiB
-    ("7b", 32, 64 * 512, 8, 2048, 2, None, (1, 1, 1, 2), 10.26),
-    ("7b", 32, 64 * 512, 8, 8192, None, 18, (8, 8, 8, 8), 63.96),
-    ("7b", 32, 64 * 2048, 16, 2048, None, 18, (0, 0, 0, 0), 41.69),
-    ("7b", 32, 64 * 2048, 16, 2048, 6, None, (6, 6, 6, 6), 111.73),  # which stages were kept is not on record
-    ("13b", 40, 64 * 128, 4, 2048, 10, None, (10, 10, 10, 10), 24.47),
+    # model, stages, sequence length, chunks, loss chunk, slots, bytes per resident parameter, kept, reserved GiB
+    ("7b", 32, 512, 8, 2048, 2, None, (1, 1, 1, 2), 10.26),
+    ("7b", 32, 512, 8, 8192, None, 18, (8, 8, 8, 8), 63.96),
+    ("7b", 32, 2048, 16, 2048, None, 18, (0, 0, 0, 0), 41.69),
+    ("7b", 32, 2048, 16, 2048, 6, None, (6, 6, 6, 6), 111.73),  # which stages were kept is not on record
+    ("13b", 40, 128, 4, 2048, 10, None, (10, 10, 10, 10), 24.47),
 ]
 
 
-@pytest.mark.parametrize(("model", "stages", "step", "chunks", "loss", "slots", "held", "kept", "gib"), MEASURED)
+@pytest.mark.parametrize(("model", "stages", "length", "chunks", "loss", "slots", "held", "kept", "gib"), MEASURED)
 def test_what_was_reserved_on_h200s_is_predicted_within_ten_percent_and_not_under_by_more_than_three(
+    monkeypatch: pytest.MonkeyPatch,
     model: str,
     stages: int,
-    step: int,
+    length: int,
     chunks: int,
     loss: int,
     slots: int | None,
@@ -113,22 +118,17 @@ def test_what_was_reserved_on_h200s_is_predicted_within_ten_percent_and_not_unde
     kept: tuple[int, ...],
     gib: float,
 ) -> None:
-    shape = shape_of_model(model)
-    plan = make_plan(shape, num_ranks=4, num_stages=stages, num_microbatches=chunks, num_slots=slots)
-    predicted = max(
-        _bytes_then(shape, plan, StepTokens(step, step // chunks, loss), r, held, kept[r]) for r in range(4)
-    )
-    assert gib * 0.97 <= predicted / GIB <= gib * 1.10
-
-
-def _bytes_then(shape: ModelShape, plan: Plan, tokens: StepTokens, rank: int, held: int | None, kept: int) -> float:
-    sizes = ByteSizes.of(Dtype.BF16)
-    own = plan.stages_of(rank)
-    graphs = own[len(own) - kept :]
-    need = gpu_need(plan, shape, sizes, tokens, rank=rank, graph_stages=graphs)
-    size = microbatch_bytes(shape, sizes, tokens)
-    now = largest_moment(plan, rank, size, graph_stages=graphs).total
-    then = largest_moment(plan, rank, size, graph_stages=graphs, max_sends=KEPT_THEN).total
-    # Resident stages had whole masters and fp32 gradients then.
-    states = need.states if held is None else held * sum(plan.spans[s].num_parameters(shape) for s in own)
-    return states + then + (need.libraries + 0.03 * (then - now))
+    request = request_of(
+        known_shape(model), num_stages=stages, seq_length=length, num_chunks=chunks, loss_chunk_tokens=loss,
+        max_grad_norm=0.0,
+    )  # fmt: skip
+    whole = make_plan(request.shape, num_ranks=4, num_stages=stages, num_microbatches=chunks, num_slots=slots)
+    resident = 0 if slots else whole.stages_per_rank
+    plan = whole.using([MemoryUse(resident, number, slots or 0) for number in kept])
+    monkeypatch.setattr(gpu_peak, "max_sends_under_way", lambda _: KEPT_THEN)
+    needs = []
+    for rank, need in enumerate(gpu_needs(request, plan)):
+        # Resident stages had whole masters and fp32 gradients then.
+        parameters = sum(plan.cuts[stage].num_parameters(request.shape) for stage in plan.stages_of(rank))
+        needs.append(need.total - need.states + (need.states if held is None else held * parameters))
+    assert gib * 0.97 <= max(needs) / GIB <= gib * 1.10

@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 
 from mobius.errors import PlanError
-from mobius.plan.partition import balanced_partition
-from mobius.plan.shape import ModelShape
+from mobius.plan.partition import ModelShape, balanced_partition
 
 CASES = [(layers, stages) for layers in range(1, 25) for stages in range(1, layers + 1)]
 

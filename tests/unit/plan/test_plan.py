@@ -3,8 +3,8 @@
 import pytest
 
 from mobius.errors import PlanError
-from mobius.plan.plan import make_plan
-from mobius.plan.shape import ModelShape
+from mobius.plan.partition import ModelShape
+from mobius.plan.plan import MemoryUse, make_plan
 
 
 def test_stages_go_round_the_ranks(small: ModelShape) -> None:
@@ -63,22 +63,27 @@ def test_the_description_tells_when_nothing_is_streamed(small: ModelShape) -> No
     assert "embedding, layers 0-4, norm, head" in stage
 
 
-def test_each_rank_keeps_its_first_stages_and_slots_for_the_others(small: ModelShape) -> None:
+def test_each_rank_keeps_its_first_stages_and_slots_for_the_others_and_keeps_activations_of_its_last(
+    small: ModelShape,
+) -> None:
     streamed = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=1, num_slots=2)
-    plan = streamed.with_resident((2, 1), 2)
+    plan = streamed.using([MemoryUse(2, 0, 2), MemoryUse(1, 1, 2)])
 
     assert plan.resident == {0, 2, 1}
+    assert plan.kept == {3}
     assert [plan.streamed_stages(rank) for rank in range(2)] == [[], [3]]
     assert (plan.num_slots, plan.slots) == (1, (0, 1))
-    assert streamed.with_resident((0, 0), 2) == streamed
-    assert streamed.with_resident((0, 0), (1, 3)).slots == (1, 2)
-    everything = streamed.with_resident((2, 2), 2)
+    assert [plan.use_of(rank) for rank in range(2)] == [MemoryUse(2, 0, 0), MemoryUse(1, 1, 1)]
+    assert streamed.using([MemoryUse(0, 0, 2)] * 2) == streamed
+    assert streamed.using([MemoryUse(0, 0, 1), MemoryUse(0, 0, 3)]).slots == (1, 2)
+    everything = streamed.using([MemoryUse(2, 0, 2)] * 2)
     assert everything == make_plan(small, num_ranks=2, num_stages=4, num_microbatches=1, num_slots=None)
     assert everything.resident == {0, 1, 2, 3}
 
 
 def test_the_description_of_a_mixture_tells_which_stages_are_resident(small: ModelShape) -> None:
-    plan = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=1, num_slots=2).with_resident((1, 0), 2)
+    streamed = make_plan(small, num_ranks=2, num_stages=4, num_microbatches=1, num_slots=2)
+    plan = streamed.using([MemoryUse(1, 0, 2), MemoryUse(0, 0, 2)])
 
     first, *stages = plan.describe(small).splitlines()
     assert first == "4 stages on 2 rank(s), 1 microbatches, 1 resident, the others streamed through 1 to 2 slots"

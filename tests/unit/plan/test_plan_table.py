@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from mobius.plan.plan import make_plan
+from dataclasses import replace
+
+from mobius.plan.partition import ModelShape
+from mobius.plan.plan import MemoryUse, make_plan
 from mobius.plan.plan_table import describe_stages
-from mobius.plan.shape import ModelShape
 
 
 def test_each_stage_has_a_line_and_those_without_parameters_say_so(llama_7b: ModelShape) -> None:
-    plan = make_plan(llama_7b, num_ranks=4, num_stages=36, num_microbatches=8, num_slots=2).with_resident([1] * 4, 2)
+    plan = make_plan(llama_7b, num_ranks=4, num_stages=36, num_microbatches=8, num_slots=2)
+    plan = replace(plan.using([MemoryUse(1, 0, 2)] * 4), kept=frozenset({34}))
 
-    head, _, *lines = describe_stages(plan, llama_7b, graph_stages={34}).splitlines()
+    head, _, *lines = describe_stages(plan, llama_7b).splitlines()
 
     assert head == "36 stages on 4 rank(s), 8 microbatches, 2 slot(s) per rank"
     cells = [line.split() for line in lines]

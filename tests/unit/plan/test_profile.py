@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from mobius.plan.cards import CARDS, estimate_profile
+from mobius.plan.partition import ModelShape
 from mobius.plan.profile import Profile, ProfileError
-from mobius.plan.shape import ModelShape
 
 
 @pytest.fixture

@@ -7,17 +7,35 @@ import time
 from dataclasses import replace
 
 import pytest
+from harness.plan_requests import known_shape, request_of
 
+from mobius.config.config import Recompute
 from mobius.plan.cards import CARDS, estimate_profile
-from mobius.plan.partition import balanced_partition
+from mobius.plan.choice import estimated_profile
+from mobius.plan.fit import fit_plan
+from mobius.plan.partition import ModelShape
+from mobius.plan.plan import make_plan
 from mobius.plan.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
-from mobius.plan.sensitivity import Resource, limiting_resource, with_faster
-from mobius.plan.shape import ModelShape
-from mobius.plan.shared_rates import SharedRates
-from mobius.plan.simulation import Prediction, simulate_steps, simulated_seconds, stash_over_time
-from mobius.plan.stage_costs import LAUNCH_BESIDE_UPDATES, StageCost, StepRules, stage_costs
-from mobius.plan.step_tasks import SEAL_BYTES
-from mobius.plan.tasks import share_rates
+from mobius.plan.request import Machine
+from mobius.plan.simulation import (
+    Forecast,
+    Prediction,
+    Resource,
+    forecast,
+    limiting_resource,
+    simulate_steps,
+    simulated_seconds,
+    steady_seconds,
+    with_faster,
+)
+from mobius.plan.step_tasks import (
+    LAUNCH_BESIDE_UPDATES,
+    SEAL_BYTES,
+    StageCost,
+    StepRules,
+    stage_costs,
+)
+from mobius.plan.tasks import SharedRates, share_rates
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane, WaitCause
 
@@ -207,13 +225,8 @@ def predict_llama(
     profile = estimate_profile(CARDS["H200"], shape, microbatch_tokens=tokens, seq_length=512, num_ranks=num_ranks)
     profile = with_faster(profile, *change) if change else profile
     stages = frozenset(range(num_layers))
-    costs = stage_costs(
-        balanced_partition(num_layers, num_layers),
-        shape,
-        profile,
-        resident=stages if slots is None else frozenset(),
-        graph_stages=stages if keeps_graphs else frozenset(),
-    )
+    plan = make_plan(shape, num_ranks=num_ranks, num_stages=num_layers, num_microbatches=microbatches, num_slots=slots)
+    costs = stage_costs(replace(plan, kept=stages if keeps_graphs else frozenset()), shape, profile)
     schedule = build_schedule(num_ranks, num_layers // num_ranks, microbatches, slots)
     return simulate_steps(schedule, costs, profile, StepRules(clips=clips, message_bytes=tokens * 4096 * 2))
 
@@ -265,21 +278,8 @@ def test_the_limiting_resource_is_what_gains_most() -> None:
         return predict(scaled, num_ranks=2, profile=profile, message_bytes=4).step_seconds
 
     by_messages = plain_profile(2, messages=MessageRates(0.1, 0, is_through_host=False))
-    assert limiting_resource(by_messages, seconds)[0] is Resource.MESSAGES
-    assert limiting_resource(plain_profile(2), seconds)[0] is Resource.COMPUTE
-
-
-def course(prediction: Prediction, stage: int, num_bytes: int) -> list[tuple[float, int]]:
-    pairs = stash_over_time(prediction, stage, {stage: num_bytes})
-    return [(round(seconds, 9), held) for seconds, held in pairs]
-
-
-def test_the_stash_grows_with_forwards_and_shrinks_with_backwards() -> None:
-    prediction = predict(resident(2), num_ranks=2, microbatches=2)
-    # Rank 0: F0.0 at 0, F0.1 at 1, B0.0 until 6, B0.1 until 9. Rank 1 keeps its inputs from 1 and 2 until 4 and 7;
-    # an input that arrives while it computes is noticed when its turn comes.
-    assert course(prediction, 0, 5) == [(0, 0), (0, 5), (1, 10), (6, 5), (9, 0)]
-    assert course(prediction, 1, 7) == [(0, 0), (1, 7), (4, 0), (4, 7), (7, 0)]
+    for profile, resource in ((by_messages, Resource.MESSAGES), (plain_profile(2), Resource.COMPUTE)):
+        assert limiting_resource(profile, seconds, seconds(profile))[0] is resource
 
 
 def test_spans_carry_the_names_of_the_grid_and_lie_in_order() -> None:
@@ -321,11 +321,11 @@ def test_a_stage_costs_the_host_its_layers_and_each_action(llama_7b: ModelShape)
         launch=LayerSeconds(1.0, 4.0, 6.0),
         action_launch=0.5,
     )
-    spans = balanced_partition(32, 16)
+    plan = make_plan(llama_7b, num_ranks=2, num_stages=16, num_microbatches=4, num_slots=2)
     every = frozenset(range(16))
 
     def launches(stage: int, *, resident: frozenset[int], kept: frozenset[int]) -> tuple[float, float]:
-        cost = stage_costs(spans, llama_7b, profile, resident=resident, graph_stages=kept)[stage]
+        cost = stage_costs(replace(plan, resident=resident, kept=kept), llama_7b, profile)[stage]
         return cost.forward_launch, cost.backward_launch
 
     assert launches(3, resident=every, kept=every) == (2 * 1.0 + 0.5, 2 * 4.0 + 0.5)
@@ -334,3 +334,35 @@ def test_a_stage_costs_the_host_its_layers_and_each_action(llama_7b: ModelShape)
     assert launches(15, resident=every, kept=every) == (0.0, 2 * 4.0 + 0.5 + 2 * 1.0 + 0.5)
     # Where any stage is updated by the host, that slows what it launches in backward.
     assert launches(3, resident=every - {7}, kept=every) == (2.5, 8.5 * LAUNCH_BESIDE_UPDATES)
+
+
+FORECAST = Forecast(2.0, Resource.PCIE, 0.05, "estimated (2 x L20)")
+
+
+def test_the_line_says_how_long_what_limits_and_what_it_rests_on() -> None:
+    assert FORECAST.describe() == (
+        "predicted: 2.000 s per step, limited by PCIe (5% shorter if that were 10 % faster), estimated (2 x L20)"
+    )
+
+
+def test_the_first_two_steps_do_not_count_if_there_are_others() -> None:
+    assert steady_seconds([9.0, 5.0, 2.4, 2.6]) == 2.5
+    assert steady_seconds([9.0, 5.0]) == 7.0
+    assert "measured 2.500: off by -20.0%" in FORECAST.compare([9.0, 5.0, 2.4, 2.6])
+
+
+def test_a_step_that_only_computes_is_limited_by_compute() -> None:
+    shape = llama(4, known_shape("1b"))
+    options = {"num_stages": 4, "num_chunks": 2, "batch_size": 8, "use_offload": False, "recompute": Recompute.NONE}
+    request = request_of(shape, Machine(1, CARDS["L20"]), max_grad_norm=0.0, **options)
+    profile = estimated_profile(request)
+    assert profile is not None
+    found, prediction = forecast(fit_plan(request), request, profile)
+    layers = 2 * 4 * (profile.layer_kinds[0].forward + profile.layer_kinds[0].backward)
+    ends = 2 * (profile.embedding_forward + profile.embedding_backward + profile.loss)
+    updates = shape.num_parameters * (1 / profile.gpu_adamw + 14 / profile.gpu_bandwidth)
+    assert found.step_seconds == pytest.approx(layers + ends + updates + profile.step_overhead, rel=0.01)
+    assert found.step_seconds == prediction.step_seconds
+    assert found.limit is Resource.COMPUTE
+    assert found.gain == pytest.approx(1 / 11, abs=0.02)
+    assert found.basis.startswith("estimated (1 x L20")

@@ -10,19 +10,23 @@ from typing import Any
 import pytest
 import yaml
 from harness.local_transport import LocalTransport, run_rank_threads
+from harness.plan_requests import known_shape
 
 from mobius.config.cli import parse_args
 from mobius.config.config import Config
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.plan.cards import card_of_device
-from mobius.plan.model_files import shape_of_model
+from mobius.plan.choice import settle
 from mobius.plan.partition import partition_of
 from mobius.plan.plan import Plan
-from mobius.planning.auto import Gpu, check_agreement, measures_at_start, resolve_auto
+from mobius.plan.request import Machine, PlanRequest
+from mobius.planning.measured_plan import check_agreement
 from mobius.units import GIB
 
-RTX4090 = Gpu("NVIDIA GeForce RTX 4090", 24 * GIB)
-SHAPE = replace(shape_of_model("1b"), layer_parameters=shape_of_model("1b").layer_parameters[:8])
+RTX4090, UNKNOWN = (
+    Machine(2, card_of_device(name), 24 * GIB) for name in ("NVIDIA GeForce RTX 4090", "Some Future GPU")
+)
+SHAPE = replace(known_shape("1b"), layer_parameters=known_shape("1b").layer_parameters[:8])
 
 
 def config_of(*arguments: str) -> Config:
@@ -32,55 +36,55 @@ def config_of(*arguments: str) -> Config:
 AUTO = ("--num_stages", "auto", "--num_chunks", "auto")
 
 
+def request_for(*arguments: str, machine: Machine = RTX4090) -> PlanRequest:
+    return PlanRequest.of(config_of(*arguments), SHAPE, machine)
+
+
 def test_without_auto_nothing_changes() -> None:
-    config = config_of("--num_stages", "4")
-    assert resolve_auto(config, SHAPE, num_ranks=2, gpu=RTX4090).config is config
+    request = request_for("--num_stages", "4")
+    assert settle(request) is request
 
 
 def test_a_known_gpu_is_planned_for_by_prediction(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        resolved = resolve_auto(config_of(*AUTO), SHAPE, num_ranks=2, gpu=RTX4090)
-    pipeline = resolved.config.pipeline
-    assert pipeline.num_stages is not None
-    assert pipeline.num_stages % 2 == 0
-    assert 16 % pipeline.num_microbatches == 0
-    assert resolved.spans is not None
-    assert sum(len(span.layers) for span in resolved.spans) == 8
-    assert f"--num_stages {pipeline.num_stages} --num_chunks {pipeline.num_chunks}" in caplog.text
+        settled = settle(request_for(*AUTO))
+    assert settled.num_stages is not None
+    assert settled.num_chunks is not None
+    assert settled.num_stages % 2 == 0
+    assert 16 % settled.num_chunks == 0
+    assert sum(len(cut.layers) for cut in settled.plan.cuts) == 8
+    pipeline = settled.settled_config.pipeline
+    assert (pipeline.num_stages, pipeline.num_chunks) == (settled.num_stages, settled.num_chunks)
+    assert settled.config.pipeline.num_stages is None
+    assert f"--num_stages {settled.num_stages} --num_chunks {settled.num_chunks}" in caplog.text
     assert "estimated: 2 x RTX4090" in caplog.text
 
 
 def test_a_given_number_is_kept() -> None:
-    stages = resolve_auto(config_of("--num_stages", "4", "--num_chunks", "auto"), SHAPE, num_ranks=2, gpu=RTX4090)
-    assert stages.config.pipeline.num_stages == 4
-    assert stages.spans is not None
-    assert [len(span.layers) for span in stages.spans] == [2, 2, 2, 2]
-    chunks = resolve_auto(config_of("--num_stages", "auto", "--num_chunks", "8"), SHAPE, num_ranks=2, gpu=RTX4090)
-    assert chunks.config.pipeline.num_chunks == 8
+    assert settle(request_for("--num_stages", "4", "--num_chunks", "auto")).num_stages == 4
+    assert settle(request_for("--num_stages", "auto", "--num_chunks", "8")).num_chunks == 8
 
 
 def test_what_fits_nowhere_is_refused() -> None:
-    config = config_of(*AUTO, "--gpu_memory_limit", "0.25")
     with pytest.raises(GpuMemoryError, match="To fit"):
-        resolve_auto(config, SHAPE, num_ranks=2, gpu=RTX4090)
+        settle(request_for(*AUTO, "--gpu_memory_limit", "0.25"))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "num_ranks", "gpu", "stages", "chunks"),
+    ("arguments", "machine", "stages", "chunks"),
     [
-        ((), 2, None, 8, 4),
-        ((), 3, None, 6, 4),
-        (("--batch_size", "6"), 2, None, 8, 3),
-        ((), 2, Gpu("Some Future GPU", 24 * GIB), 8, 4),
-        (("--fp32",), 2, RTX4090, 8, 4),
+        ((), Machine(2), 8, 4),
+        ((), Machine(3), 6, 4),
+        (("--batch_size", "6"), Machine(2), 8, 3),
+        ((), UNKNOWN, 8, 4),
+        (("--fp32",), RTX4090, 8, 4),
     ],
 )
 def test_without_an_estimate_the_defaults_or_the_nearest_possible_numbers_are_used(
-    arguments: tuple[str, ...], num_ranks: int, gpu: Gpu | None, stages: int, chunks: int
+    arguments: tuple[str, ...], machine: Machine, stages: int, chunks: int
 ) -> None:
-    config = parse_args(["--batch_size", "16", *AUTO, *arguments], num_ranks=num_ranks)
-    resolved = resolve_auto(config, SHAPE, num_ranks=num_ranks, gpu=gpu)
-    assert (resolved.config.pipeline.num_stages, resolved.config.pipeline.num_chunks) == (stages, chunks)
+    settled = settle(request_for(*AUTO, *arguments, machine=machine))
+    assert (settled.num_stages, settled.num_chunks) == (stages, chunks)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +134,17 @@ def test_a_run_with_auto_trains_and_saves_the_numbers(workplace: Path, run: Any)
     assert (saved["num_stages"], saved["num_chunks"]) == (4, 4)
 
 
-def test_a_run_measures_at_its_start_for_auto_and_where_it_streams() -> None:
-    assert measures_at_start(config_of("--num_stages", "auto", "--no_offload"))
-    assert measures_at_start(config_of("--num_stages", "4", "--use_offload"))
-    assert not measures_at_start(config_of("--num_stages", "4", "--no_offload"))
-    assert not measures_at_start(config_of("--num_stages", "4", "--use_offload", "--plan", "plan.json"))
+@pytest.mark.parametrize(
+    ("arguments", "layers", "host"),
+    [
+        (("--num_stages", "auto", "--no_offload"), True, False),
+        (("--num_stages", "4", "--use_offload"), False, True),
+        (("--num_stages", "4", "--no_offload"), False, False),
+        (("--num_stages", "4", "--use_offload", "--plan", "plan.json"), False, False),
+    ],
+)
+def test_a_run_measures_layers_for_auto_and_the_host_where_it_streams(
+    arguments: tuple[str, ...], layers: bool, host: bool
+) -> None:
+    request = request_for(*arguments)
+    assert (request.measures_layers, request.measures_host) == (layers, host)

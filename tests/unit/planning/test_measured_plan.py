@@ -9,22 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
+from harness.plan_requests import known_shape
 from transformers import AutoConfig
 
 from mobius.config.cli import parse_args
 from mobius.measuring import bench, measure
 from mobius.messages.transport import SingleRankTransport
 from mobius.plan.cards import CARDS, estimate_profile
-from mobius.plan.model_files import shape_of_model
+from mobius.plan.choice import estimated_profile, settle
 from mobius.plan.profile import Profile, Source
+from mobius.plan.request import Machine, PlanRequest
 from mobius.planning import measured_plan
-from mobius.planning.auto import Gpu, estimate_of, resolve_auto
-from mobius.planning.blueprint import Blueprint, draw_blueprint, redraw
+from mobius.planning.blueprint import Blueprint, draw_blueprint, machine_of_gpu, redraw
 from mobius.planning.measured_plan import is_to_be_measured, measured_profile, plan_by_measurement
 from mobius.ranks import Ranks
 from mobius.units import GIB
 
-SHAPE = replace(shape_of_model("1b"), layer_parameters=shape_of_model("1b").layer_parameters[:8])
+SHAPE = replace(known_shape("1b"), layer_parameters=known_shape("1b").layer_parameters[:8])
+SHORT = ("--batch_size", "16", "--seq_length", "512")
 AUTO = ("--num_stages", "auto", "--num_chunks", "auto")
 
 
@@ -32,6 +34,10 @@ def blueprint_of(*arguments: str, num_ranks: int = 1) -> Blueprint:
     words = ["--model_path", "model", "--device", "cpu", "--fp32", "--batch_size", "4", "--seq_length", "16"]
     config = parse_args([*words, *arguments], num_ranks=num_ranks)
     return draw_blueprint(config, Ranks(0, num_ranks, 0), AutoConfig.from_pretrained("model"))
+
+
+def on_gpu(blueprint: Blueprint) -> Blueprint:
+    return replace(blueprint, place=replace(blueprint.place, device=torch.device("cuda", 0)))
 
 
 def measured_like(card: str, tokens: int) -> Profile:
@@ -45,15 +51,13 @@ def test_on_a_cpu_nothing_is_measured_and_the_plan_stays() -> None:
         blueprint = blueprint_of(*arguments)
         assert not is_to_be_measured(blueprint)
         assert plan_by_measurement(blueprint, SingleRankTransport()) is blueprint
-        assert blueprint.forecast is None
+        assert blueprint.answer.forecast is None
 
 
 @pytest.mark.usefixtures("workplace")
 def test_on_gpus_open_stages_are_measured_and_given_ones_are_not() -> None:
-    on_gpu = replace(blueprint_of(*AUTO), device=torch.device("cuda", 0))
-    assert is_to_be_measured(on_gpu)
-    given = replace(blueprint_of("--num_stages", "4"), device=torch.device("cuda", 0))
-    assert not is_to_be_measured(given)
+    assert is_to_be_measured(on_gpu(blueprint_of(*AUTO)))
+    assert not is_to_be_measured(on_gpu(blueprint_of("--num_stages", "4")))
 
 
 def test_the_measured_profile_is_kept_and_all_ranks_get_the_same(
@@ -85,7 +89,7 @@ def test_the_measured_profile_is_kept_and_all_ranks_get_the_same(
 @pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize("is_new", [True, False])
 def test_the_host_is_looked_at_once(monkeypatch: pytest.MonkeyPatch, is_new: bool) -> None:
-    blueprint = replace(blueprint_of(*AUTO), device=torch.device("cuda", 0))
+    blueprint = on_gpu(blueprint_of(*AUTO))
     looked = []
 
     def with_host(profile: Profile, *_: object) -> Profile:
@@ -109,44 +113,44 @@ def test_a_plan_drawn_again_keeps_the_microbatches() -> None:
     assert again.plan.num_microbatches == blueprint.plan.num_microbatches
     assert again.asked.pipeline.num_stages is None
     assert again.message_shape == blueprint.message_shape
-    assert again.forecast is not None
-    assert again.forecast.basis == "measured (2 x Some Future GPU)"
+    assert again.answer.forecast is not None
+    assert again.answer.forecast.basis == "measured (2 x Some Future GPU)"
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "Some Future GPU"])
 def test_stages_go_by_what_was_measured_also_on_a_gpu_that_is_not_known(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = parse_args(
-        ["--batch_size", "16", "--seq_length", "512", "--num_stages", "auto", "--num_chunks", "4"], num_ranks=2
-    )
+    config = parse_args([*SHORT, "--num_stages", "auto", "--num_chunks", "4"], num_ranks=2)
+    request = PlanRequest.of(config, SHAPE, machine_of_gpu(name, 24 * GIB, 2))
     with caplog.at_level(logging.INFO):
-        resolved = resolve_auto(
-            config, SHAPE, num_ranks=2, gpu=Gpu(name, 24 * GIB), measured=measured_like("RTX4090", 2048)
-        )
-    assert resolved.config.pipeline.num_chunks == 4
-    assert resolved.spans is not None
-    assert len(resolved.spans) % 2 == 0
+        settled = settle(request, measured=measured_like("RTX4090", 2048))
+    assert settled.num_chunks == 4
+    assert settled.num_stages is not None
+    assert settled.num_stages % 2 == 0
     assert "by measured: 2 x Some Future GPU" in caplog.text
 
 
+def estimate(machine: Machine, *arguments: str) -> Profile | None:
+    return estimated_profile(PlanRequest.of(parse_args([*SHORT, *arguments], num_ranks=2), SHAPE, machine))
+
+
 def test_an_estimate_is_there_for_known_cards_in_short_formats_only() -> None:
-    config = parse_args(["--batch_size", "16", "--seq_length", "512"], num_ranks=2)
-    known = estimate_of(config, SHAPE, num_ranks=2, gpu=Gpu("NVIDIA L20", 48 * GIB))
+    known = estimate(machine_of_gpu("NVIDIA L20", 48 * GIB, 2))
     assert known is not None
-    assert known.microbatch_tokens == config.pipeline.microbatch_size * 512
-    assert estimate_of(config, SHAPE, num_ranks=2, gpu=Gpu("Some Future GPU", 48 * GIB)) is None
-    assert estimate_of(config, SHAPE, num_ranks=2, gpu=None) is None
+    assert known.microbatch_tokens == 16 // 4 * 512
+    assert known.gpu_memory == 48 * GIB
+    assert estimate(machine_of_gpu("NVIDIA L20", 48 * GIB, 2), "--fp32") is None
+    assert estimate(machine_of_gpu("Some Future GPU", 48 * GIB, 2)) is None
+    assert estimate(Machine(2)) is None
 
 
 def test_messages_are_taken_to_go_through_the_host_where_peer_copies_are_forbidden(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = parse_args(["--batch_size", "16", "--seq_length", "512"], num_ranks=2)
-    gpu = Gpu("NVIDIA H200", 141 * GIB)
-    direct = estimate_of(config, SHAPE, num_ranks=2, gpu=gpu)
+    direct = estimate(machine_of_gpu("NVIDIA H200", 141 * GIB, 2))
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    by_host = estimate_of(config, SHAPE, num_ranks=2, gpu=gpu)
+    by_host = estimate(machine_of_gpu("NVIDIA H200", 141 * GIB, 2))
     assert direct is not None
     assert by_host is not None
     assert (direct.messages.is_through_host, by_host.messages.is_through_host) == (False, True)

@@ -1,19 +1,21 @@
 """The memory model against real steps: every tensor of a rank's step is counted, op by op, on a CPU."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from harness.live_bytes import count_layer, count_step
 from harness.pipelines import CPU
+from harness.plan_requests import request_of
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from mobius.config.config import Dtype
 from mobius.models.blocks import ModelParts
-from mobius.plan.budget import STEP_BYTES_PER_TOKEN, ByteSizes, StepTokens, microbatch_bytes
-from mobius.plan.gpu_peak import largest_moment
+from mobius.plan.budget import STEP_BYTES_PER_TOKEN, microbatch_bytes
+from mobius.plan.gpu_peak import estimate_layer, largest_moment
 from mobius.plan.plan import make_plan
-from mobius.plan.working_set import estimate_layer
+from mobius.plan.request import Machine
 
 DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 _SIZES: dict[str, Any] = {
@@ -57,7 +59,7 @@ def test_an_eager_layer_takes_what_its_widths_say(family: Any, widths: dict[str,
 
 
 def test_norms_on_queries_and_keys_make_a_graph_larger_than_the_widths_say() -> None:
-    # Told in plan/working_set.py; on a GPU it is measured.
+    # Told in plan/gpu_peak.py; on a GPU it is measured.
     config = with_attention(Qwen3Config(**_SIZES, head_dim=48))
     counted = count_layer(config, shape=(BATCH, SEQ_LENGTH), dtype=torch.bfloat16)
     estimate = estimate_layer(2, ModelParts(config, CPU).shape(), BATCH * SEQ_LENGTH, compiled=False)
@@ -82,11 +84,15 @@ def test_a_step_holds_at_most_what_is_predicted_and_not_much_less(
     shape, batch = ModelParts(config, CPU).shape(), BATCH * chunks
     num_stages = num_ranks * per_rank
     plan = make_plan(shape, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=chunks, num_slots=slots)
-    tokens = StepTokens(batch * SEQ_LENGTH, BATCH * SEQ_LENGTH, loss_chunk)
-    size = microbatch_bytes(shape, ByteSizes.of(Dtype.BF16), tokens, compiled=False, on_gpu=False)
+    request = request_of(
+        shape, Machine(num_ranks), batch_size=batch, seq_length=SEQ_LENGTH, num_stages=num_stages, num_chunks=chunks,
+        loss_chunk_tokens=loss_chunk,
+    )  # fmt: skip
+    size = microbatch_bytes(request)
     for rank in {0, num_ranks - 1}:
         own = plan.stages_of(rank)
         graphs = own[per_rank - num_graphs :]
+        keeping = replace(plan, kept=frozenset(graphs))
         counted = count_step(
             config,
             plan,
@@ -97,5 +103,5 @@ def test_a_step_holds_at_most_what_is_predicted_and_not_much_less(
             loss_chunk_tokens=loss_chunk,
             graph_stages=graphs,
         )
-        predicted = largest_moment(plan, rank, size, graph_stages=graphs).total + STEP_BYTES_PER_TOKEN * tokens.step
+        predicted = largest_moment(keeping, rank, size).total + STEP_BYTES_PER_TOKEN * request.step_tokens
         assert 0.97 * counted <= predicted <= 1.10 * counted, f"rank {rank}: {predicted / counted:.3f}"

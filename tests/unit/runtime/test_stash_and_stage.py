@@ -10,7 +10,7 @@ from harness.pipelines import CPU, make_model
 from torch import Tensor, nn
 
 from mobius.models.blocks import Block, LayerArguments, LayerInputs, ModelParts
-from mobius.plan.partition import StageSpan, balanced_partition
+from mobius.plan.partition import StageCut, balanced_partition
 from mobius.runtime.stage import StageModule
 from mobius.runtime.stash import Stash
 
@@ -69,7 +69,7 @@ def gated_stage(num_layers: int) -> StageModule:
     module = Gated()
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     parts.layers = tuple(Block(f"model.layers.{index}.", module, shapes) for index in range(num_layers))
-    return StageModule(parts, StageSpan(1, 0, num_layers, False, False), loss_chunk_tokens=8)
+    return StageModule(parts, StageCut(1, 0, num_layers, False, False), loss_chunk_tokens=8)
 
 
 def test_a_parameter_without_a_gradient_keeps_the_others_in_their_places() -> None:
@@ -98,7 +98,7 @@ def test_a_parameter_without_a_gradient_keeps_the_others_in_their_places() -> No
 @pytest.mark.parametrize("keep_graphs", [False, True])
 def test_a_frozen_parameter_has_no_sum_and_the_others_get_what_they_get_without_it(keep_graphs: bool) -> None:
     parts = ModelParts(make_model("llama").config, CPU)
-    stage = StageModule(parts, StageSpan(0, 0, 2, True, False), loss_chunk_tokens=8)
+    stage = StageModule(parts, StageCut(0, 0, 2, True, False), loss_chunk_tokens=8)
     arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(6)
     generator = torch.Generator().manual_seed(4)
     weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in stage.shapes.items()}

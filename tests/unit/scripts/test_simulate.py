@@ -1,4 +1,4 @@
-"""The what-if script: rows as they come, without torch, refusals as lines, a picture and a trace where wanted."""
+"""The what-if script: rows as they come, refusals as lines, a picture and a trace where wanted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import simulate
 from harness.forked import HANG_SECONDS
+from harness.plan_requests import known_shape
 
 from mobius.output.trace import read_trace
 from mobius.plan.cards import CARDS, estimate_profile
-from mobius.plan.model_files import shape_of_model
 from mobius.plan.profile import Source
 
 ROOT = Path(__file__).parents[3]
-SMALL = ["--model", "1b", "--batch_size", "8", "--gpus", "2", "--num_stages", "4", "--num_chunks", "4"]
+SMALL = ["--model_path", "1b", "--batch_size", "8", "--gpus", "2", "--num_stages", "4", "--num_chunks", "4"]
 SMALL += ["--resident_stages", "0"]
 """Nothing is left to choose, which takes the most time."""
 
@@ -29,14 +29,13 @@ Captured = pytest.CaptureFixture[str]
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    """The script as a process of its own, without torch."""
-    hide = "import sys, runpy; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
-    program = ["-c", hide + "runpy.run_path(sys.argv[0], run_name='__main__')", str(ROOT / "scripts" / "simulate.py")]
+    """The script as a process of its own."""
+    program = [sys.executable, str(ROOT / "scripts" / "simulate.py")]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *program, *arguments], cwd=ROOT, **pipes)
+    return subprocess.Popen([*program, *arguments], cwd=ROOT, **pipes)
 
 
-def test_the_table_has_a_row_per_combination_and_needs_no_torch() -> None:
+def test_the_table_has_a_row_per_combination() -> None:
     output, errors = (process := start(*SMALL, "--card", "H200", "4090", "--pcie", "3", "4")).communicate()
     assert process.returncode == 0, errors
     rows = [line for line in output.splitlines() if line.strip().startswith("1b ")]
@@ -45,8 +44,24 @@ def test_the_table_has_a_row_per_combination_and_needs_no_torch() -> None:
     assert errors == ""
 
 
+def test_the_options_of_a_run_count_and_a_wrong_one_is_told_as_there(capsys: Captured) -> None:
+    def step(*arguments: str) -> float:
+        assert simulate.main([*SMALL, *arguments]) == 0
+        head, row = capsys.readouterr().out.splitlines()[:2]
+        place = head.index("s/step") + len("s/step")
+        return float(row[:place].split()[-1])
+
+    assert step("--compile", "off", "--recompute", "full") > step("--recompute", "full")
+    assert simulate.main([*SMALL, "--num_stagez", "4"]) == 2
+    assert "did you mean `--num_stages`?" in capsys.readouterr().err
+    assert simulate.main([*SMALL, "--gpus", "3"]) == 2
+    assert "`--num_stages` 4 is not a multiple of the number of ranks, 3" in capsys.readouterr().err
+    assert simulate.main([*SMALL, "--fp32"]) == 2
+    assert "no step is predicted" in capsys.readouterr().err
+
+
 def test_a_reader_of_a_pipe_gets_rows_while_others_are_computed_and_ctrl_c_is_one_line() -> None:
-    process = start("--model", "1b", "70b", "--gpus", "2", "--num_chunks", "4")  # the second takes long
+    process = start("--model_path", "1b", "70b", "--gpus", "2", "--num_chunks", "4")  # the second takes long
     assert process.stdout is not None
     assert process.stdout.readline().split()[:3] == ["model", "GPUs", "PCIe"]
     assert process.stdout.readline().split()[:2] == ["1b", "2"]
@@ -110,7 +125,7 @@ def test_the_predicted_step_is_drawn_and_written_like_a_measured_one(tmp_path: P
 
 
 def test_a_measured_profile_takes_the_place_of_estimates_if_it_is_of_this_run(tmp_path: Path, capsys: Captured) -> None:
-    shape = shape_of_model("1b")
+    shape = known_shape("1b")
     profile = estimate_profile(CARDS["H200"], shape, microbatch_tokens=1024, seq_length=512, num_ranks=2)
     file = tmp_path / "profile.json"
     file.write_text(replace(profile, source=Source.MEASURED, basis="2 x here").to_json())

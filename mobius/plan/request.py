@@ -1,0 +1,229 @@
+"""The question that the planner answers: one pure value of a configuration, a model's sizes and a machine's facts.
+
+A run, a dry run, `auto`, scripts/simulate.py and the benchmarks all ask by it, so that none can leave an option out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from mobius.config.config import Compile, Config, Dtype
+from mobius.limits import INCOMING_EDGES, NUM_MAILBOXES
+from mobius.plan.cards import Card, Host
+from mobius.plan.partition import ModelShape
+from mobius.plan.plan import Plan, make_plan
+from mobius.plan.step_tasks import StepRules
+from mobius.units import GIB
+
+MOMENTS_BYTES = 8
+"""The two fp32 moments of AdamW, per parameter."""
+OUTSIDE_BYTES = GIB
+"""Memory of a card that the driver and communicators take. A guess, where what is free is not known."""
+
+
+@dataclass(frozen=True)
+class ByteSizes:
+    """Bytes per parameter of each part of a stage's training state."""
+
+    weight: int
+    """The working copy: 2 for bf16 and fp16, 4 for fp32."""
+    gradient: int
+    """Once summed: as much as the weight, or 4 where gradients are kept in fp32."""
+    remainder: int
+    """What is kept to have an fp32 master: 2 beside bf16, whose bits are half of it, 4 beside fp16."""
+
+    @classmethod
+    def of(cls, dtype: Dtype, *, has_fp32_gradients: bool = False) -> ByteSizes:
+        """The sizes of a run in `dtype`, in which summed gradients are in the same format or in fp32."""
+        weight = 4 if dtype is Dtype.FP32 else 2
+        remainder = {Dtype.BF16: 2, Dtype.FP16: 4, Dtype.FP32: 0}[dtype]
+        return cls(weight, 4 if has_fp32_gradients else weight, remainder)
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes that make an fp32 master of the weights, and the moments; in an fp32 run the weights are the master."""
+        return MOMENTS_BYTES + self.remainder
+
+    @property
+    def host(self) -> int:
+        """Host bytes per parameter of a streamed stage: weights, gradients, remainder and moments."""
+        return self.weight + self.gradient + self.optimizer
+
+    def resident(self, *, keeps_gradients: bool) -> int:
+        """GPU bytes per parameter of a resident stage: weights, remainder and moments, and gradients that are kept."""
+        return self.weight + self.optimizer + (self.gradient if keeps_gradients else 0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts of the machine that a run is planned for; all ranks have the same GPU."""
+
+    num_ranks: int
+    card: Card | None = None
+    """Data sheet of the GPU; None where there is none: for a CPU, and for a GPU that is not known."""
+    total_bytes: int | None = None
+    """Memory of a GPU where the driver has told it; else the card's counts."""
+    free_bytes: int | None = None
+    """Memory of this rank's GPU that is free, or as much of it as the run may use; None where it was not asked."""
+    has_peer_copies: bool = True
+    """Whether GPUs may write into each other's memory, if the card can."""
+    host: Host = field(default_factory=Host)
+    pcie: int | None = None
+    """Generation of the slots; None: the card's own."""
+    num_nodes: int = 1
+    """More than one exist on paper only: one ring of ranks goes through all of them."""
+    node_link: float = 25.0
+    """GB/s between neighbouring nodes, in one direction; 25 is 200 Gbit/s."""
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """All memory of a GPU; None on CPUs."""
+        if self.total_bytes is None and self.card is not None:
+            return int(self.card.memory_gb * GIB)
+        return self.total_bytes
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.gpu_bytes is None
+
+
+def compiles(config: Config, machine: Machine) -> bool:
+    """Whether layers and loss run as compiled graphs."""
+    wanted = config.pipeline.compile
+    return wanted is Compile.ON or (wanted is Compile.AUTO and not machine.on_cpu)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be trained, how, and on what; `num_stages` and `num_chunks` are None while auto is not resolved."""
+
+    config: Config
+    """As the user asked."""
+    shape: ModelShape
+    machine: Machine
+    num_stages: int | None
+    num_chunks: int | None
+
+    @classmethod
+    def of(cls, config: Config, shape: ModelShape, machine: Machine) -> PlanRequest:
+        """The question of a run, before anything is chosen."""
+        return cls(config, shape, machine, config.pipeline.num_stages, config.pipeline.num_chunks)
+
+    def with_pipeline(self, **options: Any) -> PlanRequest:
+        """The question with other values of options that concern pipeline and memory."""
+        return replace(self, config=replace(self.config, pipeline=replace(self.config.pipeline, **options)))
+
+    def with_seq_length(self, seq_length: int) -> PlanRequest:
+        """The question for sequences of another length, in tokens."""
+        return replace(self, config=replace(self.config, data=replace(self.config.data, seq_length=seq_length)))
+
+    @property
+    def settled_config(self) -> Config:
+        """The configuration with numbers in the place of auto."""
+        pipeline = replace(self.config.pipeline, num_stages=self.num_stages, num_chunks=self.num_chunks)
+        return replace(self.config, pipeline=pipeline)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan before memory is looked at: an even cut, all streamed or, if asked for, all resident.
+
+        Raises PlanError if there are more stages than can be.
+        """
+        assert self.num_stages is not None
+        assert self.num_chunks is not None
+        pipeline = self.config.pipeline
+        return make_plan(
+            self.shape,
+            num_ranks=self.machine.num_ranks,
+            num_stages=self.num_stages,
+            num_microbatches=self.num_chunks,
+            num_slots=pipeline.num_slots if pipeline.use_offload else None,
+        )
+
+    @property
+    def num_resident(self) -> int | None:
+        """Resident stages of each rank that are asked for; None leaves it to the memory."""
+        pipeline = self.config.pipeline
+        everything = not pipeline.use_offload or pipeline.resident_stages == "all"
+        return self.plan.stages_per_rank if everything else pipeline.num_resident_stages
+
+    @property
+    def card(self) -> Card | None:
+        """The card whose rates are an estimate for this run: of formats of two bytes, which data sheets tell of."""
+        return None if self.config.model.dtype is Dtype.FP32 else self.machine.card
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """GPU memory that a rank may use; None on CPUs."""
+        total, free = self.machine.gpu_bytes, self.machine.free_bytes
+        if total is None:
+            return None
+        limit = self.config.pipeline.gpu_memory_limit
+        usable = total - OUTSIDE_BYTES if free is None else free
+        return usable if limit is None else min(usable, int(limit * GIB))
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers and loss run as compiled graphs."""
+        return compiles(self.config, self.machine)
+
+    @cached_property
+    def sizes(self) -> ByteSizes:
+        return ByteSizes.of(self.config.model.dtype, has_fp32_gradients=self.config.pipeline.fp32_gradients)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of all microbatches of a step."""
+        return self.config.pipeline.batch_size * self.config.data.seq_length
+
+    @cached_property
+    def microbatch_tokens(self) -> int:
+        assert self.num_chunks is not None
+        return self.config.pipeline.batch_size // self.num_chunks * self.config.data.seq_length
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of an activation [B, L, H] of one microbatch."""
+        return self.microbatch_tokens * self.shape.hidden_size * self.sizes.weight
+
+    @property
+    def mailbox_bytes(self) -> int:
+        """GPU memory outside of torch's for the messages that arrive at a rank."""
+        return INCOMING_EDGES * NUM_MAILBOXES * self.message_bytes
+
+    @cached_property
+    def waiting(self) -> frozenset[int]:
+        """The stages whose gradients are kept until all of the step's are known.
+
+        Clipping and loss scaling wait for every stage's norm, the two halves of a tied matrix for each other. The other
+        stages are updated behind their backward.
+        """
+        assert self.num_stages is not None
+        if self.rules.clips:
+            return frozenset(range(self.num_stages))
+        return frozenset((0, self.num_stages - 1)) if self.shape.is_tied else frozenset()
+
+    @cached_property
+    def rules(self) -> StepRules:
+        """How the runtime goes about a step."""
+        config = self.config
+        return StepRules(
+            clips=config.optim.max_grad_norm > 0 or config.model.dtype is Dtype.FP16,
+            message_bytes=self.message_bytes,
+            overlaps_optimizer=config.pipeline.overlap_optimizer,
+            weight_bytes=self.sizes.weight,
+            gradient_bytes=self.sizes.gradient,
+            is_tied=self.shape.is_tied,
+        )
+
+    @property
+    def measures_layers(self) -> bool:
+        """Whether a run on GPUs measures layers at its start: for auto, where that has a choice to make."""
+        return self.config.pipeline.num_stages is None
+
+    @property
+    def measures_host(self) -> bool:
+        """Whether a run on GPUs measures the host at its start: if it streams, and its plan is not a given one."""
+        return self.config.pipeline.use_offload and self.config.planning.plan is None

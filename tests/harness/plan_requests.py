@@ -1,0 +1,30 @@
+"""Questions to the planner, as a run and a dry run ask them: a model's sizes, a machine's facts, options of main.py."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from mobius.config.config import ModelConfig
+from mobius.config.options import config_from
+from mobius.models.blocks import ModelParts
+from mobius.models.families import load_planned_config
+from mobius.plan.cards import CARDS
+from mobius.plan.partition import ModelShape
+from mobius.plan.request import Machine, PlanRequest
+
+USUAL = {"batch_size": 64, "seq_length": 512, "num_stages": 32, "num_chunks": 8}
+H200 = Machine(4, CARDS["H200"])
+
+
+def request_of(shape: ModelShape, machine: Machine = H200, **options: Any) -> PlanRequest:
+    """The question of a run of 64 x 512 tokens in 32 stages and 8 chunks, or as `options` of main.py say."""
+    return PlanRequest.of(config_from(USUAL | options), shape, machine)
+
+
+@cache
+def known_shape(name: str) -> ModelShape:
+    """The sizes of a published shape, such as `7b`."""
+    return ModelParts(load_planned_config(ModelConfig(model_path=name))[0], torch.device("cpu")).shape()
