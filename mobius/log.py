@@ -28,9 +28,7 @@ def setup_logging(rank: int) -> None:
 
     Third-party records and warnings are dropped below ERROR. Calling it again replaces the earlier call.
     """
-    handler = _BarSafeHandler(sys.stdout if rank == 0 else sys.stderr)
-    handler.setFormatter(_PlainFormatter(rank))
-    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    handler = _BarSafeHandler(rank)
     handler.addFilter(lambda record: rank == 0 or not getattr(record, "is_said_once", False))
     root = logging.getLogger()
     for earlier in [old for old in root.handlers if isinstance(old, _BarSafeHandler)]:
@@ -62,25 +60,18 @@ def printable(text: str, stream: IO[str]) -> str:
     return escaped.encode(encoding, "backslashreplace").decode(encoding)
 
 
-class _PlainFormatter(logging.Formatter):
-    """The bare message; from WARNING on with its level, and with the rank if it is not the first."""
+class _BarSafeHandler(logging.Handler):
+    """Writes whole lines above any progress bar: the bare message, from WARNING on with its level and the rank."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__("%(message)s")
+        super().__init__(logging.WARNING if rank else logging.INFO)
+        self._stream = sys.stderr if rank else sys.stdout
         self._prefix = f"[rank {rank}] " if rank else ""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record).rstrip()  # captured warnings end with a line feed of their own
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         return f"{self._prefix}{level}{text}"
-
-
-class _BarSafeHandler(logging.Handler):
-    """Writes whole lines above any progress bar instead of through it."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        super().__init__()
-        self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

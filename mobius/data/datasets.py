@@ -33,8 +33,7 @@ Chunk = Sequence[tuple[Sample, str]]
 """Samples, each with the place that its record came from."""
 
 _CHUNK_RECORDS = 256
-# Chunks in flight per worker: enough to keep it busy, few enough that a large dataset is never in memory as a whole.
-_CHUNKS_PER_WORKER = 4
+_CHUNKS_PER_WORKER = 4  # in flight: enough to keep it busy, few enough that a large dataset is never whole in memory
 _SHOWN_CHARACTERS = 1200
 
 
@@ -84,8 +83,7 @@ def prepare_dataset(
     Every rank calls this before a process group exists: the first to come tokenizes while the others wait for its lock,
     so no collective times out. With `show_progress` on all ranks there is one bar, of the rank that tokenizes;
     downloads are every rank's, so only one should show them. `max_samples` are the first records read.
-    The cache key covers the content of the dataset, the tokenizer and this package; the arrays returned are
-    memory-mapped from `cache_dir`.
+    The arrays returned are memory-mapped from `cache_dir`, found by the content of dataset, tokenizer and this package.
     Raises DataError if the dataset is missing, broken, empty or without a trainable token.
     """
     source = open_source(dataset, show_progress=show_downloads)

@@ -77,12 +77,11 @@ class SampleEncoder:
                 return self._encode_conversation(turns, where)
 
     def _encode_conversation(self, turns: Sequence[Turn], where: str) -> Encoded:
+        asking = (index for index, turn in enumerate(turns) if turn.role in (Role.USER, Role.TOOL))
         answered = [
             index
-            for index, turn in enumerate(turns)
-            if turn.role is Role.ASSISTANT
-            and turn.content.strip()
-            and any(earlier.role is not Role.SYSTEM and earlier.role is not Role.ASSISTANT for earlier in turns[:index])
+            for index in range(next(asking, len(turns)), len(turns))
+            if turns[index].role is Role.ASSISTANT and turns[index].content.strip()
         ]
         if not answered:
             return Encoded(())
@@ -120,12 +119,12 @@ class SampleEncoder:
 
         None if the template is not that regular, or ends an inner turn without the end-of-sequence token.
         """
-        whole = self._render(turns[: answered[-1] + 1], where)
+        whole = render(self._tokenizer, turns[: answered[-1] + 1], where)
         position = 0
         exchanges: list[Exchange] = []
         for index in answered:
-            prompt = self._render(turns[:index], where, add_generation_prompt=True)
-            through = self._render(turns[: index + 1], where)
+            prompt = render(self._tokenizer, turns[:index], where, add_generation_prompt=True)
+            through = render(self._tokenizer, turns[: index + 1], where)
             if not (through.startswith(prompt) and whole.startswith(through)) or len(prompt) < position:
                 return None
             target = self._until_eos(through[len(prompt) :])
@@ -137,12 +136,12 @@ class SampleEncoder:
 
     def _last_exchange(self, turns: Sequence[Turn], where: str) -> tuple[Exchange, bool]:
         """The last turn as the target of all before it, and whether the prompt is what inference would render."""
-        prompt = self._render(turns[:-1], where, add_generation_prompt=True)
-        through = self._render(turns, where)
+        prompt = render(self._tokenizer, turns[:-1], where, add_generation_prompt=True)
+        through = render(self._tokenizer, turns, where)
         if through.startswith(prompt):
             return (prompt, self._until_eos(through[len(prompt) :])), True
         # Two answers that differ in their first character show where the template puts an answer.
-        probes = [self._render([*turns[:-1], Turn(Role.ASSISTANT, letter)], where) for letter in "xy"]
+        probes = [render(self._tokenizer, [*turns[:-1], Turn(Role.ASSISTANT, letter)], where) for letter in "xy"]
         prompt = _shared_prefix(*probes)
         if not through.startswith(prompt):
             raise DataError(
@@ -156,9 +155,6 @@ class SampleEncoder:
         """`text` without white space that templates write after the end-of-sequence token: it is never generated."""
         stripped = text.rstrip()
         return stripped if stripped.endswith(self._eos) else text
-
-    def _render(self, turns: Sequence[Turn], where: str, *, add_generation_prompt: bool = False) -> str:
-        return render(self._tokenizer, turns, where, add_generation_prompt=add_generation_prompt)
 
     def _encode_rows(
         self, conversations: Iterable[Sequence[Exchange]], start: list[int], notes: frozenset[Note] = frozenset()
