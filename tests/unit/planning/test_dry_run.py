@@ -191,6 +191,23 @@ def test_what_does_not_fit_is_told_with_the_arithmetic_and_leaves_no_plan(
     assert not (large / "plan.json").exists()
 
 
+def test_layers_that_are_not_compiled_take_what_they_need(workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
+    streamed = ["--model_path", "7b", *NODE[2:6], "--batch_size", "64", "--seq_length", "512"]
+    streamed += ["--num_stages", "32", "--num_chunks", "4", "--resident_stages", "0", "--recompute", "full"]
+
+    assert dry(*streamed, "--gpu_memory_limit", "7.1")
+    assert not dry(*streamed, "--gpu_memory_limit", "7.1", "--compile", "off")
+    assert "= 7.23 GiB), 7.1 GiB is available" in told(caplog)
+
+
+def test_fp32_has_bytes_but_no_predicted_step(large: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert dry(*NODE, "--seq_length", "128", "--num_stages", "32", "--num_chunks", "8", "--dtype", "fp32")
+    assert "GPU memory in GiB" in told(caplog)
+    assert "no step is predicted: the cards' rates are for formats of two bytes" in told(caplog)
+    assert "predicted step:" not in told(caplog)
+
+
 def test_too_little_host_memory_is_told_and_the_plan_is_there_to_look_at(
     large: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,158 @@
+"""A dry run answers what a run does: plan, bytes and seconds are equal, field by field, if the facts are."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mobius.config.cli import parse_args
+from mobius.errors import GpuMemoryError, PlanError
+from mobius.plan.cards import CARDS
+from mobius.plan.choice import Answer
+from mobius.plan.gpu_peak import LayerBytes, estimate_layer
+from mobius.plan.partition import ModelShape
+from mobius.plan.request import OUTSIDE_BYTES
+from mobius.planning import blueprint, dry_run
+from mobius.planning.blueprint import draw_blueprint, redraw
+from mobius.planning.dry_run import run_dry
+from mobius.ranks import Ranks
+from mobius.units import GIB
+
+NUM_SETTINGS = 320
+COMPARED = ("plan", "needs", "host", "layer", "profile", "forecast", "prediction")
+
+
+def draw_shape(draw: random.Random) -> ModelShape:
+    hidden, vocab = draw.choice([1024, 2048, 4096]), draw.choice([8000, 32000, 128_000])
+    inner = draw.choice([2, 3]) * hidden
+    layer = 4 * hidden * hidden + 3 * hidden * inner + 2 * hidden
+    kinds = [layer, draw.choice([layer, layer + hidden])]
+    return ModelShape(
+        embedding_parameters=vocab * hidden,
+        layer_parameters=tuple(draw.choice(kinds) for _ in range(draw.randint(4, 9))),
+        head_parameters=vocab * hidden + hidden,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        vocab_size=vocab,
+        is_tied=draw.random() < 0.4,
+    )
+
+
+def draw_setting(draw: random.Random) -> tuple[ModelShape, str, int, list[str]]:
+    """A model's sizes, a card, a number of ranks, and options that a run and a dry run both take."""
+    shape, num_ranks = draw_shape(draw), draw.choice([1, 2, 3, 4])
+    most = (shape.num_layers + 2) // num_ranks
+    words = ["--num_stages", str(num_ranks * draw.randint(1, max(1, most)))]
+    words += ["--batch_size", "16", "--seq_length", draw.choice(["128", "512", "2048"])]
+    words += ["--num_chunks", draw.choice(["1", "2", "4", "8", "auto"])]
+    words += ["--gpu_memory_limit", f"{draw.uniform(0.5, 16):.2f}"] if draw.random() < 0.8 else []
+    stays = draw.random() < 0.2
+    resident = draw.choice(["auto", "auto", "all", "0", "1", "2"])
+    words += ["--no_offload"] if stays else ["--resident_stages", resident]
+    recomputes = ["auto", "full", *(["none"] if stays or resident == "all" else [])]
+    words += ["--recompute", draw.choice(recomputes), "--compile", draw.choice(["auto", "on", "off"])]
+    words += ["--max_grad_norm", draw.choice(["0", "1"]), "--dtype", draw.choice(["bf16", "bf16", "fp16", "fp32"])]
+    words += ["--loss_chunk_tokens", draw.choice(["256", "2048"])]
+    flags = ("fp32_gradients", "no_prefetch", "no_overlap_optimizer")
+    words += [f"--{flag}" for flag in flags if draw.random() < 0.3]
+    return shape, draw.choice(["H200", "L20", "RTX4090", "A10"]), num_ranks, words
+
+
+class Parts:
+    """A model of which only the sizes are asked for."""
+
+    def __init__(self, shape: ModelShape, *_: object, compiled: bool = False) -> None:
+        self._shape, self.compiled = shape, compiled
+
+    def shape(self) -> ModelShape:
+        return self._shape
+
+
+def measured_as_estimated(parts: Parts, *, shape: Any, dtype: torch.dtype, device: torch.device) -> LayerBytes:
+    batch, length, _ = shape
+    return estimate_layer(dtype.itemsize, parts.shape(), batch * length, compiled=parts.compiled)
+
+
+def as_run(patch: pytest.MonkeyPatch, shape: ModelShape, card: str, ranks: Ranks, words: list[str]) -> Answer | str:
+    """The answer of a run on GPUs that are there in name only, its layers and rates measured as they are estimated."""
+    config = parse_args(words, num_ranks=ranks.num_ranks)
+    total, limit = int(CARDS[card].memory_gb * GIB), config.pipeline.gpu_memory_limit
+    free = total - OUTSIDE_BYTES
+    here: dict[str, Any] = {
+        "has_gpus": lambda *_: True,
+        "meet_at_store": lambda ranks: None,
+        "order_devices": lambda *_: None,
+        "choose_device": lambda *_: torch.device("cuda", ranks.rank),
+        "check_dtype": lambda *_: None,
+        "cap_gpu_memory": lambda *_: free if limit is None else min(free, int(limit * GIB)),
+        "ModelParts": lambda config, device, compiled: Parts(shape, compiled=compiled),
+        "measure_layer_bytes": measured_as_estimated,
+        "cpu_share": lambda num_ranks: 16,
+        "own_host_bytes": lambda: 0,
+        "available_host_bytes": lambda: 2**50,
+    }
+    for name, value in here.items():
+        patch.setattr(blueprint, name, value)
+    properties = SimpleNamespace(name=f"NVIDIA {card}", total_memory=total)
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    try:
+        drawn = draw_blueprint(config, ranks, SimpleNamespace())  # type: ignore[arg-type]
+        if (
+            drawn.answer.forecast is None and drawn.answer.profile is not None
+        ):  # it is planned again when it is measured
+            drawn = redraw(drawn, drawn.answer.profile)
+    except (GpuMemoryError, PlanError) as error:
+        return str(error)
+    return drawn.answer
+
+
+def as_dry_run(
+    patch: pytest.MonkeyPatch, shape: ModelShape, card: str, num_ranks: int, words: list[str]
+) -> Answer | str:
+    """The answer that `--dry_run` prints and saves."""
+    saved: list[Answer] = []
+    refused: list[str] = []
+
+    class Refusals(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            refused.append(record.getMessage().removeprefix("does not fit: "))
+
+    patch.setattr(dry_run, "load_planned_config", lambda options: (None, None))
+    patch.setattr(dry_run, "ModelParts", lambda config, device: Parts(shape))
+    patch.setattr(dry_run, "_save", saved.append)
+    handler = Refusals(logging.ERROR)
+    dry_run.logger.addHandler(handler)
+    try:
+        run_dry(parse_args(["--dry_run", "--card", card, "--num_ranks", str(num_ranks), *words]), Ranks(0, 1, 0))
+    except PlanError as error:
+        return str(error)
+    finally:
+        dry_run.logger.removeHandler(handler)
+    return saved[0] if saved else refused[0]
+
+
+def test_a_dry_run_answers_what_a_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    draw = random.Random(17)
+    num_planned = 0
+    for number in range(NUM_SETTINGS):
+        shape, card, num_ranks, words = draw_setting(draw)
+        rank = draw.randrange(num_ranks)
+        planned = as_dry_run(monkeypatch, shape, card, num_ranks, words)
+        run = as_run(monkeypatch, shape, card, Ranks(rank, num_ranks, rank), words)
+        case = f"setting {number}: {card} x {num_ranks}, {' '.join(words)}, {shape}"
+        if isinstance(planned, str) or isinstance(run, str):
+            assert planned == run, case
+            continue
+        num_planned += 1
+        for name in COMPARED:
+            assert getattr(planned, name) == getattr(run, name), f"{name} in {case}"
+        assert planned.request == replace(run.request, config=planned.request.config, machine=planned.request.machine)
+        assert planned.request.rules == run.request.rules, case
+    assert NUM_SETTINGS // 2 < num_planned < NUM_SETTINGS * 0.95  # some are refused, most are not
