@@ -101,13 +101,11 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     checkpoint are warned about and ignored. Without weights they shape the model. Raises CheckpointError for
     unsupported families and for values that describe no model.
     """
-    given = f"--model_path {options.model_path}"
     path = folder / "config.json"
     try:
-        fields = read_json_object(path)
+        config = _read_config(path)
     except CheckpointError as error:
-        raise CheckpointError(f"{given}: {error}") from error
-    config = _read_config(path, fields, given)
+        raise CheckpointError(f"--model_path {options.model_path}: {error}") from error
     has_weights = folder_has_weights(folder)
     width = config.hidden_size, config.num_attention_heads
     for option, field in _SHAPE_OPTIONS.items():
@@ -145,15 +143,16 @@ def changed_fields(base: Mapping[str, Any], config: PretrainedConfig) -> dict[st
     }
 
 
-def _read_config(path: Path, fields: dict[str, Any], given: str) -> PretrainedConfig:
+def _read_config(path: Path) -> PretrainedConfig:
     """The configuration of a supported family whose fields are right, each and together. Raises CheckpointError."""
-    _refuse_foreign(path, fields, given)
+    fields = read_json_object(path)
+    _refuse_foreign(path, fields)
     family = fields.get("model_type")
     supported = f"Supported: {', '.join(SUPPORTED_FAMILIES)}."
     if not isinstance(family, str):
-        raise CheckpointError(f"{given}: {path} names no family ('model_type' is {shown(family)}). {supported}")
+        raise CheckpointError(f"{path} names no family ('model_type' is {shown(family)}). {supported}")
     if family not in SUPPORTED_FAMILIES:
-        raise CheckpointError(f"{given}: {path} is of the family {family!r}, which is not supported. {supported}")
+        raise CheckpointError(f"{path} is of the family {family!r}, which is not supported. {supported}")
     family_class = cast(type[PretrainedConfig], CONFIG_MAPPING[family])
     problems = wrong_fields(fields, {field.name for field in dataclasses.fields(family_class)})
     if not problems:
@@ -162,19 +161,18 @@ def _read_config(path: Path, fields: dict[str, Any], given: str) -> PretrainedCo
             config._name_or_path = str(path.parent)  # not what the file says that it once was
             problems = disagreements(config)
         except Exception as error:  # transformers and its validators raise whatever a value makes them stumble over
-            raise CheckpointError(f"{given}: {path} is refused by transformers: {told(error)}") from error
+            raise CheckpointError(f"{path} is refused by transformers: {told(error)}") from error
     if problems:
-        raise CheckpointError(f"{given}: {path}: {'; '.join(problems)}. Mend it, or get the file anew.")
+        raise CheckpointError(f"{path}: {'; '.join(problems)}. Mend it, or get the file anew.")
     return config
 
 
-def _refuse_foreign(path: Path, fields: Mapping[str, Any], given: str) -> None:
+def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
     """Refuse models of custom code and quantized ones. Raises CheckpointError."""
     auto_map = fields.get("auto_map")
-    named = auto_map if isinstance(auto_map, dict) else {}
-    if code := named.get("AutoModelForCausalLM") or named.get("AutoConfig"):
+    if isinstance(auto_map, dict) and (code := auto_map.get("AutoModelForCausalLM") or auto_map.get("AutoConfig")):
         raise CheckpointError(
-            f"{given}: {path} names custom code ('auto_map': {shown(code)}), which is not run. If transformers' own "
+            f"{path} names custom code ('auto_map': {shown(code)}), which is not run. If transformers' own "
             f"{shown(fields.get('model_type'))} is the same model, remove 'auto_map' from the file; if not, the model "
             f"cannot be trained. Supported: {', '.join(SUPPORTED_FAMILIES)}."
         )
@@ -184,7 +182,7 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any], given: str) -> None:
         if settings is not None:
             method = settings.get("quant_method") if isinstance(settings, dict) else settings
             raise CheckpointError(
-                f"{given}: {path} describes a quantized model ({field!r}, method {shown(method)}). Only plain fp64, "
+                f"{path} describes a quantized model ({field!r}, method {shown(method)}). Only plain fp64, "
                 "fp32, fp16 and bf16 weights are trained: give the unquantized checkpoint it was made from, or "
                 "dequantize it with transformers (`model.dequantize()`, then `save_pretrained`)."
             )
