@@ -47,7 +47,7 @@ HEADER = (
     *("bubble", "wait: weights", "optimizer", "neighbours", "GPU GiB", "host GiB", "limited by"),
 )
 WIDEST = {"s/step": "1000.000", "tokens/s": "1,000,000", "MFU": "100 %"}
-"""Of columns whose values may be wider than their heads, and are not known when the head is printed."""
+"""Widest values of columns that may be wider than their heads, and are not known when the head is printed."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -207,7 +207,7 @@ class Progress:
 
 @dataclass
 class Told:
-    """What is said below the table, and what a picture is drawn of."""
+    """Lines for below the table, and the answer that a picture is drawn of."""
 
     last: Answer | None = None
     details: list[str] = field(default_factory=list)

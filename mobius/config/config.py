@@ -160,8 +160,7 @@ class PipelineConfig:
 
     num_stages: StageCount | None = 8
     """Pipeline stages; a multiple of the number of ranks (GPUs). Stage s runs on rank s modulo ranks; more stages need
-    less GPU memory for weights. auto: by the predicted step time, where the GPU is known; layers are then cut
-    unevenly if that is faster."""
+    less GPU memory for weights. auto: by the predicted step time, where the GPU is known."""
 
     use_prefetch: bool = True
     """Load the next stage's weights while this one computes, into a second buffer on the GPU. Has no effect with

@@ -21,23 +21,23 @@ from mobius.units import GIB, bytes_sum, bytes_text
 GPU_PROCESS_BYTES = int(2.15 * GIB)
 """Host memory of a rank beside its stages: Python, torch, CUDA context, communicators, kernels (7B on four H200s)."""
 STREAMING_BYTES = int(0.23 * GIB)
-"""More of a rank that streams, for threads and buffers: 0.05 to 0.4 in eight runs of 1B, 7B and 13B on four H200s."""
+"""Further host memory of a rank that streams, threads and buffers: 0.05 to 0.4 in runs of 1B, 7B and 13B on H200s."""
 MEASURING_BYTES = int(0.5 * GIB)
-"""More for a moment at the start of one that measures (0.46 to 0.59); later stages that are streamed take its place."""
+"""Further host memory of a rank that measures, at its start (0.46 to 0.59); later, streamed stages take its place."""
 LIBRARY_BYTES = 2**27
-"""Of torch's GPU memory, workspaces of matrix products for the two threads that enqueue them, 32 MiB each on Hopper,
-and what is smaller than any stage: rotary embeddings, masks, scalars. An estimate."""
+"""Workspaces of matrix products in torch's GPU memory for the two threads that enqueue them, 32 MiB each on Hopper, and
+what is smaller than any stage: rotary embeddings, masks, scalars. An estimate."""
 STEP_BYTES_PER_TOKEN = 16
 """Token and label, where the step's are on the GPU."""
 FRAGMENT_SHARE = 0.03
-"""Of what comes and goes, what the allocator keeps beside it. Runs on H200s had 0 to 2.6 % of all that was allocated
-beside it, and 8 % with messages over NCCL (docs/benchmarks.md)."""
+"""Memory that the allocator keeps beside what comes and goes, as a share of that. Runs on H200s had 0 to 2.6 % of all
+that was allocated, and 8 % with messages over NCCL (docs/benchmarks.md)."""
 CONTEXT_BYTES = int(0.6 * GIB)
 """GPU memory of a process outside of torch's: context and kernels. A usual value, not measured."""
 COMMUNICATOR_BYTES = int(0.05 * GIB)
-"""The same of a communicator between two ranks. A guess, not measured."""
+"""GPU memory of a communicator between two ranks. A guess, not measured."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
-"""The same of a rank that computes on the CPU (0.5 GiB with the small model of configs/quickstart.yaml)."""
+"""Host memory of a rank that computes on the CPU, beside its stages (0.5 GiB with configs/quickstart.yaml)."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class HostNeed:
     resident: int
     """Resident stages of ranks that compute on the CPU; on GPUs they take none."""
     process_bytes: int
-    """Of one process."""
+    """Bytes of one process beside its stages."""
 
     @property
     def total(self) -> int:
@@ -130,7 +130,7 @@ class GpuNeed:
 
     @property
     def states(self) -> int:
-        """What stays through all steps, whatever activations do."""
+        """Bytes that stay through all steps, whatever activations do."""
         return self.weights + self.gradients + self.optimizer
 
     @property

@@ -34,8 +34,8 @@ beside passes over activations. 1B's, kept, back to back, took 1.088 and 1.090 t
 ACCUMULATION_BYTES = 8
 """GPU memory traffic of products that add to fp32 sums, per parameter and microbatch: sum read 4, written 4."""
 RECOMPUTED_SHARE = 0.76
-"""Of a layer's forward, what its recomputed backward takes beside a kept one: less than all, being one graph. Steps of
-half of 7B on two GPUs, all recomputed: 0.836 to 0.796 s, 0.62 ms of 2.6 for each layer and microbatch."""
+"""Share of a layer's forward that its recomputed backward takes beside a kept one: less than all, being one graph.
+Steps of half of 7B on two GPUs, all recomputed: 0.836 to 0.796 s, 0.62 ms of 2.6 for each layer and microbatch."""
 EAGER_FORWARD, EAGER_BACKWARD = 1.35, 1.16
 """Seconds of a layer that is not compiled over those of a compiled one; recomputing, it runs its whole forward again.
 An H200 took 6.5 ms forward and 20.8 recomputed for 8192 tokens of a Llama-7B layer, compiled 4.8 and 16.0. So 7B
@@ -44,13 +44,13 @@ LAUNCH = LayerSeconds(0.30e-3, 0.74e-3, 0.93e-3)
 """Seconds of Python and launches for a compiled layer on hosts of H200s while nothing disturbs them: 0.22 to 0.37 ms
 forward, 0.64 to 0.82 backward, 0.72 to 1.00 recomputed; up to twice that on the same machines a minute later."""
 ACTION_LAUNCH = 0.35e-3
-"""The same for messages, slots and events of an action: 0.2 ms (forward) to 0.4 (backward) in runs."""
+"""Seconds of the host for messages, slots and events of an action: 0.2 ms (forward) to 0.4 (backward) in runs."""
 LOSS_SHARE = 0.748
 """Head and loss with their backward: 5.41 ms for 3.22 TFLOP in chunks of 2048 tokens, 595 TFLOP/s."""
 SUSTAINED_SHARE = 0.955
-"""Within a whole step over alone: near what 7B on 4 x H200 with everything on the GPUs takes, 0.665 s measured."""
+"""Rates within a step over those alone: 7B on 4 x H200 with everything on the GPUs took 0.665 s."""
 MEMORY_SHARE = 0.8
-"""Of the GPU's memory bandwidth, what passes over long tensors reach. A guess, not measured."""
+"""Share of the GPU's memory bandwidth that passes over long tensors reach. A guess, not measured."""
 GPU_ADAMW_BYTES = 28
 """Moved per parameter by AdamW on the GPU in one pass: gradient 4, weights 4, remainder 4, moments 16."""
 CPU_ADAMW_BYTES = 26
@@ -68,9 +68,9 @@ PCIE_BYTES = {3: 12.5e9, 4: 25.5e9, 5: 55e9}
 DUPLEX_SHARE = 0.90
 """Each direction while both run, one GPU alone. A guess, not measured."""
 HOST_BANDWIDTH = 190e9
-"""Of a machine with 64 cores and 4 x H200, all users together, about."""
+"""Bytes per second of a machine with 64 cores and 4 x H200, all users together, about."""
 DOWN_LIMIT, UP_LIMIT, BOTH_LIMIT = 164 / 190, 136 / 190, 188 / 190
-"""What copies of all GPUs reach of it: 4 x 41 GB/s down, 4 x 34 up, 4 x (22 + 25) at once."""
+"""Shares of it that copies of all GPUs reach: 4 x 41 GB/s down, 4 x 34 up, 4 x (22 + 25) at once."""
 HOST_MESSAGE_SHARE = 0.2
 """A message through host memory, over the PCIe rate. A guess; what such messages cost compute is not known either."""
 PEER_SHARE = {"nvlink": 0.87, "pcie": 0.75}

@@ -37,7 +37,7 @@ NOTICEABLE = 0.005
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run does, as far as this rank knows: of other ranks as if their GPUs had as much memory as this one's."""
+    """A run as one rank knows it, all GPUs being supposed to have as much memory as its own."""
 
     request: PlanRequest
     """With numbers in the place of auto."""
@@ -149,7 +149,7 @@ class Setting:
     plan: Plan
     profile: Profile
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
 
 
 def settle(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequest:

@@ -132,7 +132,7 @@ class _Rank:
         self._ahead = 0 if plan.num_ranks == 1 else RECEIVES_AHEAD * size.activation
 
     def moments(self) -> Iterator[Held]:
-        """Those at which most may be held: turns of the model's last stage, and each stage's first backward."""
+        """Moments at which most may be held: turns of the model's last stage, and each stage's first backward."""
         waiting = [stage for stage in self._stages if not self._plan.cuts[stage].is_last]
         turns = len(waiting) < len(self._stages)
         if turns:

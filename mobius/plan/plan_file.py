@@ -24,13 +24,13 @@ VERSION = 2
 ALL_AGAIN = "Make it anew with --dry_run, or leave --plan out."
 _MOST_BYTES: Final = 1 << 24
 _MOST: Final = 2**31
-"""Beyond any number of a plan but a model's, which are only compared."""
+"""Limit of all numbers of a plan but a model's, which are only compared."""
 _MOST_PARAMETERS: Final = 2**62
 
 
 @dataclass(frozen=True)
 class ModelDigest:
-    """What tells one model from another, as far as a plan goes."""
+    """Numbers that tell one model from another, as far as a plan goes."""
 
     num_parameters: int
     num_layers: int
@@ -182,7 +182,7 @@ def _whole(value: object, name: str, *, least: int = 0) -> int:
 
 
 def _contradiction(saved: SavedPlan) -> str | None:
-    """What cannot be in a plan, as text."""
+    """A contradiction in the plan, as text; None if there is none."""
     plan, number = saved.plan, saved.plan.num_stages
     if plan.num_ranks < 1 or number < 1 or number % plan.num_ranks:
         return f"{number} stages on {plan.num_ranks} ranks"

@@ -86,9 +86,9 @@ class Profile:
     cpu_adamw: float
     """Parameters per second of one rank's CPU optimizer, the others idle."""
     cpu_adamw_together: float
-    """The same of each rank while all update."""
+    """Parameters per second of each rank's CPU optimizer while all update."""
     cpu_adamw_beside_copies: float
-    """The same while all GPUs also copy in both directions."""
+    """Parameters per second of each rank's while all update and all GPUs copy in both directions."""
     copies_beside_cpu_adamw: float
     """Bytes per second of one GPU's copies in each direction meanwhile."""
     cpu_adamw_bytes: int
@@ -104,9 +104,9 @@ class Profile:
     step_overhead: float
     """Seconds between the last backward of a step and the first action of the next: norms and losses are summed."""
     launch: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
-    """What the host takes to enqueue a layer: small microbatches are computed faster than that."""
+    """Seconds of the host to enqueue a layer: small microbatches are computed faster than that."""
     action_launch: float = 0.0
-    """The same of everything else that an action needs: events, messages, slots."""
+    """Seconds of the host for everything else that an action needs: events, messages, slots."""
 
     def of_layer(self, layer: int) -> LayerSeconds:
         """The seconds of the model's layer number `layer`."""

@@ -32,7 +32,7 @@ class ByteSizes:
     gradient: int
     """Once summed: as much as the weight, or 4 where gradients are kept in fp32."""
     remainder: int
-    """What is kept to have an fp32 master: 2 beside bf16, whose bits are half of it, 4 beside fp16."""
+    """Kept to have an fp32 master: 2 beside bf16, whose bits are half of it, 4 beside fp16."""
 
     @classmethod
     def of(cls, dtype: Dtype, *, has_fp32_gradients: bool = False) -> ByteSizes:
@@ -97,7 +97,7 @@ def compiles(config: Config, machine: Machine) -> bool:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be trained, how, and on what; `num_stages` and `num_chunks` are None while auto is not resolved."""
+    """A run to be planned: its options, model and machine; the two numbers are None while auto is not resolved."""
 
     config: Config
     """As the user asked."""

@@ -57,14 +57,14 @@ class Prediction:
 
     step_seconds: float
     busy_seconds: tuple[float, ...]
-    """Of compute, by rank."""
+    """Seconds of compute, by rank."""
     waits: tuple[dict[WaitCause, float], ...]
     """Seconds that compute waited, by rank and cause."""
     used_shares: dict[str, float]
     """Resource -> share of what it could have done in all simulated steps."""
     step_ends: tuple[float, ...]
     spans: tuple[tuple[LaneSpan, ...], ...]
-    """By rank, in order of their start."""
+    """Spans of every rank, in order of their start."""
 
     @property
     def bubble(self) -> float:

@@ -26,7 +26,7 @@ format in which gradients travel 6, sums cleared 4."""
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage costs: seconds per microbatch, and parameters."""
+    """Costs of a stage: seconds per microbatch, and parameters."""
 
     forward: float
     """0 for the model's last stage, whose forward runs in its backward."""
@@ -34,9 +34,9 @@ class StageCost:
     """With recompute where it recomputes; in the last stage also forward and loss, in the first the embedding's."""
     parameters: int
     is_resident: bool = False
-    """Its state stays on the GPU, which updates it."""
+    """Whether its state stays on the GPU, which updates it."""
     forward_launch: float = 0.0
-    """What the host takes to enqueue the forward of a microbatch."""
+    """Seconds of the host to enqueue the forward of a microbatch."""
     backward_launch: float = 0.0
 
 
@@ -47,13 +47,13 @@ class StepRules:
     clips: bool
     """Updates wait for the norm over all ranks."""
     message_bytes: int
-    """Of an activation [B, L, H]."""
+    """Bytes of an activation [B, L, H]."""
     overlaps_optimizer: bool = True
     weight_bytes: int = 2
     gradient_bytes: int = 2
-    """Per parameter, on their way to the host."""
+    """Bytes per parameter on their way to the host."""
     is_tied: bool = False
-    """Then the first and the last stage are updated after the step also without clipping."""
+    """Whether the first and the last stage are updated after the step also without clipping."""
 
 
 def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
@@ -97,7 +97,7 @@ class ComputeTask:
     waits: dict[WaitCause, Task | None]
     step: int
     begin: Task | None
-    """What the host waited for before it began the step."""
+    """Task that the host waited for before it began the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class StepTasks:
         return not self.rules.clips and not waits_for_tied
 
     def _finish(self, end: Task) -> None:
-        """What is left to update once the step has ended, in forward order; then the next step may begin."""
+        """Update what is left once the step has ended, in forward order; then the next step may begin."""
         for rank, state in enumerate(self.ranks):
             state.begin, state.enqueued, state.computed = end, 0.0, 0.0
             for stage in self.schedule.local_stages(rank):

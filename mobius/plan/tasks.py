@@ -19,7 +19,7 @@ _NEGLIGIBLE = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What a task moves: `amount` at most at rate `limit`, `weight` against the others, a unit of it using `uses`."""
+    """Work that moves `amount`: at most at rate `limit`, with `weight` against the others, each unit using `uses`."""
 
     amount: float
     limit: float

@@ -119,7 +119,7 @@ def _log_devices(config: Config, num_ranks: int) -> None:
 
 
 def _num_ranks(config: Config, ranks: Ranks) -> int:
-    """What is said, else what is started, else the GPUs that there are."""
+    """The ranks that are named, else those that are started, else the GPUs that there are."""
     listed = config.launch.cuda_visible_devices
     started = ranks.num_ranks if ranks.num_ranks > 1 else None
     visible = len(listed.split(",")) if listed else torch.cuda.device_count()
