@@ -154,15 +154,19 @@ def _draw(
     measures = request.measures_layers or request.measures_host
     will_be_redrawn = on_gpu and measures and profile is None and given is None
     request = settle(request, measured=profile)
-    own_bytes = own_host_bytes()
     if layer is None and on_gpu:
         # By guess: what cannot fit is refused before anything is compiled.
-        _check_host(answer(request, given=given, own_bytes=own_bytes, is_preliminary=True))
+        _check_host(answer(request, given=given, own_bytes=own_host_bytes(), is_preliminary=True))
         layer = measure_layer_bytes(
             parts, shape=_message_shape(request), dtype=TORCH_DTYPES[request.config.model.dtype], device=place.device
         )
     found = answer(
-        request, layer=layer, profile=profile, given=given, own_bytes=own_bytes, is_preliminary=will_be_redrawn
+        request,
+        layer=layer,
+        profile=profile,
+        given=given,
+        own_bytes=own_host_bytes(),  # measuring layers may have made it larger
+        is_preliminary=will_be_redrawn,
     )
     _check_host(found)
     plan = found.plan
