@@ -213,6 +213,7 @@ def test_what_an_interruption_would_say_follows_the_run(
     monkeypatch.setattr(Standing, "becomes", note)
     run("--overwrite_output_dir", "--num_iterations", "2")
 
+    assert texts.pop(0) == "before the first step: nothing was trained, and nothing is left"
     assert texts[0] == f"before the first step: nothing was trained, and {out} is as it was"
     for text, where in zip(texts[1:4], ("in step 1", "after step 1", "after step 2"), strict=True):
         assert text.startswith(f"{where} of 2: what was trained is lost")
