@@ -123,8 +123,6 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
         host=replace(machine.host, bandwidth=machine.host.bandwidth * machine.num_nodes),
         compiled=request.compiles,
     )
-    if machine.gpu_bytes is not None:
-        profile = replace(profile, gpu_memory=machine.gpu_bytes)
     if machine.num_nodes == 1:
         return profile
     between = min(machine.node_link * GIGA, profile.messages.bandwidth)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -60,8 +60,6 @@ class Prediction:
     """Seconds of compute, by rank."""
     waits: tuple[dict[WaitCause, float], ...]
     """Seconds that compute waited, by rank and cause."""
-    used_shares: dict[str, float]
-    """Resource -> share of what it could have done in all simulated steps."""
     step_ends: tuple[float, ...]
     spans: tuple[tuple[LaneSpan, ...], ...]
     """Spans of every rank, in order of their start."""
@@ -83,14 +81,14 @@ def simulate_steps(
 
     Loads and offloads of resident stages in `schedule` are left out, so it may be one that streams all stages.
     """
-    return _describe(*_play(schedule, costs, profile, rules, num_steps))
+    return _describe(_play(schedule, costs, profile, rules, num_steps))
 
 
 def simulated_seconds(
     schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, *, num_steps: int = 3
 ) -> float:
     """`simulate_steps(...).step_seconds`, in less time because nothing else is told."""
-    builder, _ = _play(schedule, costs, profile, rules, num_steps)
+    builder = _play(schedule, costs, profile, rules, num_steps)
     ends = [0.0, *(task.end for task in builder.step_ends)]
     return ends[-1] - ends[-2]
 
@@ -114,27 +112,22 @@ def _actions(
     return (*data_actions(rank, num_ranks, num_stages), *transfers)
 
 
-def predict_plan(plan: Plan, request: PlanRequest, profile: Profile, *, num_steps: int = 3) -> Prediction:
-    """Predict the steps of `plan` at the rates of `profile`."""
-    costs = stage_costs(plan, request.shape, profile)
-    return simulate_steps(schedule_of(plan), costs, profile, request.rules, num_steps=num_steps)
-
-
 def plan_seconds(plan: Plan, request: PlanRequest, profile: Profile, *, num_steps: int = 3) -> float:
-    """`predict_plan(...).step_seconds`, in less time because nothing else is told."""
+    """Seconds of a steady step of `plan` at the rates of `profile`."""
     costs = stage_costs(plan, request.shape, profile)
     return simulated_seconds(schedule_of(plan), costs, profile, request.rules, num_steps=num_steps)
 
 
 def _play(
     schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, num_steps: int
-) -> tuple[StepTasks, dict[Hashable, float]]:
-    """The steps as they went, and what was used of each resource."""
+) -> StepTasks:
+    """The steps as they went."""
     builder = StepTasks(schedule, costs, profile, rules)
     with without_collector():
         for _ in range(num_steps):
             builder.add_step()
-        return builder, run(builder.tasks, builder.capacities)
+        run(builder.tasks, builder.capacities)
+    return builder
 
 
 @contextlib.contextmanager
@@ -153,7 +146,7 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _describe(builder: StepTasks, used: Mapping[Hashable, float]) -> Prediction:
+def _describe(builder: StepTasks) -> Prediction:
     ends = tuple(task.end for task in builder.step_ends)
     last = len(ends) - 1
     start = ends[-2] if last else 0.0
@@ -179,13 +172,10 @@ def _describe(builder: StepTasks, used: Mapping[Hashable, float]) -> Prediction:
         own_end = max(c.task.end for c in state.computes if c.step == last)
         rank_waits[WaitCause.NEIGHBOURS] += ends[-1] - own_end
         waits.append(rank_waits)
-    end = max(task.end for task in builder.tasks)
-    shares = {name: used[name] / (builder.capacities[name] * end) for name in used if isinstance(name, str)}
     return Prediction(
         step_seconds=ends[-1] - start,
         busy_seconds=tuple(busy),
         waits=tuple(waits),
-        used_shares=shares,
         step_ends=ends,
         spans=tuple(tuple(sorted(rank_spans, key=lambda s: (s.start, -s.end))) for rank_spans in spans),
     )
@@ -277,7 +267,7 @@ def steady_seconds(step_seconds: Sequence[float]) -> float:
 
 def forecast(plan: Plan, request: PlanRequest, profile: Profile) -> tuple[Forecast, Prediction]:
     """Predict the steps of `plan`; takes some tenths of a second."""
-    prediction = predict_plan(plan, request, profile)
+    prediction = simulate_steps(schedule_of(plan), stage_costs(plan, request.shape, profile), profile, request.rules)
     seconds = prediction.step_seconds
     limit, gain = limiting_resource(profile, lambda faster: plan_seconds(plan, request, faster), seconds)
     return Forecast(seconds, limit, gain, f"{profile.source} ({profile.basis})"), prediction

@@ -43,12 +43,12 @@ class Task:
     _followers: list[Task] = field(default_factory=list)
 
 
-def run(tasks: Sequence[Task], capacities: Mapping[Hashable, float]) -> dict[Hashable, float]:
+def run(tasks: Sequence[Task], capacities: Mapping[Hashable, float]) -> None:
     """Play `tasks` from time 0 and set their start and end; `capacities` are the resources' units per second.
 
-    Returns how much of each resource was used up in all. What a task needs must be among the tasks, without circles.
+    All that a task needs must be among the tasks, without circles.
     """
-    return _Run(tasks, capacities).play()
+    _Run(tasks, capacities).play()
 
 
 class _Run:
@@ -65,7 +65,7 @@ class _Run:
         self._counted_at = 0.0
         self._known_rates: dict[frozenset[Hashable], dict[Hashable, float]] = {}
 
-    def play(self) -> dict[Hashable, float]:
+    def play(self) -> None:
         for task in self._tasks:
             task._num_missing = len(task.needs)
             for needed in task.needs:
@@ -88,12 +88,6 @@ class _Run:
                 task._followers.clear()  # no circles are left for the garbage collector
             # Before a lane takes its next task: what becomes ready now may be the more urgent one.
             self._release(released, freed=[task.lane for task in done if task.lane is not None])
-        used: dict[Hashable, float] = dict.fromkeys(self._capacities, 0.0)
-        for task in self._tasks:
-            if isinstance(task.work, Flow):
-                for resource, share in task.work.uses.items():
-                    used[resource] += share * task.work.amount
-        return used
 
     def _release(self, tasks: Sequence[Task], freed: Sequence[Hashable] = ()) -> None:
         lanes = dict.fromkeys(freed)
