@@ -91,13 +91,13 @@ def requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[PlanRe
     usual = [word for name, value in USUAL.items() if name not in given for word in (f"--{name}", value)]
     combinations = itertools.product(
         options_of("--model_path", arguments.model_path),
-        options_of("--gpu_memory_limit", arguments.gpu_memory_limit),
         arguments.card,
         arguments.gpus,
         arguments.pcie or [None],
+        options_of("--gpu_memory_limit", arguments.gpu_memory_limit),
     )
     found = []
-    for model, limit, card, gpus, pcie in combinations:
+    for model, card, gpus, pcie, limit in combinations:
         machine = Machine(
             gpus * arguments.nodes,
             find_card(card),
