@@ -30,10 +30,8 @@ from mobius.plan.profile import Profile
 from mobius.plan.request import PlanRequest
 from mobius.plan.step_tasks import ComputeTask, StageCost, StepRules, StepTasks, stage_costs
 from mobius.plan.tasks import run
-from mobius.schedule.action import Action
+from mobius.schedule.build import rank_actions
 from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
-from mobius.schedule.looped import compute_order, data_actions
-from mobius.schedule.residency import add_transfers
 from mobius.schedule.schedule import Schedule
 
 TRIED_FACTOR = 1.1
@@ -103,13 +101,7 @@ def schedule_of(plan: Plan) -> Schedule:
     return Schedule(*numbers, plan.slots, actions, plan.resident)
 
 
-@lru_cache(maxsize=1024)
-def _actions(
-    rank: int, num_ranks: int, num_stages: int, num_microbatches: int, num_slots: int, resident: frozenset[int]
-) -> tuple[Action, ...]:
-    order = compute_order(rank, num_ranks, num_stages, num_microbatches)
-    transfers = add_transfers(order, num_slots, resident) if num_slots else order
-    return (*data_actions(rank, num_ranks, num_stages), *transfers)
+_actions = lru_cache(maxsize=1024)(rank_actions)
 
 
 def plan_seconds(plan: Plan, request: PlanRequest, profile: Profile, *, num_steps: int = 3) -> float:

@@ -61,38 +61,28 @@ class Action:
         return " ".join([self.kind.value, *("-1" if n is None else str(n) for n in numbers)])
 
 
-def forward_kind(stage: int, num_stages: int) -> ActionKind:
-    """The kind of `stage`'s forward; a stage that is first and last at once is last, for it makes the loss."""
-    return _FORWARD_KINDS[_position(stage, num_stages)]
-
-
-def backward_kind(stage: int, num_stages: int) -> ActionKind:
-    """The kind of `stage`'s backward; a stage that is first and last at once is last, for it makes the loss."""
-    return _BACKWARD_KINDS[_position(stage, num_stages)]
-
-
-def _position(stage: int, num_stages: int) -> int:
-    if stage == num_stages - 1:
-        return 2
-    return 0 if stage == 0 else 1
+def compute_kinds(stage: int, num_stages: int) -> tuple[ActionKind, ActionKind]:
+    """Kinds of `stage`'s forward and backward; one that is first and last at once is last, for it makes the loss."""
+    position = 2 if stage == num_stages - 1 else min(stage, 1)
+    return _FORWARD_KINDS[position], _BACKWARD_KINDS[position]
 
 
 def incoming(action: Action, num_stages: int) -> int | None:
     """The stage whose message `action` consumes: an activation in forward, an activation gradient in backward."""
-    if action.kind.is_forward:
-        return action.stage - 1 if action.stage > 0 else None
-    if action.kind.is_backward:
-        return action.stage + 1 if action.stage < num_stages - 1 else None
-    return None
+    return _neighbour(action, num_stages, -1)
 
 
 def outgoing(action: Action, num_stages: int) -> int | None:
     """The stage that consumes what `action` produces, None where nothing leaves the stage."""
-    if action.kind.is_forward:
-        return action.stage + 1 if action.stage < num_stages - 1 else None
-    if action.kind.is_backward:
-        return action.stage - 1 if action.stage > 0 else None
-    return None
+    return _neighbour(action, num_stages, 1)
+
+
+def _neighbour(action: Action, num_stages: int, distance: int) -> int | None:
+    """The stage so far on in the direction in which `action` computes; backward goes down the stages."""
+    if not action.kind.is_compute:
+        return None
+    stage = action.stage + (distance if action.kind.is_forward else -distance)
+    return stage if 0 <= stage < num_stages else None
 
 
 def describe_misfit(action: Action, num_stages: int) -> str | None:
@@ -103,5 +93,5 @@ def describe_misfit(action: Action, num_stages: int) -> str | None:
         return None if action.microbatch is None else f"{action.kind} concerns a whole stage, not a microbatch"
     if action.microbatch is None:
         return f"{action.kind} needs a microbatch"
-    expected = (forward_kind if action.kind.is_forward else backward_kind)(action.stage, num_stages)
+    expected = compute_kinds(action.stage, num_stages)[action.kind.is_backward]
     return None if action.kind is expected else f"stage {action.stage} of {num_stages} takes {expected}"

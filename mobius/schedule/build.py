@@ -38,13 +38,19 @@ def build_schedule(
     wrong = [f"{number} {what}" for what, number in numbers.items() if number < 1]
     if wrong:
         raise ScheduleError(f"a schedule needs at least 1 of each, it was given {', '.join(wrong)}")
-
-    def actions_of(rank: int) -> tuple[Action, ...]:
-        order = compute_order(rank, num_ranks, num_stages, num_microbatches)
-        transfers = add_transfers(order, slots[rank], staying) if streams[rank] else order
-        return (*data_actions(rank, num_ranks, num_stages), *transfers)
-
-    actions = tuple(actions_of(rank) for rank in range(num_ranks))
+    actions = tuple(
+        rank_actions(rank, num_ranks, num_stages, num_microbatches, own_slots, staying)
+        for rank, own_slots in enumerate(slots)
+    )
     schedule = Schedule(num_ranks, num_stages, num_microbatches, slots, actions, staying)
     check(schedule)
     return schedule
+
+
+def rank_actions(
+    rank: int, num_ranks: int, num_stages: int, num_microbatches: int, num_slots: int, resident: Collection[int]
+) -> tuple[Action, ...]:
+    """All actions of `rank`, not checked; 0 slots if it streams no stage."""
+    order = compute_order(rank, num_ranks, num_stages, num_microbatches)
+    transfers = add_transfers(order, num_slots, resident) if num_slots else order
+    return (*data_actions(rank, num_ranks, num_stages), *transfers)

@@ -8,7 +8,7 @@ microbatches there are. The model's last stage turns each microbatch round at on
 Breadth-first pipeline parallelism: Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953.
 """
 
-from mobius.schedule.action import Action, ActionKind, backward_kind, forward_kind
+from mobius.schedule.action import Action, ActionKind, compute_kinds
 
 
 def data_actions(rank: int, num_ranks: int, num_stages: int) -> list[Action]:
@@ -29,12 +29,9 @@ def compute_order(rank: int, num_ranks: int, num_stages: int, num_microbatches: 
     Backward mirrors the stages but not the microbatches: gradients are added in the order 0, 1, ..., as a plain loop
     over the microbatches adds them, so that the sums are equal to the last bit.
     """
-    last_stage = num_stages - 1
-    stages = [stage for stage in range(rank, num_stages, num_ranks) if stage != last_stage]
-    microbatches = range(num_microbatches)
-    forward = [Action(forward_kind(s, num_stages), s, m) for s in stages for m in microbatches]
-    backward = [Action(backward_kind(s, num_stages), s, m) for s in reversed(stages) for m in microbatches]
-    owns_last = rank == last_stage % num_ranks
-    kinds = (forward_kind(last_stage, num_stages), backward_kind(last_stage, num_stages))
-    turn = [Action(kind, last_stage, m) for m in microbatches for kind in kinds] if owns_last else []
+    stages, last_stage, microbatches = range(rank, num_stages, num_ranks), num_stages - 1, range(num_microbatches)
+    kinds = {stage: compute_kinds(stage, num_stages) for stage in stages}
+    forward = [Action(kinds[s][0], s, m) for s in stages if s != last_stage for m in microbatches]
+    turn = [Action(kind, s, m) for s in stages if s == last_stage for m in microbatches for kind in kinds[s]]
+    backward = [Action(kinds[s][1], s, m) for s in reversed(stages) if s != last_stage for m in microbatches]
     return [*forward, *turn, *backward]

@@ -17,13 +17,13 @@ stage turns from forward to backward without leaving the GPU, and nothing that i
 Evicting the stage whose next use is farthest is Belady's rule: no other choice moves fewer bytes.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 from mobius.schedule.action import Action, ActionKind
 
 
-def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[int] = ()) -> list[Action]:
+def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[int]) -> list[Action]:
     """Add to `order`, the compute actions of one rank, the loads and offloads that `num_slots` slots allow.
 
     Stages in `resident` get none. The result starts with the loads of the first streamed stages and ends with every
@@ -34,8 +34,8 @@ def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[
     result: list[Action] = []
     loaded: list[int] = []
     for position, run in enumerate(runs):
-        streamed = (run for run in runs[position:] if run[0].stage not in resident)
-        wanted = _nearest_stages(streamed, num_slots)
+        coming = dict.fromkeys(later[0].stage for later in runs[position:] if later[0].stage not in resident)
+        wanted = [*coming][:num_slots]
         result += [Action(ActionKind.OFFLOAD, stage) for stage in loaded if stage not in wanted]
         result += [Action(ActionKind.LOAD, stage) for stage in wanted if stage not in loaded]
         loaded = wanted
@@ -49,8 +49,3 @@ def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[
 def _run_of(action: Action) -> tuple[int, bool]:
     """Key that the actions of a run share; the last stage, which turns round, has one run for both directions."""
     return action.stage, action.kind.is_backward and action.kind is not ActionKind.BACKWARD_LAST
-
-
-def _nearest_stages(runs: Iterable[Sequence[Action]], num_slots: int) -> list[int]:
-    """The first `num_slots` different stages of the coming runs, nearest first."""
-    return list(dict.fromkeys(run[0].stage for run in runs))[:num_slots]

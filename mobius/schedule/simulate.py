@@ -53,9 +53,8 @@ class _RankClock:
     offload_ends: list[int] = field(default_factory=list)
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
     """Timeline of `schedule`, which must have passed `check`."""
-    costs = costs or Costs()
     spans: list[list[ActionSpan]] = [[] for _ in range(schedule.num_ranks)]
     clocks = [_RankClock() for _ in range(schedule.num_ranks)]
     computed: dict[tuple[bool, int, int | None], int] = {}

@@ -9,7 +9,7 @@ from mobius.schedule.lanes import Lane
 from mobius.schedule.simulate import ActionSpan, Costs, simulate
 
 
-def spans_by_name(schedule: Schedule, rank: int, costs: Costs | None = None) -> dict[str, ActionSpan]:
+def spans_by_name(schedule: Schedule, rank: int, costs: Costs = Costs()) -> dict[str, ActionSpan]:
     """Names like `F0.0`; the second load or offload of a stage is `L0 again`."""
     spans: dict[str, ActionSpan] = {}
     for span in simulate(schedule, costs)[rank]:
