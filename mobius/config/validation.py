@@ -6,13 +6,13 @@ What depends on the model, the data or the machine is checked where that is know
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
-from itertools import combinations
+from collections.abc import Iterable, Iterator
+from itertools import chain, combinations
 from pathlib import Path, PurePath
 from typing import Final
 
 from mobius.config.config import Config, Device, Recompute
-from mobius.config.options import Option, OptionValue, option_values, options
+from mobius.config.options import Option, OptionValue, config_from, option_values, options
 from mobius.errors import ConfigError
 from mobius.excerpt import excerpt, quoted
 
@@ -27,8 +27,7 @@ _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
 
 def validate(config: Config, num_ranks: int) -> None:
     """Check everything that can be known before the model is read; raises ConfigError with all problems."""
-    problems = find_problems(config, num_ranks=num_ranks)
-    if problems:
+    if problems := find_problems(config, num_ranks=num_ranks):
         raise ConfigError(*problems)
 
 
@@ -40,22 +39,13 @@ def find_problems(config: Config, *, num_ranks: int | None = None, unreadable: I
     doubtful = set(unreadable)
     problems = []
     values = option_values(config)
-    shown = {name: excerpt(value) if isinstance(value, str) else value for name, value in values.items()}
     for name, value in values.items():
         if name not in doubtful and (problem := _value_problem(options()[name], value)):
             problems.append(problem)
             doubtful.add(name)
-    rules = [*_RULES]
-    if num_ranks is not None:
-        rules.append(("num_stages", lambda config: _stages_fit_ranks(config, num_ranks)))
-    problems += [
-        problem for names, rule in rules if doubtful.isdisjoint(names.split()) and (problem := rule(config)) is not None
-    ]
-    return problems + [
-        message.format(**shown)
-        for names, is_broken, message in _FORBIDDEN
-        if doubtful.isdisjoint(names.split()) and is_broken(config)
-    ]
+    usable = config_from({name: value for name, value in values.items() if name not in doubtful})
+    broken = chain(_misfit_sizes(usable, num_ranks), _misfit_names(usable), _misfit_choices(usable))
+    return problems + [problem for names, problem in broken if doubtful.isdisjoint(names.split())]
 
 
 def _value_problem(option: Option, value: OptionValue) -> str | None:
@@ -89,34 +79,115 @@ def _unusable_name(name: str) -> str | None:
     return None
 
 
-def _batch_splits_evenly(config: Config) -> str | None:
-    batch, chunks = config.pipeline.batch_size, config.pipeline.num_chunks
-    if chunks is None or batch % chunks == 0 or config.planning.plan is not None:
-        return None
-    small = [number for number in range(1, math.isqrt(batch) + 1) if batch % number == 0]
-    near_chunks = _nearest(chunks, [*small, *(batch // number for number in small)])
-    return (
-        f"`--batch_size` {batch} cannot be cut into `--num_chunks` {chunks} equal microbatches; "
-        f"use --num_chunks {near_chunks}, or --batch_size {_nearest_multiple(batch, chunks)}"
+_Misfits = Iterator[tuple[str, str]]
+"""Options that a broken rule is about, and the line that says how they break it."""
+
+
+def _misfit_sizes(config: Config, num_ranks: int | None) -> _Misfits:
+    batch, chunks, stages = config.pipeline.batch_size, config.pipeline.num_chunks, config.pipeline.num_stages
+    length, width, heads = config.data.seq_length, config.model.embedding_dim, config.model.num_heads
+    is_planned = config.planning.plan is not None  # then these come from the plan
+    if chunks is not None and batch % chunks and not is_planned:
+        small = [number for number in range(1, math.isqrt(batch) + 1) if batch % number == 0]
+        near_chunks = _nearest(chunks, [*small, *(batch // number for number in small)])
+        yield (
+            "batch_size num_chunks plan",
+            f"`--batch_size` {batch} cannot be cut into `--num_chunks` {chunks} equal microbatches; "
+            f"use --num_chunks {near_chunks}, or --batch_size {_nearest_multiple(batch, chunks)}",
+        )
+    if batch * length > _STEP_TOKENS and not is_planned:
+        yield (
+            "batch_size seq_length plan",
+            f"`--batch_size` {batch} of `--seq_length` {length} are {batch * length} tokens per step; at most "
+            f"{_STEP_TOKENS} can be; lower one of them",
+        )
+    if stages is not None and chunks is not None and stages * chunks > _SCHEDULE_PARTS and not is_planned:
+        yield (
+            "num_stages num_chunks plan",
+            f"`--num_stages` {stages} of `--num_chunks` {chunks} are {stages * chunks} forwards and as many backwards "
+            f"per step; at most {_SCHEDULE_PARTS} can be planned; lower one of them",
+        )
+    if width is not None and heads is not None and width % heads:
+        yield (
+            "embedding_dim num_heads",
+            f"`--embedding_dim` {width} is not a multiple of `--num_heads` {heads}; use --embedding_dim "
+            f"{_nearest_multiple(width, heads)}",
+        )
+    if num_ranks is not None and stages is not None and stages % num_ranks and not is_planned:
+        yield (
+            "num_stages plan",
+            f"`--num_stages` {stages} is not a multiple of the number of ranks, {num_ranks}; use --num_stages "
+            f"{_nearest_multiple(stages, num_ranks)}, or another number of ranks (--nproc_per_node)",
+        )
+    warmup, steps = config.optim.warmup_steps, config.optim.num_iterations
+    if 1 < warmup != int(warmup):
+        problem = "use a whole number of steps, or a number below 1 for a share of the run"
+        yield "warmup_steps", f"`--warmup_steps` is {warmup:g}; {problem}"
+    elif warmup > steps:
+        problem = f"is more than `--num_iterations` {steps}; use at most {steps}"
+        yield "warmup_steps num_iterations", f"`--warmup_steps` {warmup:g} {problem}"
+
+
+def _misfit_names(config: Config) -> _Misfits:
+    outputs = {name: getattr(config.output, name) for name in ("save_params", "save_results", "save_dir")}
+    for (name, path), (other_name, other_path) in combinations(outputs.items(), 2):
+        if PurePath(path) == PurePath(other_path):
+            told = f"`--{name}` and `--{other_name}` are both {quoted(path)}; give them different names"
+            yield " ".join(outputs), told
+            break
+    resident, steps, profiled = (
+        config.pipeline.resident_stages,
+        config.output.profile_steps,
+        config.output.profiled_steps,
     )
+    if resident not in ("auto", "all") and config.pipeline.num_resident_stages is None:
+        told = f"{quoted(resident)} is not a number of stages; write auto, all, or a number from 0 on"
+        yield "resident_stages", f"`--resident_stages` {told}"
+    if steps is not None and not any(profiled[:1]):
+        told = f"{quoted(steps)} is no step or range of steps; write numbers from 1 on, such as 3 or 3-4"
+        yield "profile_steps", f"`--profile_steps` {told}"
+    elif profiled and profiled[-1] > config.optim.num_iterations:
+        told = f"use steps 1 to {config.optim.num_iterations}, or more `--num_iterations`"
+        yield (
+            "profile_steps num_iterations",
+            f"`--profile_steps` {excerpt(str(steps))} is more than the run has; {told}",
+        )
+    devices = config.launch.cuda_visible_devices
+    names = [name.strip() for name in devices.split(",")] if devices is not None else []
+    if len(set(names)) < len(names) or not all(_DEVICE.fullmatch(name) for name in names):
+        told = f"{quoted(devices)} is not a list of different GPUs; write their numbers, such as 0,2,1,3"
+        yield "cuda_visible_devices", f"`--cuda_visible_devices` {told}"
 
 
-def _stages_fit_ranks(config: Config, num_ranks: int) -> str | None:
-    stages = config.pipeline.num_stages
-    if stages is None or stages % num_ranks == 0 or config.planning.plan is not None:
-        return None
-    return (
-        f"`--num_stages` {stages} is not a multiple of the number of ranks, {num_ranks}; use --num_stages "
-        f"{_nearest_multiple(stages, num_ranks)}, or another number of ranks (--nproc_per_node)"
-    )
-
-
-def _heads_share_the_width(config: Config) -> str | None:
-    width, heads = config.model.embedding_dim, config.model.num_heads
-    if width is None or heads is None or width % heads == 0:
-        return None
-    near = _nearest_multiple(width, heads)
-    return f"`--embedding_dim` {width} is not a multiple of `--num_heads` {heads}; use --embedding_dim {near}"
+def _misfit_choices(config: Config) -> _Misfits:
+    pipeline, planning = config.pipeline, config.planning
+    is_cpu, resident = pipeline.device is Device.CPU, pipeline.resident_stages
+    if pipeline.gpu_memory_limit is not None and is_cpu:
+        told = f"`--gpu_memory_limit` {pipeline.gpu_memory_limit:g} has no effect with `--device cpu`"
+        yield "gpu_memory_limit device", f"{told}; remove one of them"
+    if pipeline.probe_topology and is_cpu:
+        yield "probe_topology device", "`--probe_topology` has no effect with `--device cpu`; remove one of them"
+    if pipeline.probe_topology and not pipeline.cross_mapping:
+        told = "`--probe_topology` has no effect with `--no_cross_mapping`; remove one of them"
+        yield "probe_topology cross_mapping", told
+    if pipeline.recompute is Recompute.NONE and pipeline.use_offload and resident != "all":
+        yield (
+            "recompute use_offload resident_stages",
+            "`--recompute none` needs a layer's weights until its backward, but with `--use_offload` they leave the "
+            "GPU; use --no_offload, or --recompute auto",
+        )
+    if resident not in ("auto", "all") and not pipeline.use_offload:
+        yield (
+            "resident_stages use_offload",
+            f"`--resident_stages` {excerpt(resident)} says that other stages are streamed, but with `--no_offload` all "
+            "stages stay on the GPU; remove one of them",
+        )
+    if planning.dry_run and planning.plan is not None:
+        yield "dry_run plan", "`--dry_run` makes a plan and `--plan` takes one; leave one of them out"
+    for name in () if planning.dry_run else ("num_ranks", "card"):
+        if getattr(planning, name) is not None:
+            told = "has no effect without `--dry_run`: a run has the ranks and GPUs that it is started with"
+            yield f"dry_run {name}", f"`--{name}` {told}"
 
 
 def _nearest_multiple(value: int, divisor: int) -> str:
@@ -130,135 +201,3 @@ def _nearest(value: int, valid: Iterable[int]) -> str:
     below = max((number for number in numbers if number < value), default=None)
     above = min((number for number in numbers if number > value), default=None)
     return " or ".join(str(number) for number in (below, above) if number is not None)
-
-
-def _step_fits_a_machine(config: Config) -> str | None:
-    batch, length = config.pipeline.batch_size, config.data.seq_length
-    if batch * length <= _STEP_TOKENS or config.planning.plan is not None:
-        return None
-    return (
-        f"`--batch_size` {batch} of `--seq_length` {length} are {batch * length} tokens per step; at most "
-        f"{_STEP_TOKENS} can be; lower one of them"
-    )
-
-
-def _schedule_is_small(config: Config) -> str | None:
-    stages, chunks = config.pipeline.num_stages, config.pipeline.num_chunks
-    if stages is None or chunks is None or stages * chunks <= _SCHEDULE_PARTS or config.planning.plan is not None:
-        return None
-    return (
-        f"`--num_stages` {stages} of `--num_chunks` {chunks} are {stages * chunks} forwards and as many backwards per "
-        f"step; at most {_SCHEDULE_PARTS} can be planned; lower one of them"
-    )
-
-
-def _outputs_differ(config: Config) -> str | None:
-    outputs = {name: getattr(config.output, name) for name in ("save_params", "save_results", "save_dir")}
-    for (name, path), (other_name, other_path) in combinations(outputs.items(), 2):
-        if PurePath(path) == PurePath(other_path):
-            return f"`--{name}` and `--{other_name}` are both {quoted(path)}; give them different names"
-    return None
-
-
-def _is_device_list(text: str | None) -> bool:
-    names = [name.strip() for name in text.split(",")] if text is not None else []
-    return all(_DEVICE.fullmatch(name) for name in names) and len(set(names)) == len(names)
-
-
-_Rule = tuple[str, Callable[[Config], str | None]]
-"""Options that a rule is about, and what returns the problem."""
-
-_RULES: Final[tuple[_Rule, ...]] = (
-    ("batch_size num_chunks", _batch_splits_evenly),
-    ("batch_size seq_length", _step_fits_a_machine),
-    ("num_stages num_chunks", _schedule_is_small),
-    ("embedding_dim num_heads", _heads_share_the_width),
-    ("save_params save_results save_dir", _outputs_differ),
-)
-
-_FORBIDDEN: Final[tuple[tuple[str, Callable[[Config], bool], str], ...]] = (
-    (
-        "warmup_steps",
-        lambda config: 1 < config.optim.warmup_steps != int(config.optim.warmup_steps),
-        "`--warmup_steps` is {warmup_steps:g}; use a whole number of steps, or a number below 1 for a share of the run",
-    ),
-    (
-        "warmup_steps num_iterations",
-        lambda config: config.optim.num_iterations < config.optim.warmup_steps == int(config.optim.warmup_steps),
-        "`--warmup_steps` {warmup_steps:g} is more than `--num_iterations` {num_iterations}; use at most "
-        "{num_iterations}",
-    ),
-    (
-        "gpu_memory_limit device",
-        lambda config: config.pipeline.gpu_memory_limit is not None and config.pipeline.device is Device.CPU,
-        "`--gpu_memory_limit` {gpu_memory_limit:g} has no effect with `--device cpu`; remove one of them",
-    ),
-    (
-        "probe_topology device",
-        lambda config: config.pipeline.probe_topology and config.pipeline.device is Device.CPU,
-        "`--probe_topology` has no effect with `--device cpu`; remove one of them",
-    ),
-    (
-        "probe_topology cross_mapping",
-        lambda config: config.pipeline.probe_topology and not config.pipeline.cross_mapping,
-        "`--probe_topology` has no effect with `--no_cross_mapping`; remove one of them",
-    ),
-    (
-        "recompute use_offload resident_stages",
-        lambda config: (
-            config.pipeline.recompute is Recompute.NONE
-            and config.pipeline.use_offload
-            and config.pipeline.resident_stages != "all"
-        ),
-        "`--recompute none` needs a layer's weights until its backward, but with `--use_offload` they leave the GPU; "
-        "use --no_offload, or --recompute auto",
-    ),
-    (
-        "resident_stages",
-        lambda config: (
-            config.pipeline.resident_stages not in ("auto", "all") and config.pipeline.num_resident_stages is None
-        ),
-        "`--resident_stages` {resident_stages!r} is not a number of stages; write auto, all, or a number from 0 on",
-    ),
-    (
-        "resident_stages use_offload",
-        lambda config: config.pipeline.resident_stages not in ("auto", "all") and not config.pipeline.use_offload,
-        "`--resident_stages` {resident_stages} says that other stages are streamed, but with `--no_offload` all stages "
-        "stay on the GPU; remove one of them",
-    ),
-    (
-        "profile_steps",
-        lambda config: config.output.profile_steps is not None and not any(config.output.profiled_steps[:1]),
-        "`--profile_steps` {profile_steps!r} is no step or range of steps; write numbers from 1 on, such as 3 or 3-4",
-    ),
-    (
-        "profile_steps num_iterations",
-        lambda config: (
-            any(config.output.profiled_steps[:1]) and config.output.profiled_steps[-1] > config.optim.num_iterations
-        ),
-        "`--profile_steps` {profile_steps} is more than the run has; use steps 1 to {num_iterations}, or more "
-        "`--num_iterations`",
-    ),
-    (
-        "cuda_visible_devices",
-        lambda config: not _is_device_list(config.launch.cuda_visible_devices),
-        "`--cuda_visible_devices` {cuda_visible_devices!r} is not a list of different GPUs; write their numbers, such "
-        "as 0,2,1,3",
-    ),
-    (
-        "dry_run plan",
-        lambda config: config.planning.dry_run and config.planning.plan is not None,
-        "`--dry_run` makes a plan and `--plan` takes one; leave one of them out",
-    ),
-    (
-        "dry_run num_ranks",
-        lambda config: not config.planning.dry_run and config.planning.num_ranks is not None,
-        "`--num_ranks` has no effect without `--dry_run`: a run has the ranks and GPUs that it is started with",
-    ),
-    (
-        "dry_run card",
-        lambda config: not config.planning.dry_run and config.planning.card is not None,
-        "`--card` has no effect without `--dry_run`: a run has the ranks and GPUs that it is started with",
-    ),
-)
-"""Options, what must not be true of them, and what is then said, with their values filled in."""
