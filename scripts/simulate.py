@@ -8,6 +8,7 @@ it is known. More than one node exists on paper only.
 """
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import sys
@@ -21,7 +22,7 @@ if importlib.util.find_spec("mobius") is None:
 import torch
 
 from mobius.config.cli import given_options, parse_args
-from mobius.config.config import Config
+from mobius.config.config import ModelConfig
 from mobius.config.validation import validate
 from mobius.errors import GpuMemoryError, MobiusError, PlanError
 from mobius.log import drop, printable
@@ -108,7 +109,7 @@ def requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[PlanRe
         )
         config = parse_args([*usual, *words, *model, *limit])
         validate(config, machine.num_ranks)
-        found.append(PlanRequest.of(config, shape_of(config), machine))
+        found.append(PlanRequest.of(config, shape_of(config.model), machine))
     return found
 
 
@@ -117,9 +118,10 @@ def options_of(name: str, values: Sequence[str] | None) -> list[list[str]]:
     return [[name, value] for value in values] if values else [[]]
 
 
-def shape_of(config: Config) -> ModelShape:
-    """The sizes of the model of a run."""
-    return ModelParts(load_planned_config(config.model)[0], torch.device("cpu")).shape()
+@functools.cache
+def shape_of(model: ModelConfig) -> ModelShape:
+    """The sizes of a model."""
+    return ModelParts(load_planned_config(model)[0], torch.device("cpu")).shape()
 
 
 def begin_row(request: PlanRequest) -> list[str]:
