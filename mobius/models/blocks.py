@@ -22,10 +22,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from mobius.errors import CheckpointError
 from mobius.models.base_files import told
+from mobius.models.compiled import CompiledFunction, ModuleGraphs
 from mobius.models.linear import TappedLinear, linears_called_once, tap_linears
 from mobius.models.loss import LogitsLoss
-from mobius.models.module_graphs import ModuleGraphs
-from mobius.models.tracing import CompiledFunction
 from mobius.plan.partition import ModelShape
 
 LayerArguments = Sequence[Mapping[str, Any]]

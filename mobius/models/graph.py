@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mobius.models.blocks import Block
+from mobius.models.compiled import Gradients, KeptActivations
 from mobius.models.linear import add_product, make_leaves, tap_names, weight_name
-from mobius.models.module_graphs import Gradients, KeptActivations
 
 Views = Mapping[str, Tensor]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mobius.models.tracing import CompiledFunction
+from mobius.models.compiled import CompiledFunction
 
 IGNORED = -100
 """The label of a position where nothing is to be learned."""

@@ -15,10 +15,10 @@ from harness.pipelines import FAMILIES
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mobius.models import module_graphs
+from mobius.models import compiled
 from mobius.models.blocks import Block, LayerInputs, ModelParts
+from mobius.models.compiled import ModuleGraphs
 from mobius.models.graph import backward, run_with_graph
-from mobius.models.module_graphs import ModuleGraphs
 
 CPU = torch.device("cpu")
 LENGTH = 8
@@ -150,7 +150,7 @@ def test_a_gradient_that_is_not_contiguous_has_a_graph_of_its_own(uncompiled: li
 def test_arguments_are_told_apart_by_what_they_are_and_not_all_of_them_kept(
     monkeypatch: pytest.MonkeyPatch, uncompiled: list[torch.fx.GraphModule]
 ) -> None:
-    monkeypatch.setattr(module_graphs, "KNOWN_ARGUMENTS", 2)
+    monkeypatch.setattr(compiled, "KNOWN_ARGUMENTS", 2)
     case = with_graphs(layer_of("llama"))
     outputs = []
     for factor in (1.0, 0.5, 0.25, 1.0):
@@ -254,6 +254,6 @@ def test_what_has_no_graph_is_left_to_autograd_with_one_line(
         assert_equal(case.kept(), case.by_autograd())
         assert_equal([case.forward()], case.by_autograd()[:1])
 
-    lines = [record.getMessage() for record in caplog.records if record.name == module_graphs.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == compiled.__name__]
     assert len(lines) == 1
     assert lines[0].startswith("layers run without graphs of their own, which is slower: ")
