@@ -8,8 +8,10 @@ from mobius.schedule import Schedule, build_schedule
 from mobius.schedule.lanes import Lane
 from mobius.schedule.simulate import ActionSpan, Costs, simulate
 
+DEFAULT = Costs()
 
-def spans_by_name(schedule: Schedule, rank: int, costs: Costs = Costs()) -> dict[str, ActionSpan]:
+
+def spans_by_name(schedule: Schedule, rank: int, costs: Costs = DEFAULT) -> dict[str, ActionSpan]:
     """Names like `F0.0`; the second load or offload of a stage is `L0 again`."""
     spans: dict[str, ActionSpan] = {}
     for span in simulate(schedule, costs)[rank]:
