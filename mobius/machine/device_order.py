@@ -27,17 +27,17 @@ _USUAL_CHUNKS = 2
 """Microbatches per rank where `--num_chunks auto` is still to be chosen, for which the devices must be known."""
 
 
-def order_devices(config: Config, meeting: Meeting) -> tuple[int, ...]:
-    """The index of every rank's GPU among the visible ones; collective, the same on all ranks.
+def order_devices(config: Config, num_ranks: int, meeting: Meeting | None) -> tuple[int, ...]:
+    """The index of every rank's GPU among the visible ones; collective, the same on all ranks of the meeting.
 
     Only the first rank looks at the machine, and makes no context on any GPU. A list in CUDA_VISIBLE_DEVICES that does
-    not ascend is the user's own order and stays.
+    not ascend is the user's own order and stays. Without a meeting this process decides alone.
     """
-    pipeline, num_ranks = config.pipeline, meeting.num_ranks
+    pipeline = config.pipeline
     if not pipeline.cross_mapping or num_ranks < _MIN_RANKS:
         return tuple(range(num_ranks))
-    order: tuple[int, ...] | None = None
-    if meeting.rank == 0:
+    order: list[int] | None = None
+    if meeting is None or meeting.rank == 0:
         topology, listed = read_topology(num_ranks), visible_devices()
         if pipeline.probe_topology:
             topology = add_measurement(topology, cache_folder(), measure_in_process)
@@ -49,8 +49,9 @@ def order_devices(config: Config, meeting: Meeting) -> tuple[int, ...]:
         )
         if choice.line is not None:
             logger.info("%s", choice.line)
-        order = choice.order
-    return read_told(meeting.gather(order)[0], partial(_read_order, num_ranks=num_ranks), by=0)
+        order = list(choice.order)
+    told = [order] if meeting is None else meeting.gather(order)
+    return read_told(told[0], partial(_read_order, num_ranks=num_ranks), by=0)
 
 
 def _read_order(told: Any, *, num_ranks: int) -> tuple[int, ...]:

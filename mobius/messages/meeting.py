@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -28,19 +28,6 @@ TIMEOUT = timedelta(minutes=10)
 _Read = TypeVar("_Read")
 
 
-class Meeting(Protocol):
-    """One rank's seat among all ranks, which make the same calls in the same order."""
-
-    rank: int
-    num_ranks: int
-
-    def gather(self, value: Told) -> list[Any]:
-        """Every rank's value, as it is after JSON, in the order of ranks; blocks until all have given theirs.
-
-        Raises TransportError if a rank is gone, or what it told is no JSON.
-        """
-
-
 def told_text(value: Told) -> str:
     """The JSON of a value, in ASCII. Raises TypeError or ValueError for what is none of `Told`: a bug of the caller."""
     _check_names(value)
@@ -52,39 +39,30 @@ def _check_names(value: Told) -> None:
     if isinstance(value, Mapping):
         if wrong := [name for name in value if not isinstance(name, str)]:
             raise TypeError(f"{wrong[0]!r} is no text, and only texts are names between ranks")
-        for part in value.values():
-            _check_names(part)
-    elif isinstance(value, list | tuple):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
         for part in value:
             _check_names(part)
 
 
 def told_value(text: bytes, *, by: int) -> Any:
     """The value that rank `by` told in `text`; raises TransportError if it is no JSON."""
-    try:
-        return json.loads(text.decode(), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise _not_told(by, error) from error
+    return read_told(text, lambda told: json.loads(told.decode(), parse_constant=_refuse_constant), by=by)
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number that ranks tell each other")
 
 
-def _not_told(by: int, error: Exception) -> TransportError:
-    """The error for a rank `by` that told something else than is expected of it."""
-    return TransportError(
-        f"what rank {by} told the others cannot be read ({first_line(error)}). All ranks must run the same version of "
-        "Mobius, and nothing else may use their --master_port."
-    )
-
-
 def read_told(told: Any, read: Callable[[Any], _Read], *, by: int) -> _Read:
     """`read(told)`; raises TransportError, which names rank `by`, where `told` has not the form that `read` expects."""
     try:
         return read(told)
-    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
-        raise _not_told(by, error) from error
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        raise TransportError(
+            f"what rank {by} told the others cannot be read ({first_line(error)}). All ranks must run the same version "
+            "of Mobius, and nothing else may use their --master_port."
+        ) from error
 
 
 def read_all(answers: Sequence[Any], read: Callable[[Any], _Read]) -> list[_Read]:
@@ -93,11 +71,9 @@ def read_all(answers: Sequence[Any], read: Callable[[Any], _Read]) -> list[_Read
 
 
 def read_number(told: Any) -> int:
-    """A whole number of at least 0; raises TypeError or ValueError for anything else."""
-    if type(told) is not int:
-        raise TypeError(f"{type(told).__name__} instead of a whole number")
-    if told < 0:
-        raise ValueError(f"{told} is below 0")
+    """A whole number of at least 0; raises ValueError for anything else."""
+    if type(told) is not int or told < 0:
+        raise ValueError(f"{told!r:.40} is no whole number of at least 0")
     return told
 
 
@@ -105,7 +81,53 @@ def read_numbers(told: Any) -> tuple[int, ...]:
     """The numbers of a list, each as in `read_number`."""
     if type(told) is not list:
         raise TypeError(f"{type(told).__name__} instead of a list")
-    return tuple(read_number(each) for each in told)
+    return tuple(map(read_number, told))
+
+
+class Meeting:
+    """One rank's seat among all ranks, which make the same calls in the same order.
+
+    They meet at a store, before they have process groups. It has no time-out that runs while nobody asks, so that long
+    work may lie between two calls.
+    """
+
+    def __init__(self, store: Store, *, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        # A process may meet more than once, and must not read what was told at an earlier meeting.
+        meeting = store.add(f"mobius/{rank}", 1)
+        self._store, self._num_gathered = PrefixStore(f"mobius/{meeting}", store), 0
+
+    def gather(self, value: Told) -> list[Any]:
+        """Every rank's value, as it is after JSON, in the order of ranks; blocks until all have given theirs.
+
+        Raises TransportError if a rank is gone, or what it told is no JSON.
+        """
+        number = self._num_gathered
+        self._num_gathered += 1
+        self._store.set(f"{number}/{self.rank}", told_text(value))
+        values = []
+        for rank in range(self.num_ranks):
+            try:
+                text = self._store.get(f"{number}/{rank}")
+            except RuntimeError as error:
+                raise TransportError(
+                    f"rank {self.rank} stops: rank {rank} did not answer, and its own message tells why"
+                ) from error
+            values.append(told_value(text, by=rank))
+        return values
+
+
+def meet_at_store(ranks: Ranks) -> Meeting:
+    """Connect to the store that the launcher's MASTER_ADDR and MASTER_PORT name; raises TransportError.
+
+    Process groups that are made later use the same store, under other keys.
+    """
+    try:
+        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.num_ranks, timeout=TIMEOUT))
+    except (RuntimeError, ValueError) as error:
+        raise TransportError(f"rank {ranks.rank} cannot meet the others, start with torchrun: {error}") from error
+    store.set_timeout(TIMEOUT)
+    return Meeting(store, rank=ranks.rank, num_ranks=ranks.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -126,19 +148,16 @@ def take_together(meeting: Meeting, steps: Sequence[Callable[[list[Any]], Told]]
     """
     answers: list[Any] = []
     for step in steps:
-        given: Told = None
-        problem: str | None = None
+        given, problem = None, None
         try:
             given = step(answers)
         except (OSError, RuntimeError) as error:
-            lines = str(error).strip().splitlines()
-            problem = f"rank {meeting.rank}: {lines[0] if lines else type(error).__name__}"
-        found = meeting.gather([problem, given])
-        read = read_all(found, _read_step)
-        problems = [problem for problem, _ in read if problem is not None]
-        if problems:
-            return Outcome([], problems[0])
-        answers = [given for _, given in read]
+            problem = f"rank {meeting.rank}: {first_line(error)}"
+        told = read_all(meeting.gather([problem, given]), _read_step)
+        for problem, _ in told:
+            if problem is not None:
+                return Outcome([], problem)
+        answers = [given for _, given in told]
     return Outcome(answers)
 
 
@@ -147,44 +166,3 @@ def _read_step(told: Any) -> tuple[str | None, Any]:
     if not isinstance(problem, str | None):
         raise TypeError(f"{type(problem).__name__} instead of a text")
     return problem, given
-
-
-class StoreMeeting:
-    """A `Meeting` by way of a store, which ranks have before they have process groups.
-
-    A store has no time-out that runs while nobody asks, so that long work may lie between two calls.
-    """
-
-    def __init__(self, store: Store, *, rank: int, num_ranks: int) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
-        # A process may meet more than once, and must not read what was told at an earlier meeting.
-        meeting = store.add(f"mobius/{rank}", 1)
-        self._store, self._num_gathered = PrefixStore(f"mobius/{meeting}", store), 0
-
-    def gather(self, value: Told) -> list[Any]:
-        number = self._num_gathered
-        self._num_gathered += 1
-        self._store.set(f"{number}/{self.rank}", told_text(value))
-        values = []
-        for rank in range(self.num_ranks):
-            try:
-                text = self._store.get(f"{number}/{rank}")
-            except RuntimeError as error:
-                raise TransportError(
-                    f"rank {self.rank} stops: rank {rank} did not answer, and its own message tells why"
-                ) from error
-            values.append(told_value(text, by=rank))
-        return values
-
-
-def meet_at_store(ranks: Ranks) -> StoreMeeting:
-    """Connect to the store that the launcher's MASTER_ADDR and MASTER_PORT name; raises TransportError.
-
-    Process groups that are made later use the same store, under other keys.
-    """
-    try:
-        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.num_ranks, timeout=TIMEOUT))
-    except (RuntimeError, ValueError) as error:
-        raise TransportError(f"rank {ranks.rank} cannot meet the others, start with torchrun: {error}") from error
-    store.set_timeout(TIMEOUT)
-    return StoreMeeting(store, rank=ranks.rank, num_ranks=ranks.num_ranks)

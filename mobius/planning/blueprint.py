@@ -98,7 +98,7 @@ def draw_blueprint(
     if pipeline.copy_messages:
         separate_device_queues()
     meeting = meet_at_store(ranks) if ranks.num_ranks > 1 and has_gpus(pipeline.device, ranks) else None
-    device_order = order_devices(config, meeting) if meeting is not None else None
+    device_order = order_devices(config, ranks.num_ranks, meeting) if meeting is not None else None
     device = choose_device(pipeline.device, ranks, device_order)
     check_dtype(config.model.dtype, device)
     free_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +17,6 @@ from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.machine.available import available_host_bytes
 from mobius.machine.cpu_dtype import settle_on_cpus
 from mobius.machine.device_order import device_names, order_devices
-from mobius.messages.meeting import Told, told_text, told_value
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.models.weights import check_model_weights
@@ -98,22 +95,11 @@ def machine_to_plan_for(config: Config, num_ranks: int) -> Machine:
     return machine
 
 
-@dataclass
-class _Alone:
-    """A meeting of which only the first rank is there."""
-
-    num_ranks: int
-    rank: int = 0
-
-    def gather(self, value: Told) -> list[Any]:
-        return [told_value(told_text(value).encode(), by=self.rank)]
-
-
 def _log_devices(config: Config, num_ranks: int) -> None:
     """Say which GPU every rank would get, if it is for those that are here."""
     if config.planning.card is not None or torch.cuda.device_count() < num_ranks:
         return
-    order = order_devices(config, _Alone(num_ranks))
+    order = order_devices(config, num_ranks, None)
     names = device_names(visible_devices(), num_ranks)
     logger.info("GPUs of ranks 0 to %d: %s", num_ranks - 1, ", ".join(names[index] for index in order))
 

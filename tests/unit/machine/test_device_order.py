@@ -17,7 +17,7 @@ from mobius.config.options import config_from
 from mobius.machine import device_order
 from mobius.machine.device_order import device_names, is_given_order, order_devices
 from mobius.machine.topology import Ancestor, Gpu, Link, Topology
-from mobius.messages.meeting import StoreMeeting
+from mobius.messages.meeting import Meeting
 
 BOX = Topology(
     tuple(Gpu(index, address=f"0000:{index + 1:x}1:00.0") for index in range(4)),
@@ -38,7 +38,7 @@ def chosen(config: Config = CONFIG) -> list[tuple[int, ...]]:
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
     return run_rank_threads(
-        4, lambda transport: order_devices(config, StoreMeeting(store, rank=transport.rank, num_ranks=4))
+        4, lambda transport: order_devices(config, 4, Meeting(store, rank=transport.rank, num_ranks=4))
     )
 
 
@@ -170,6 +170,6 @@ def test_nobody_looks_at_the_machine_where_the_order_is_not_to_be_chosen(
     monkeypatch: pytest.MonkeyPatch, config: Config, num_ranks: int
 ) -> None:
     monkeypatch.setattr(device_order, "read_topology", None)
-    meeting = StoreMeeting(HashStore(), rank=0, num_ranks=num_ranks)
+    meeting = Meeting(HashStore(), rank=0, num_ranks=num_ranks)
 
-    assert order_devices(config, meeting) == tuple(range(num_ranks))
+    assert order_devices(config, num_ranks, meeting) == tuple(range(num_ranks))

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from mobius.errors import TransportError
 from mobius.machine.peer_check import PeerVerdict, check_peer_copies, send_by_host_if_broken
 from mobius.messages.copy_engine import CopyQueue
-from mobius.messages.meeting import StoreMeeting, Told
+from mobius.messages.meeting import Meeting, Told
 from mobius.ranks import allows_peer_copies
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def check(engines: list[HostCopyEngine], *, patience: float = 20.0) -> list[Peer
 
     def run(transport: LocalTransport) -> PeerVerdict:
         rank = transport.rank
-        meeting = StoreMeeting(store, rank=rank, num_ranks=len(engines))
+        meeting = Meeting(store, rank=rank, num_ranks=len(engines))
         return check_peer_copies(meeting, lambda: engines[rank], device=CPU, sizes=SIZES, patience=patience)
 
     return run_rank_threads(len(engines), run)
@@ -206,15 +206,16 @@ def test_a_copy_that_never_ends_stops_the_run_with_what_to_set() -> None:
 
 @pytest.mark.parametrize("handles", [None, 3, [], {"0": None}, {"0": 7}, {"0": "no hex"}])
 def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(handles: Told) -> None:
-    class Stranger:
-        rank, num_ranks = 0, 2
+    class Stranger(Meeting):
         script: ClassVar[list[Told]] = [[None, 11], [None, [0]], [None, handles]]
 
         def gather(self, value: Told) -> list[Any]:
             return [value, self.script.pop(0)]
 
     with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
-        check_peer_copies(Stranger(), lambda: PeerEngine(10, frozenset({11})), device=CPU, sizes=SIZES)
+        check_peer_copies(
+            Stranger(HashStore(), rank=0, num_ranks=2), lambda: PeerEngine(10, frozenset({11})), device=CPU, sizes=SIZES
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +244,7 @@ def send(engines: list[PeerEngine], order: tuple[int, ...]) -> None:
 
     def run(transport: LocalTransport) -> None:
         rank = transport.rank
-        meeting = StoreMeeting(store, rank=rank, num_ranks=len(engines))
+        meeting = Meeting(store, rank=rank, num_ranks=len(engines))
         send_by_host_if_broken(meeting, lambda: engines[rank], device=CPU, order=order, sizes=(64, 5000))
 
     run_rank_threads(len(engines), run)

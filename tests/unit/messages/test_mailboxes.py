@@ -6,15 +6,15 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from mobius.memory.streams import Event
 from mobius.messages.copy_engine import CopyEngine, CopyQueue
 from mobius.messages.mailboxes import Inbox, Mailboxes, Outbox, Ring
-from mobius.messages.meeting import Told
+from mobius.messages.meeting import Meeting
 
 STALE = 0xEE
 """What memory holds while a copy into it is under way."""
@@ -242,16 +242,11 @@ def test_two_edges_in_opposite_directions_never_wait_in_a_circle(seed: int) -> N
 
 
 def test_a_message_of_another_size_is_a_bug() -> None:
-    class Meeting:
-        rank, num_ranks = 0, 2
-
-        def gather(self, value: Told) -> list[Any]:
-            return [value, value]
-
     def make_engine() -> CopyEngine:
         raise AssertionError("nothing is made before the edges are tried")
 
-    mailboxes = Mailboxes(Meeting(), make_engine, torch.device("cpu"), patience=1.0, message_bytes=16)
+    meeting = Meeting(HashStore(), rank=0, num_ranks=2)
+    mailboxes = Mailboxes(meeting, make_engine, torch.device("cpu"), patience=1.0, message_bytes=16)
     with pytest.raises(AssertionError):
         mailboxes.send(torch.zeros(5), 1)
     with pytest.raises(AssertionError):

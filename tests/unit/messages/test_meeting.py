@@ -15,8 +15,8 @@ from torch.distributed import HashStore
 
 from mobius.errors import TransportError
 from mobius.messages.meeting import (
+    Meeting,
     Outcome,
-    StoreMeeting,
     Told,
     read_all,
     read_numbers,
@@ -26,33 +26,12 @@ from mobius.messages.meeting import (
 )
 
 
-class Board:
-    """What `num_ranks` threads tell each other."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.values: list[Any] = [None] * num_ranks
-        self.barrier = threading.Barrier(num_ranks, timeout=HANG_SECONDS)
-
-
-class ThreadMeeting:
-    """One thread's seat at a board."""
-
-    def __init__(self, board: Board, rank: int) -> None:
-        self.rank, self.num_ranks, self._board = rank, len(board.values), board
-
-    def gather(self, value: Told) -> list[Any]:
-        self._board.values[self.rank] = told_text(value)
-        self._board.barrier.wait()
-        values = [told_value(text.encode(), by=rank) for rank, text in enumerate(self._board.values)]
-        self._board.barrier.wait()
-        return values
-
-
 def together(steps_of: Callable[[int], list[Callable[[list[Any]], object]]], num_ranks: int = 3) -> list[Outcome]:
-    board, outcomes = Board(num_ranks), dict[int, Outcome]()
+    store, outcomes = HashStore(), dict[int, Outcome]()
+    store.set_timeout(timedelta(seconds=HANG_SECONDS))
 
     def run(rank: int) -> None:
-        outcomes[rank] = take_together(ThreadMeeting(board, rank), steps_of(rank))
+        outcomes[rank] = take_together(Meeting(store, rank=rank, num_ranks=num_ranks), steps_of(rank))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:
@@ -102,14 +81,12 @@ def test_an_answer_of_another_form_is_one_error_that_names_the_rank(told: Any) -
 
 @pytest.mark.parametrize("told", [None, 3, [], [None], [None, 1, 2], [3, 1], {"a": 1}])
 def test_a_step_that_another_program_answers_is_one_error(told: Told) -> None:
-    class Stranger:
-        rank, num_ranks = 0, 2
-
+    class Stranger(Meeting):
         def gather(self, value: Told) -> list[Any]:
             return [value, told]
 
     with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
-        take_together(Stranger(), [lambda _: 1])
+        take_together(Stranger(HashStore(), rank=0, num_ranks=2), [lambda _: 1])
 
 
 def all_ranks(store: HashStore, num_ranks: int, *, told: Sequence[Sequence[Told]]) -> list[list[list[Told]]]:
@@ -117,7 +94,7 @@ def all_ranks(store: HashStore, num_ranks: int, *, told: Sequence[Sequence[Told]
     heard: list[list[list[Told]]] = [[] for _ in range(num_ranks)]
 
     def meet(rank: int) -> None:
-        meeting = StoreMeeting(store, rank=rank, num_ranks=num_ranks)
+        meeting = Meeting(store, rank=rank, num_ranks=num_ranks)
         heard[rank] = [meeting.gather(value) for value in told[rank]]
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(num_ranks)]
@@ -151,7 +128,7 @@ def test_a_rank_that_never_answers_stops_the_others_with_its_number() -> None:
     store.set_timeout(timedelta(seconds=0.2))
 
     with pytest.raises(TransportError, match="rank 1 did not answer"):
-        StoreMeeting(store, rank=0, num_ranks=2).gather("alone")
+        Meeting(store, rank=0, num_ranks=2).gather("alone")
 
 
 class Bomb:
@@ -171,7 +148,7 @@ class Bomb:
 )
 def test_what_a_stranger_writes_to_the_store_is_one_error_and_is_never_run(told: str, tmp_path: Path) -> None:
     store, file = HashStore(), tmp_path / "was run"
-    meeting = StoreMeeting(store, rank=0, num_ranks=2)
+    meeting = Meeting(store, rank=0, num_ranks=2)
     text = pickle.dumps(Bomb(file)).hex() if told == "a pickle" else told
     store.set("mobius/1/0/1", text.encode("utf-8", "surrogateescape"))
 

@@ -5,36 +5,24 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from harness.forked import HANG_SECONDS
 from harness.host_copies import HostCopyEngine
 from harness.local_transport import LocalTransport, run_rank_threads
+from torch.distributed import HashStore
 
 from mobius.errors import TransportError
 from mobius.messages import mailboxes as mailboxes_module
 from mobius.messages.copy_engine import CopyEngine
 from mobius.messages.mailboxes import Mailboxes, open_mailboxes
-from mobius.messages.meeting import Told, told_text, told_value
+from mobius.messages.meeting import Meeting, Told, told_text, told_value
 
 CPU = torch.device("cpu")
 SIZE = 12_346  # no multiple of a word, nor of a page
-
-
-class ThreadMeeting:
-    """Rank-threads that tell each other things as processes do."""
-
-    def __init__(self, transport: LocalTransport, board: list[str]) -> None:
-        self.rank, self.num_ranks = transport.rank, transport.num_ranks
-        self._transport, self._board = transport, board
-
-    def gather(self, value: Told) -> list[Any]:
-        self._board[self.rank] = told_text(value)
-        self._transport.barrier()
-        values = [told_value(told.encode(), by=rank) for rank, told in enumerate(self._board)]
-        self._transport.barrier()
-        return values
 
 
 def engines_of(num_ranks: int) -> list[HostCopyEngine]:
@@ -51,13 +39,13 @@ def with_mailboxes(
     patience: float = 20.0,
 ) -> list[bool]:
     """Open mailboxes in one thread per engine, work with them and close them; who had some."""
-    board = [""] * len(engines)
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=HANG_SECONDS))
 
     def run(transport: LocalTransport) -> bool:
         make = (makers or {}).get(transport.rank, lambda: engines[transport.rank])
-        mailboxes = open_mailboxes(
-            ThreadMeeting(transport, board), make, device=CPU, message_bytes=SIZE, patience=patience
-        )
+        meeting = Meeting(store, rank=transport.rank, num_ranks=len(engines))
+        mailboxes = open_mailboxes(meeting, make, device=CPU, message_bytes=SIZE, patience=patience)
         if mailboxes is None:
             return False
         work(transport, mailboxes)
@@ -208,12 +196,11 @@ def test_opening_leaves_no_descriptor_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-class Stranger:
+class Stranger(Meeting):
     """Rank 0 of two, whose neighbour answers as `script` says and not at all as a rank does."""
 
-    rank, num_ranks = 0, 2
-
     def __init__(self, script: list[Told]) -> None:
+        self.rank, self.num_ranks = 0, 2
         self._script = [*script, None, None]
 
     def gather(self, value: Told) -> list[Any]:
