@@ -48,7 +48,8 @@ def draw_setting(draw: random.Random) -> tuple[ModelShape, str, int, list[str]]:
     """A model's sizes, a card, a number of ranks, and options that a run and a dry run both take."""
     shape, num_ranks = draw_shape(draw), draw.choice([1, 2, 3, 4])
     most = (shape.num_layers + 2) // num_ranks
-    words = ["--num_stages", str(num_ranks * draw.randint(1, max(1, most)))]
+    stages = str(num_ranks * draw.randint(1, max(1, most)))
+    words = ["--num_stages", "auto" if draw.random() < 0.1 else stages]
     words += ["--batch_size", "16", "--seq_length", draw.choice(["128", "512", "2048"])]
     words += ["--num_chunks", draw.choice(["1", "2", "4", "8", "auto"])]
     words += ["--gpu_memory_limit", f"{draw.uniform(0.5, 16):.2f}"] if draw.random() < 0.8 else []
