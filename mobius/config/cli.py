@@ -1,7 +1,6 @@
 """Owns reading: the command line and a YAML file become one Config, defaults < YAML < command line.
 
-Nothing here stops at the first mistake: every source collects its problems, and all of them are told in one
-ConfigError.
+Every source collects its problems, and one ConfigError tells all of them.
 """
 
 import argparse
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mobius.config.config import Config
-from mobius.config.options import Option, OptionValue, Source, config_from, options, section_titles, spellings
+from mobius.config.options import Option, Source, config_from, options, section_titles, spellings
 from mobius.config.validation import find_problems
 from mobius.config.yaml_file import read_yaml
 from mobius.errors import ConfigError
@@ -24,7 +23,6 @@ _SHORT_MODEL_NAMES: Final[Mapping[str, str]] = {
     "llama-2-7b-hf": "meta-llama/Llama-2-7b-hf",
     "llama-2-13b-hf": "meta-llama/Llama-2-13b-hf",
 }
-_HINT: Final = "Run with `--help` to see all options."
 _DESCRIPTION: Final = (
     "Fine-tune all parameters of a language model on one node with a few memory-limited GPUs. An option may also be "
     "a key of a YAML file (--config); the command line goes before the file, the file before the defaults. Options "
@@ -65,12 +63,11 @@ def resolve(command_line: CommandLine, *, num_ranks: int | None = None) -> Confi
     config = config_from(values)
     # A broken value in the file does not matter to the rules where the command line replaces it.
     unreadable = (file.unreadable - set(command_line.values)) | command_line.unreadable
+    problems = [*file.problems, *command_line.problems]
     # A dry run is one process that plans for others.
-    started = None if config.planning.dry_run else num_ranks
-    rules_broken = find_problems(config, num_ranks=started, unreadable=unreadable)
-    problems = [*file.problems, *command_line.problems, *rules_broken]
+    problems += find_problems(config, num_ranks=None if config.planning.dry_run else num_ranks, unreadable=unreadable)
     if problems:
-        raise ConfigError(*problems, hint=_HINT)
+        raise ConfigError(*problems, hint="Run with `--help` to see all options.")
     return config
 
 
@@ -101,7 +98,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
             waiting = None
             continue
         if waiting is not None:
-            _report_missing_value(result, waiting)
+            _put(result, waiting, None)
             waiting = None
         typed, equals, value = token.lstrip("-").partition("=")
         name = _full_name(token, typed, result)
@@ -116,31 +113,29 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         else:
             waiting = name
     if waiting is not None:
-        _report_missing_value(result, waiting)
+        _put(result, waiting, None)
     return result
 
 
-def _put(result: CommandLine, name: str, text: str) -> None:
-    """Record an option by its full name; a flag's `text` is empty."""
+def _put(result: CommandLine, name: str, text: str | None) -> None:
+    """Record an option by its full name; `text` is its value, None where that is missing."""
     if name == "help":
         result.wants_help = True
+    elif name == "config" and text is None:
+        result.problems.append("`--config` has no value; a YAML file is needed")
     elif name == "config":
         result.config_path = text
     else:
         spelling = spellings()[name]
+        needed = f"{spelling.option.expectation} is needed"
         try:
-            value = spelling.flag_value if spelling.is_flag else spelling.option.from_text(text)
+            if text is None:
+                result.reject(spelling, f"`--{name}` has no value; {needed}")
+            else:
+                value = spelling.flag_value if spelling.is_flag else spelling.option.from_text(text)
+                result.put(spelling, value, place="command line")
         except ValueError:
-            result.reject(spelling, f"`--{name} {excerpt(text)}`; {spelling.option.expectation} is needed")
-        else:
-            result.put(spelling, value, place="command line")
-
-
-def _report_missing_value(result: Source, name: str) -> None:
-    if name in spellings():
-        result.reject(spellings()[name], f"`--{name}` has no value; {spellings()[name].option.expectation} is needed")
-    else:
-        result.problems.append(f"`--{name}` has no value; a YAML file is needed")
+            result.reject(spelling, f"`--{name} {excerpt(str(text))}`; {needed}")
 
 
 def _full_name(token: str, typed: str, result: Source) -> str | None:
@@ -154,19 +149,17 @@ def _full_name(token: str, typed: str, result: Source) -> str | None:
         shown = excerpt(token.partition("=")[0])
         result.reject_unknown(f"unknown option `{shown}`", name, begun=matches[0] if matches else None)
         return None
-    by_meaning: dict[tuple[str, OptionValue], str] = {}
-    for match in matches:  # `--model_` begins two spellings of one option, which is not ambiguous
-        spelling = spellings().get(match)
-        by_meaning.setdefault((spelling.option.name, spelling.flag_value) if spelling else (match, None), match)
-    if len(by_meaning) > 1:
-        shown = ", ".join(f"--{match}" for match in by_meaning.values())
+    # `--model_` begins two spellings of one option, which is not ambiguous; the first one is shown.
+    found = {match: spellings().get(match) for match in reversed(matches)}
+    meanings = {(known.option.name, known.flag_value) if known else match: match for match, known in found.items()}
+    if len(meanings) > 1:
+        shown = ", ".join(f"--{match}" for match in matches if match in meanings.values())
         result.problems.append(f"`--{typed}` could be any of {shown}; write more of it")
         return None
     return matches[0]
 
 
 def _help_text() -> str:
-    """All options by topic, with their texts and defaults."""
     program = "main.py" if Path(sys.argv[0]).name == "main.py" else "-m mobius"
     parser = argparse.ArgumentParser(
         usage=f"torchrun --nproc_per_node N {program} [--config FILE.yaml] [options]",
@@ -177,23 +170,20 @@ def _help_text() -> str:
     general = parser.add_argument_group("General")
     general.add_argument("-h", "--help", action="store_true", help="Print this text and exit.")
     general.add_argument("--config", metavar="FILE", help="YAML file of options.")
-    for section, title in section_titles().items():
-        group = parser.add_argument_group(title)
-        for option in options().values():
-            if option.section == section:
-                _add_option(group, option)
+    groups = {section: parser.add_argument_group(title) for section, title in section_titles().items()}
+    for option in options().values():
+        _add_option(groups[option.section], option)
     return parser.format_help()
 
 
 def _add_option(group: Any, option: Option) -> None:
-    names = [spelling for spelling in spellings().values() if spelling.option is option]
+    names = {f"--{name}": spelling.flag_value for name, spelling in spellings().items() if spelling.option is option}
     text = option.text.replace("%", "%%")
     if option.value_type is bool:
-        flags = {spelling.flag_value: f"--{spelling.name}" for spelling in names}
-        help_text = f"{text} [flag; default: {flags[option.default]}]"
-        group.add_argument(*(f"--{spelling.name}" for spelling in names), action="store_true", help=help_text)
+        (default_name,) = (name for name, value in names.items() if value is option.default)
+        group.add_argument(*names, action="store_true", help=f"{text} [flag; default: {default_name}]")
         return
-    others = [f"--{spelling.name}" for spelling in names if spelling.name != option.name]
+    others = list(names)[1:]
     default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
     facts = [option.expectation, *([f"default: {default}"] if option.default is not None else [])]
     facts += [f"also: {', '.join(others)}"] if others else []
