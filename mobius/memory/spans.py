@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -29,14 +29,19 @@ class Waitable(Protocol):
         """Make the current stream wait for it."""
 
 
-class Spans(Protocol):
-    """Where parts of a rank tell what they do; all methods may be called by any thread."""
+_NOTHING = nullcontext()
+
+
+class Spans:
+    """Where parts of a rank tell what they do; any thread may call. This one records nothing, and costs a call."""
 
     def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
         """Record the time that the work enqueued within takes on the current stream (on a CPU: the host's time)."""
+        return _NOTHING
 
     def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
         """Record the host's own time within."""
+        return _NOTHING
 
     def message(self, lane: Lane, peer: int, work: Waitable) -> None:
         """Record a message from now, on the current stream, until it is through; call it right after enqueuing it.
@@ -45,38 +50,11 @@ class Spans(Protocol):
         """
 
 
-class _NoSpans:
-    """Records nothing, and costs a call."""
-
-    _nothing: AbstractContextManager[object] = nullcontext()
-
-    def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
-        return self._nothing
-
-    def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
-        return self._nothing
-
-    def message(self, lane: Lane, peer: int, work: Waitable) -> None:
-        return
-
-
-NO_SPANS: Spans = _NoSpans()
+NO_SPANS = Spans()
 _Mark = float | torch.cuda.Event
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """A span whose ends may be events that the device has not reached."""
-
-    lane: Lane
-    name: str
-    step: int
-    start: _Mark
-    end: _Mark
-    peer: int | None = None
-
-
-class SpanRecorder:
+class SpanRecorder(Spans):
     """Owns the spans of `steps` of one rank, and a stream per neighbour and direction that waits for its messages."""
 
     def __init__(self, device: torch.device, steps: range) -> None:
@@ -85,9 +63,10 @@ class SpanRecorder:
         self._is_cuda = device.type == "cuda"
         self._step: int | None = None
         self._current = ""
-        # Appending to a list is one operation for all threads.
-        self._recorded: list[_Recorded] = []
+        # Fields of a LaneSpan, whose ends may be events not yet reached. Appending is one operation for all threads.
+        self._recorded: list[tuple[Lane, str, int, _Mark, _Mark, int | None]] = []
         self._base: tuple[float, torch.cuda.Event] | None = None
+        """The host's time of an event."""
         self._edges: dict[tuple[Lane, int], torch.cuda.Stream] = {}
 
     @contextmanager
@@ -101,43 +80,43 @@ class SpanRecorder:
             yield
             return
         if self._is_cuda and self._base is None:
-            self._base = self._take_base()
+            torch.cuda.synchronize(self._device)  # sync: once, before the first step that is recorded
+            before, event = time.perf_counter(), timed_mark(self._device)
+            event.synchronize()
+            self._base = (before + time.perf_counter()) / 2, event
         self._step, start = number, time.perf_counter()
         yield
-        self._recorded.append(_Recorded(Lane.STEP, f"step {number}", number, start, time.perf_counter()))
+        self._recorded.append((Lane.STEP, f"step {number}", number, start, time.perf_counter(), None))
 
     def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
         step = self._step
-        return nullcontext() if step is None else self._span(lane, name, step, self._mark)
+        return _NOTHING if step is None else self._span(lane, name, step, self._mark)
 
     def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
         step = self._step
-        return nullcontext() if step is None else self._span(lane, name, step, time.perf_counter)
+        return _NOTHING if step is None else self._span(lane, name, step, time.perf_counter)
 
     def message(self, lane: Lane, peer: int, work: Waitable) -> None:
         if self._step is None:
             return
-        start = self._mark()
+        start = end = self._mark()
         if self._is_cuda:
             # A stream per directed edge: what it waits for arrives in this order, and holds up nothing else.
-            edge = self._edges.get((lane, peer))
-            if edge is None:
-                edge = self._edges[lane, peer] = torch.cuda.Stream(self._device)
-            with torch.cuda.stream(edge):
+            if (lane, peer) not in self._edges:
+                self._edges[lane, peer] = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(self._edges[lane, peer]):
                 work.wait()
                 end = self._mark()
-        else:
-            end = start
         name = f"{self._current} to {peer}".lstrip() if lane is Lane.SEND else f"from {peer}"
-        self._recorded.append(_Recorded(lane, name, self._step, start, end, peer))
+        self._recorded.append((lane, name, self._step, start, end, peer))
 
     def collect(self) -> list[LaneSpan]:
         """All spans so far, in order of their start; synchronizes. Compute is told without the waits within it."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)  # sync: once, after the last step
         measured = [
-            LaneSpan(r.lane, r.name, r.step, self._seconds(r.start), self._seconds(r.end), r.peer)
-            for r in self._recorded
+            LaneSpan(lane, name, step, self._seconds(start), self._seconds(end), peer)
+            for lane, name, step, start, end, peer in self._recorded
         ]
         return sorted(compute_without_waits(messages_in_turn(measured)), key=lambda span: (span.start, -span.end))
 
@@ -149,18 +128,10 @@ class SpanRecorder:
         yield
         if lane is Lane.COMPUTE:
             self._current = ""
-        self._recorded.append(_Recorded(lane, name, step, start, mark()))
+        self._recorded.append((lane, name, step, start, mark(), None))
 
     def _mark(self) -> _Mark:
         return timed_mark(self._device) if self._is_cuda else time.perf_counter()
-
-    def _take_base(self) -> tuple[float, torch.cuda.Event]:
-        """An event and the host's time of it."""
-        torch.cuda.synchronize(self._device)  # sync: once, before the first step that is recorded
-        before = time.perf_counter()
-        event = timed_mark(self._device)
-        event.synchronize()
-        return (before + time.perf_counter()) / 2, event
 
     def _seconds(self, mark: _Mark) -> float:
         if isinstance(mark, float):
@@ -180,9 +151,8 @@ def messages_in_turn(spans: list[LaneSpan]) -> list[LaneSpan]:
             edge = (span.lane, span.peer)
             start = max(span.start, ends.get(edge, span.start))
             ends[edge] = max(span.end, start)
-            turned.append(replace(span, start=start, end=ends[edge]))
-        else:
-            turned.append(span)
+            span = replace(span, start=start, end=ends[edge])
+        turned.append(span)
     return turned
 
 

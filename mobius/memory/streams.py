@@ -1,20 +1,19 @@
 """Streams and events of one device behind one small interface; what runs on which is the caller's business.
 
-On a CPU everything is synchronous and they do nothing. Events are told their stream by the device's number: torch looks
-for the current device otherwise, which takes longer than the event itself, five hundred times in a step.
+On a CPU everything is synchronous, and the base classes do nothing. Events are told their stream by the device's
+number: torch looks for the current device otherwise, which takes longer than the event, five hundred times in a step.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class Event(Protocol):
-    """A point in a stream."""
+class Event:
+    """A point in a stream; on a CPU it is reached at once."""
 
     def wait(self) -> None:
         """Make the current stream wait for the point; the host goes on."""
@@ -24,22 +23,25 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether the point has been reached; nobody waits."""
+        return True
 
 
-class Stream(Protocol):
+class Stream:
     """An ordered queue of device work."""
 
     def run(self) -> AbstractContextManager[object]:
         """Within it, work goes to this stream."""
+        return nullcontext()
 
     def record(self) -> Event:
         """The point behind all work given to this stream so far."""
+        return Event()
 
     def keep(self, tensor: Tensor) -> None:
         """Do not reuse the memory of `tensor`, which another stream made, before this stream is done with it."""
 
 
-class CudaEvent:
+class CudaEvent(Event):
     """A point in a stream of one GPU."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -59,7 +61,7 @@ class CudaEvent:
         return is_reached
 
 
-class _CudaStream:
+class _CudaStream(Stream):
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
@@ -73,36 +75,14 @@ class _CudaStream:
         tensor.record_stream(self._stream)
 
 
-class _NoEvent:
-    def wait(self) -> None:
-        return
-
-    def synchronize(self) -> None:
-        return
-
-    def query(self) -> bool:
-        return True
-
-
-class _NoStream:
-    def run(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def record(self) -> Event:
-        return _NoEvent()
-
-    def keep(self, tensor: Tensor) -> None:
-        return
-
-
 def new_stream(device: torch.device) -> Stream:
     """A copy stream of `device`."""
-    return _CudaStream(device) if device.type == "cuda" else _NoStream()
+    return _CudaStream(device) if device.type == "cuda" else Stream()
 
 
 def record_current(device: torch.device) -> Event:
     """The point behind all work given to the current (compute) stream so far."""
-    return CudaEvent(torch.cuda.current_stream(device.index)) if device.type == "cuda" else _NoEvent()
+    return CudaEvent(torch.cuda.current_stream(device.index)) if device.type == "cuda" else Event()
 
 
 def timed_mark(device: torch.device) -> torch.cuda.Event:
