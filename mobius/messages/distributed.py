@@ -8,7 +8,8 @@ a looped schedule can wait in a circle.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -132,21 +133,19 @@ class DistributedTransport:
         # The host is ahead of the GPU and sees none completed. There it does not wait here: compute does, for a message
         # that has left by then, and behind that wait its memory may be used again.
         while self._max_sends is not None and len(self._sent) >= self._max_sends:
-            self._wait(self._sent.popleft()[1], None)
+            self._wait(self._sent.popleft()[1])
         self._sent.append((tensor, work))
 
     def finish_step(self) -> None:
         assert not any(self._posted.values()), "a posted receive was not used"
         while self._sent:
-            self._wait(self._sent[0][1], None)
+            self._wait(self._sent[0][1])
             self._sent.popleft()  # not before: its tensor is being read until then
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         summed = values.clone()
-        try:
+        with self._needing():
             dist.all_reduce(summed, group=self._scalars)
-        except RuntimeError as error:
-            raise self._lost(None, error) from error
         return summed
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
@@ -167,28 +166,28 @@ class DistributedTransport:
         self.sum_over_ranks(torch.zeros(1, dtype=torch.float64))
 
     def close(self) -> None:
-        """End mailboxes and communicators; call it on the way out of a run that went well."""
         if self._mailboxes is not None:
             self._mailboxes.close()
         dist.destroy_process_group()
 
     def _start(self, operation: Callable[..., _Message | None], tensor: Tensor, peer: int, group: Any) -> _Message:
-        try:
+        with self._needing(peer):
             work = operation(tensor, peer, group=group)
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
         assert work is not None  # torch gives none to a rank outside of the group
         return work
 
-    def _wait(self, work: _Message, peer: int | None) -> None:
-        try:
+    def _wait(self, work: _Message, peer: int | None = None) -> None:
+        with self._needing(peer):
             work.wait()
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
 
-    def _lost(self, peer: int | None, error: RuntimeError) -> TransportError:
-        who = "another rank" if peer is None else f"its neighbour rank {peer}"
-        return TransportError(
-            f"rank {self.rank} stops: it lost {who}, whose own message (above or below) tells the cause. "
-            f"What this rank saw: {first_line(error)}"
-        )
+    @contextmanager
+    def _needing(self, peer: int | None = None) -> Iterator[None]:
+        """Within it, torch's errors are told as the loss of `peer`, or of another rank that is not known."""
+        try:
+            yield
+        except RuntimeError as error:
+            who = "another rank" if peer is None else f"its neighbour rank {peer}"
+            raise TransportError(
+                f"rank {self.rank} stops: it lost {who}, whose own message (above or below) tells the cause. "
+                f"What this rank saw: {first_line(error)}"
+            ) from error

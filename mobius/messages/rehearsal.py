@@ -24,13 +24,13 @@ class RehearsalTransport:
         device: torch.device,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        max_sends: int = 2,
+        max_sends: int,
     ) -> None:
         """`shape` and `dtype` are those of every activation and activation gradient.
 
         `max_sends` is the number of messages that the real transport keeps at most, and so are kept here.
         """
-        self.rank, self.num_ranks = rank, num_ranks
+        self.rank = rank
         self._device, self._shape, self._dtype = device, shape, dtype
         self._posted: defaultdict[int, deque[Tensor]] = defaultdict(deque)
         self._sent: deque[Tensor] = deque(maxlen=max_sends)
@@ -47,15 +47,3 @@ class RehearsalTransport:
 
     def finish_step(self) -> None:
         self._sent.clear()
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        raise AssertionError("a rehearsal ends before the ranks have to agree")
-
-    def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        raise AssertionError("a rehearsal ends before gradients are exchanged")
-
-    def barrier(self) -> None:
-        raise AssertionError("a rehearsal is one rank's own")
-
-    def close(self) -> None:
-        """Nothing to end."""

@@ -12,11 +12,10 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Transport(Protocol):
-    """One rank's connection to the others."""
+class Messages(Protocol):
+    """One rank's activations and activation gradients, sent and received."""
 
     rank: int
-    num_ranks: int
 
     def post_receive(self, source: int) -> None:
         """Announce that the next message of edge (source, this rank) will be wanted; returns at once."""
@@ -29,6 +28,12 @@ class Transport(Protocol):
 
     def finish_step(self) -> None:
         """Let go of sent tensors; every message of the step must have been received."""
+
+
+class Transport(Messages, Protocol):
+    """One rank's connection to the others."""
+
+    num_ranks: int
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum a small CPU tensor (float64) over all ranks; blocks."""

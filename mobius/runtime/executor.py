@@ -17,7 +17,7 @@ from mobius.limits import RECEIVES_AHEAD
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, StageMemory
 from mobius.memory.streams import new_stream, record_current
-from mobius.messages.transport import Transport
+from mobius.messages.transport import Messages
 from mobius.models.blocks import LayerArguments
 from mobius.models.graph import Views
 from mobius.runtime.stage import Kept, StageModule
@@ -78,7 +78,7 @@ class Executor:
         stages: Mapping[int, StageModule],
         memory: Mapping[int, StageMemory],
         layer_inputs: Callable[[int], LayerArguments],
-        transport: Transport,
+        transport: Messages,
         clock: WaitClock,
         device: torch.device,
         unsealed_names: frozenset[str] = frozenset(),
