@@ -79,37 +79,19 @@ class SlotPool:
 
     def take(self, stage: int) -> _Slot:
         """A free slot, now `stage`'s. Raises ScheduleError if none is free, i.e. the schedule needs more slots."""
-        slot = next((slot for slot in self._slots if slot.stage is None), None)
-        if slot is None:
-            raise ScheduleError(
-                f"stage {stage} is to be loaded while all {len(self._slots)} slots hold stages {self._held}"
-            )
+        held = [slot.stage for slot in self._slots]
+        if None not in held:
+            raise ScheduleError(f"stage {stage} is to be loaded while all {len(held)} slots hold stages {held}")
+        slot = self._slots[held.index(None)]
         slot.stage = stage
         return slot
 
     def slot_of(self, stage: int) -> _Slot:
         """The slot that `stage` took. Raises ScheduleError if it has none."""
-        slot = next((slot for slot in self._slots if slot.stage == stage), None)
-        if slot is None:
-            raise ScheduleError(f"stage {stage} is used while the slots hold stages {self._held}")
-        return slot
-
-    @property
-    def _held(self) -> list[int | None]:
-        return [slot.stage for slot in self._slots]
-
-
-@dataclass(frozen=True)
-class _Departure:
-    """Gradients on their way to the host, with their squared norm (fp32 scalar on the host)."""
-
-    arrival: Event
-    square: Tensor
-
-    def wait(self) -> float:
-        """Make the host wait until they have arrived; returns their squared norm, as it was before any cast."""
-        self.arrival.synchronize()  # sync: once per stage and step, off the compute path
-        return float(self.square)
+        held = [slot.stage for slot in self._slots]
+        if stage not in held:
+            raise ScheduleError(f"stage {stage} is used while the slots hold stages {held}")
+        return self._slots[held.index(stage)]
 
 
 class StreamedStage:
@@ -136,8 +118,9 @@ class StreamedStage:
         self._leaves_in_fp32 = state.gradients.dtype == torch.float32 != state.weights.dtype
         self._square: Tensor | None = None
         """From sealing to offloading."""
+        self._arrival: Event | None = None
+        """Of the gradients that were sent to the host last, and of their squared norm as it was before any cast."""
         self._host_square = torch.zeros((), pin_memory=pool.device.type == "cuda")
-        self._departure: _Departure | None = None
 
     def load(self) -> None:
         slot = self._pool.take(self._stage)
@@ -198,19 +181,18 @@ class StreamedStage:
             with self._spans.device_span(Lane.OFFLOAD, f"O{self._stage}"):
                 self._host_square.copy_(square, non_blocking=True)
                 self.state.gradients.copy_(source, non_blocking=True)
-            arrival = to_host.record()
+            self._arrival = arrival = to_host.record()
         to_host.keep(square)
         if self._leaves_in_fp32:
             self._sum.keep_until(arrival)
         else:
             slot.free = arrival
-        self._departure = _Departure(arrival, self._host_square)
         if listener is not None:
             listener.gradients_complete(self._stage)
 
     def wait_for_gradients(self) -> None:
-        assert self._departure is not None, f"stage {self._stage} has sent no gradients"
-        self._departure.wait()
+        assert self._arrival is not None, f"stage {self._stage} has sent no gradients"
+        self._arrival.synchronize()
 
     def begin_update(self, update: Update) -> bool:
         """Only where updates queue: the host would have to wait for the gradients in the middle of the step."""
@@ -223,12 +205,12 @@ class StreamedStage:
         self._submit(update, looks_at_norm=False)
 
     def _submit(self, update: Update, *, looks_at_norm: bool) -> None:
-        departure = self._departure
-        assert departure is not None, f"stage {self._stage} has sent no gradients"
+        arrival = self._arrival
+        assert arrival is not None, f"stage {self._stage} has sent no gradients"
 
         def run(part: Sequence[FlatRange]) -> None:
-            square = departure.wait()
-            if looks_at_norm and not math.isfinite(square):
+            arrival.synchronize()  # sync: once per stage and step, off the compute path
+            if looks_at_norm and not math.isfinite(float(self._host_square)):
                 return
             with self._spans.host_span(Lane.OPTIMIZER, f"U{self._stage}"):
                 update(pieces=part)
@@ -238,4 +220,4 @@ class StreamedStage:
             for piece in pieces:
                 piece()
         else:
-            self._updates.submit(self._stage, pieces, can_begin=departure.arrival.query)
+            self._updates.submit(self._stage, pieces, can_begin=arrival.query)
