@@ -42,18 +42,13 @@ class Bounds:
 # Nine digits at most, so that no number is too long to be read.
 _STEPS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 _STAGES = re.compile(r"\d{1,9}", re.ASCII)
-# A plan and a schedule hold every layer, stage, rank and microbatch, and are gone through many times.
-_LAYERS = 1025
-_CHUNKS = 10_000
-_RANKS = 257
-_PROCESSES = 4096
 
 Count = Annotated[int, Bounds(minimum=1)]
-LayerCount = Annotated[int, Bounds(minimum=1, ceiling=_LAYERS)]
-StageCount = Annotated[int, Bounds(minimum=1, ceiling=_LAYERS, allows_auto=True)]
-ChunkCount = Annotated[int, Bounds(minimum=1, ceiling=_CHUNKS, allows_auto=True)]
-RankCount = Annotated[int, Bounds(minimum=1, ceiling=_RANKS)]
-ProcessCount = Annotated[int, Bounds(minimum=1, ceiling=_PROCESSES)]
+# A plan and a schedule hold every layer, stage, rank and microbatch, and are gone through many times.
+LayerCount = Annotated[int, Bounds(minimum=1, ceiling=1025)]
+StageCount = Annotated[int, Bounds(minimum=1, ceiling=1025, allows_auto=True)]
+ChunkCount = Annotated[int, Bounds(minimum=1, ceiling=10_000, allows_auto=True)]
+RankCount = Annotated[int, Bounds(minimum=1, ceiling=257)]
 Port = Annotated[int, Bounds(minimum=1, below=65_536)]
 Seed = Annotated[int, Bounds(minimum=0, below=2**32)]
 Positive = Annotated[float, Bounds(above=0)]
@@ -106,17 +101,14 @@ class ModelConfig:
     """Model"""
 
     model_path: str = "meta-llama/Llama-2-7b-hf"
-    """Hugging Face id or local folder; short names such as llama-2-7b-hf and llama-2-13b-hf are accepted. A folder with
-    weights is fine-tuned; a folder with only a config.json is trained from fresh weights. A dry run takes the
-    shapes 1b, 7b, 13b, 30b and 70b too."""
+    """Hugging Face id or local folder, or llama-2-7b-hf or llama-2-13b-hf for short. Weights are fine-tuned; a folder
+    with only a config.json is trained from fresh ones. A dry run takes the shapes 1b, 7b, 13b, 30b and 70b too."""
 
     num_layers: LayerCount | None = None
-    """Layers to use. A smaller number than the model's keeps its first layers (to simulate a smaller model). Default:
-    the model's own."""
+    """Layers to use; fewer than the model has are its first ones (a smaller model, simulated). Default: all."""
 
     embedding_dim: Count | None = None
-    """Width of the hidden state; shapes a model without weights, pretrained weights keep theirs. Default: the model's
-    own."""
+    """Width of the hidden state; shapes a model without weights. Default: the model's own."""
 
     ff_dim: Count | None = None
     """Inner width of the feed-forward part; shapes a model without weights. Default: the model's own."""
@@ -125,9 +117,8 @@ class ModelConfig:
     """Attention heads; shapes a model without weights. Default: the model's own."""
 
     dtype: Dtype = Dtype.BF16
-    """Format of the weights and activations on the GPU; the optimizer always keeps fp32 master weights. bf16 needs no
-    loss scaling, fp16 is for GPUs without bf16, fp32 is exact and for tests and CPUs; on a CPU without instructions for
-    bf16 it is taken where nothing is said."""
+    """Format of weights and activations on the GPU; the optimizer always keeps fp32 master weights. bf16 needs no loss
+    scaling, fp16 is for GPUs without bf16, fp32 for tests and CPUs: the default on a CPU without bf16 instructions."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +134,7 @@ class DataConfig:
     max_samples: Count | None = None
     """Samples to use, from the start of the dataset. Default: all."""
 
-    preprocessing_num_workers: ProcessCount = 1
+    preprocessing_num_workers: Annotated[int, Bounds(minimum=1, ceiling=4096)] = 1
     """Processes that tokenize; the result is cached, so that more only shorten the first run."""
 
 
@@ -155,72 +146,65 @@ class PipelineConfig:
     """Sequences per optimizer step, over all microbatches; a multiple of num_chunks."""
 
     num_chunks: ChunkCount | None = 4
-    """Microbatches that a batch is cut into; at least the number of GPUs keeps all of them busy, more need less
-    activation memory per microbatch. auto: by the predicted step time, where the GPU is known."""
+    """Microbatches of a batch; at least the number of GPUs keeps all busy, more need less activation memory each.
+    auto: by the predicted step time, where the GPU is known."""
 
     num_stages: StageCount | None = 8
-    """Pipeline stages; a multiple of the number of ranks (GPUs). Stage s runs on rank s modulo ranks; more stages need
-    less GPU memory for weights. auto: by the predicted step time, where the GPU is known."""
+    """Pipeline stages, a multiple of the number of ranks (GPUs): stage s runs on rank s modulo ranks. More need less
+    GPU memory for weights. auto: by the predicted step time, where the GPU is known."""
 
     use_prefetch: bool = True
-    """Load the next stage's weights while this one computes, into a second buffer on the GPU. Has no effect with
-    no_offload, where no weights are loaded."""
+    """Load the next stage's weights into a second GPU buffer while this one computes. No effect with no_offload."""
 
     use_offload: bool = True
-    """Keep weights in CPU memory while they are not in use, as far as they do not fit on the GPU; no_offload keeps all
-    stages on the GPU."""
+    """Keep weights that do not fit on the GPU in CPU memory while not in use; no_offload keeps all on the GPU."""
 
     resident_stages: str = "auto"
-    """Stages of each GPU, its first ones, that stay there with their optimizer state and are updated there: a number,
-    0, all, or auto. auto: as many as shorten the step and fit into GPU memory, shared with the activations that
-    recompute keeps; 0 on a CPU. The others are streamed. Needs use_offload; no_offload is the same as all."""
+    """First stages of each GPU that stay there with their optimizer state and are updated there; the others are
+    streamed. A number, all, or auto: as many as shorten the step and fit beside the activations that recompute keeps; 0
+    on a CPU. Needs use_offload; no_offload is the same as all."""
 
     recompute: Recompute = Recompute.AUTO
-    """Whether backward runs each layer's forward again, from its input, so that one layer's activations exist at a
-    time. auto: the last stages of each rank keep theirs, as many as GPU memory allows. full: all stages recompute.
-    none: no stage does, a quarter less compute; needs no_offload or resident_stages all, where weights stay in
-    place."""
+    """Whether backward runs each layer's forward again, so that one layer's activations exist at a time. auto: the last
+    stages of each rank keep theirs, as far as GPU memory allows. full: all recompute. none: none does, a quarter less
+    compute; needs no_offload or resident_stages all, where weights stay in place."""
 
     compile: Compile = Compile.AUTO
-    """Run layers and loss under torch.compile: one graph serves all layers of a kind, after a minute of compiling in
-    the first run. auto: on a GPU. Where compiling fails they run as they are, and a line says so."""
+    """Run layers and loss under torch.compile, which takes a minute in the first run. auto: on a GPU. Where it fails,
+    they run as they are, and a line says so."""
 
     overlap_optimizer: bool = True
-    """Update stages in CPU memory while the GPU computes, also into the next step: a stage's new weights are waited for
-    where they are needed, and the results are the same to the bit. Has no effect with no_offload, where the GPU
-    updates."""
+    """Update stages in CPU memory while the GPU computes, also into the next step; results are the same to the bit. No
+    effect with no_offload, where the GPU updates."""
 
     fp32_gradients: bool = False
-    """Hand summed gradients to the optimizer in fp32 instead of the format of the weights: 2 bytes more per parameter
-    where they are kept, and with streamed stages a second fp32 buffer on the GPU. They are always added up in fp32."""
+    """Hand gradients, always summed in fp32, to the optimizer in fp32 instead of the format of the weights: 2 bytes
+    more per parameter where they are kept, and with streamed stages a second fp32 buffer on the GPU."""
 
     copy_messages: bool = True
     """Send activations by the GPUs' copy engines, which take no multiprocessors from compute; over NCCL with
-    no_copy_messages, and where a trial at the start fails. Has no effect with one rank or on a CPU."""
+    no_copy_messages, or where a trial at the start fails. No effect with one rank or on a CPU."""
 
     cross_mapping: bool = True
-    """Give neighbouring ranks, which load at nearly the same time, GPUs that load over different PCIe root complexes,
-    as far as the machine tells; a line says which. A list of GPUs that is not ascending, such as 0,2,1,3, is kept as it
-    is. no_cross_mapping: ranks get GPUs in the order in which they are listed."""
+    """Give neighbouring ranks, which load at nearly the same time, GPUs on different PCIe root complexes, as far as the
+    machine tells; a line says which. no_cross_mapping, or a list that is not ascending (0,2,1,3): as listed."""
 
     probe_topology: bool = False
-    """Measure which GPUs slow each other's loads down, a few seconds before the run, for machines that tell it wrongly
-    (virtual ones). The result is kept for later runs on these GPUs. Has no effect with fewer than three ranks."""
+    """Measure in a few seconds which GPUs slow each other's loads down, for (virtual) machines that tell it wrongly.
+    Later runs on these GPUs know it. No effect with fewer than three ranks."""
 
     device: Device = Device.AUTO
     """auto: CUDA on a machine with GPUs, of which every rank needs its own, otherwise the CPU."""
 
     gpu_memory_limit: Positive | None = None
-    """Hard cap on the GPU memory of each rank in GiB; makes a large GPU behave like a small one. Default: the whole
-    GPU."""
+    """Hard cap on each rank's GPU memory in GiB; a large GPU behaves like a small one. Default: the whole GPU."""
 
     host_memory_limit: Positive | None = None
-    """CPU memory for all ranks together in GiB, for machines whose memory grows on demand. Default: what is available
-    when the run starts."""
+    """CPU memory for all ranks together in GiB, for machines whose memory grows on demand. Default: what is
+    free at the start."""
 
     loss_chunk_tokens: Count = 2048
-    """Tokens whose logits exist at one time; 2048 tokens of a 32k vocabulary take 0.25 GiB in fp32, and fewer make the
-    output layer slower."""
+    """Tokens whose logits exist at one time; 2048 of a 32k vocabulary take 0.25 GiB in fp32, fewer are slower."""
 
     @property
     def num_resident_stages(self) -> int | None:
@@ -229,7 +213,7 @@ class PipelineConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """M; `num_chunks` under the name the code uses, once it is chosen."""
+        """`num_chunks` under the name the code uses, once it is chosen."""
         assert self.num_chunks is not None, "auto is resolved before anything asks"
         return self.num_chunks
 
@@ -264,8 +248,7 @@ class OptimConfig:
     """Course of the learning rate after the warm-up; linear and cosine end at zero."""
 
     warmup_steps: NonNegative = 0.03
-    """Steps over which the learning rate rises from zero: a whole number of steps, or below 1 a share of
-    num_iterations, rounded up."""
+    """Steps over which the learning rate rises from zero: whole, or below 1 a share of num_iterations (rounded up)."""
 
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay per unit of learning rate; norms and biases have none."""
@@ -317,14 +300,12 @@ class OutputConfig:
     """Print the action list of each rank before training."""
 
     trace: bool = False
-    """Write trace.json (for ui.perfetto.dev or chrome://tracing) and its picture timeline.png into save_dir: when each
-    rank computed, loaded, offloaded, sent, waited and updated. Covers steps 3 to 5, or the last three of a shorter
-    run."""
+    """Write trace.json (for ui.perfetto.dev or chrome://tracing) and its picture timeline.png into save_dir: what each
+    rank did and when, in steps 3 to 5, or the last three of a shorter run."""
 
     profile_steps: str | None = None
-    """Steps to profile with torch, counted from 1: one, such as 3, or a range, such as 3-4. Each rank writes a Chrome
-    trace of every operation and kernel to save_dir/profile/rankN.json.gz. Profiled steps are slower, and many of them
-    make large files. Default: none."""
+    """Steps to profile with torch, counted from 1, such as 3 or 3-4. Each rank writes a Chrome trace of every operation
+    and kernel to save_dir/profile/rankN.json.gz. They are slower, and many make large files. Default: none."""
 
     @property
     def profiled_steps(self) -> range:
@@ -338,22 +319,22 @@ class PlanningConfig:
     """Planning"""
 
     dry_run: bool = False
-    """Print the plan of a run (stages, bytes by category, predicted step, whether it fits), save it and end. Reads no
-    weights and needs no GPU; start it as one process, without torchrun. The exit code is 0 if the run fits, else 1."""
+    """Print and save the plan of a run (stages, bytes by category, predicted step, whether it fits), and end; needs no
+    weights, GPU or torchrun. The exit code is 0 if the run fits, else 1."""
 
     num_ranks: RankCount | None = None
     """Ranks (GPUs) that a dry run plans for. Default: nproc_per_node, or the visible GPUs; 2 without any."""
 
     card: str | None = None
     """GPU that a dry run plans for, such as H200 or RTX4090 (scripts/simulate.py --help lists them). Default: the one
-    that is here; without any, the plan is one for CPUs."""
+    that is here; without any, the CPU."""
 
     plan_output: str = "plan.json"
     """File in which a dry run saves its plan. Not in save_dir, which a run wants empty."""
 
     plan: str | None = None
-    """Plan to train by, from a dry run or the save_dir of a run: stages, chunks, batch, residency, slots and kept
-    activations come from this file. Default: they are chosen."""
+    """Plan to train by, from a dry run or the save_dir of a run: stages, chunks, batch, residency, slots, kept
+    activations."""
 
 
 @dataclass(frozen=True)
@@ -361,15 +342,14 @@ class LaunchConfig:
     """Launch (read by train.sh; under torchrun use its own options and the environment)"""
 
     cuda_visible_devices: str | None = None
-    """GPUs in the order of the ranks, such as 0,2,1,3: neighbours in the list should not share a PCIe root. In an
-    ascending list cross_mapping chooses the order. Ignored without GPUs. Default: all GPUs."""
+    """GPUs in the order of the ranks, such as 0,2,1,3; of an ascending list, cross_mapping chooses the order. Ignored
+    without GPUs. Default: all."""
 
     master_port: Port = 29502
     """TCP port where the ranks of the run meet; two runs on a machine need two ports."""
 
     nproc_per_node: RankCount | None = None
-    """Ranks (processes, one per GPU). Default: the number of listed GPUs, or of all GPUs; 2 on a machine without
-    GPUs."""
+    """Ranks (processes, one per GPU). Default: one for each listed GPU, or for all; 2 without GPUs."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,6 @@ class ForeignOption:
     instead: tuple[str, ...]
 
 
-def find_foreign(name: str) -> ForeignOption | None:
-    """The entry of a name, written with dashes or underscores; None if nothing is known of it."""
-    return FOREIGN_OPTIONS.get(name.replace("-", "_").lower())
-
-
 def _read(table: str) -> Mapping[str, ForeignOption]:
     """Lines of names, perhaps with `->` and what they were meant for; indented below them the answer."""
     found: dict[str, ForeignOption] = {}
@@ -167,4 +162,4 @@ profile profiler tensorboard_trace
 """
 
 FOREIGN_OPTIONS: Final = _read(_TABLE)
-"""Name, with underscores -> what to tell."""
+"""Name, in small letters with underscores -> what to tell."""

@@ -6,14 +6,13 @@ import difflib
 import enum
 import functools
 import inspect
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from mobius.config.config import Bounds, Config, Dtype
-from mobius.config.foreign_options import find_foreign
+from mobius.config.foreign_options import FOREIGN_OPTIONS
 
 OptionValue = bool | int | float | str | None
 
@@ -139,21 +138,19 @@ class Source:
 
         `begun` is a spelling that `name` begins, if there is one.
         """
-        foreign = find_foreign(name)
-        if foreign is not None:
+        if foreign := FOREIGN_OPTIONS.get(name.replace("-", "_").lower()):
             self.problems.append(f"{problem}: {foreign.answer}")
             self.unreadable.update(foreign.instead)
             return
         nearest = begun or nearest_name(name)
         self.problems.append(f"{problem}; did you mean `{self.dashes}{nearest}`?" if nearest else problem)
-        if nearest is not None and nearest in spellings():
-            self.unreadable.add(spellings()[nearest].option.name)
+        if meant := spellings().get(nearest or ""):
+            self.unreadable.add(meant.option.name)
 
 
-@functools.cache
 def section_titles() -> Mapping[str, str]:
     """Section name -> its title in the help."""
-    return {name: inspect.cleandoc(section.__doc__ or name) for name, section in _sections().items()}
+    return {name: str(section.__doc__) for name, section in _sections().items()}
 
 
 @functools.cache
@@ -188,8 +185,7 @@ def nearest_name(name: str) -> str | None:
     """The known spelling that `name` is a misspelling of, or None: no hint is better than one of another meaning."""
     typed = name.replace("-", "_").lower()
     alike = {known: _likeness(typed, known) for known in spellings() if abs(len(known) - len(typed)) <= 3}
-    best = max(alike, key=alike.__getitem__, default=None)
-    return best if best is not None and alike[best] >= _SURELY_ALIKE else None
+    return max((known for known in alike if alike[known] >= _SURELY_ALIKE), key=alike.__getitem__, default=None)
 
 
 def _likeness(typed: str, known: str) -> float:
@@ -225,13 +221,11 @@ def _sections() -> dict[str, type]:
 
 def _take_apart(hint: Any) -> tuple[type, bool, Bounds | None]:
     """`Annotated[int, Bounds(...)] | None` -> (int, True, Bounds(...))."""
-    is_optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    is_optional = type(None) in typing.get_args(hint)
     if is_optional:
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-    if typing.get_origin(hint) is typing.Annotated:
-        value_type, bounds = typing.get_args(hint)
-        return value_type, is_optional, bounds
-    return hint, is_optional, None
+        hint = typing.get_args(hint)[0]
+    value_type, bounds = typing.get_args(hint) or (hint, None)
+    return value_type, is_optional, bounds
 
 
 def _field_texts(section: type) -> dict[str, str]:
