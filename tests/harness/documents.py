@@ -126,21 +126,30 @@ def make_scratch(place: Path) -> None:
     write_trace(place / "save_ckpt" / "trace.json", Trace(TraceFacts(1, 1, 1, 1, "cpu"), (steps,)))
 
 
-def run_problems(command: Command, folder: Path, cache: Path) -> list[str]:
-    """Run a command in the copy of the project; says what is wrong with its exit code or its output."""
-    environment = {
+def environment(cache: Path) -> dict[str, str]:
+    """Variables for a command: this Python, and a cache folder of its own."""
+    return {
         **os.environ,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "XDG_CACHE_HOME": str(cache),
         "OMP_NUM_THREADS": "1",
     }
+
+
+def run_problems(command: Command, folder: Path, cache: Path) -> list[str]:
+    """Run a command in the copy of the project; says what is wrong with its exit code or its output."""
+    given = environment(cache)
     result = subprocess.run(
-        command.text, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
+        command.text, shell=True, cwd=folder, env=given, capture_output=True, text=True, timeout=HANG_SECONDS
     )
-    said = result.stdout + result.stderr
+    return outcome_problems(command, result.returncode, result.stdout + result.stderr)
+
+
+def outcome_problems(command: Command, exit_code: int, said: str) -> list[str]:
+    """What is wrong with how a command ended and what it said."""
     problems = []
-    if result.returncode != command.exit_code or "Traceback" in said:
-        problems.append(f"ends with {result.returncode}, not {command.exit_code}: {said}")
+    if exit_code != command.exit_code or "Traceback" in said:
+        problems.append(f"ends with {exit_code}, not {command.exit_code}: {said}")
     printed = said.splitlines()
     missing = [line for line in command.shown if line.strip() != "..." and line not in printed]
     if missing:
