@@ -87,6 +87,10 @@ class StageLayout:
         """Whether the optimizer updates the parameter."""
         return self.offsets[name][0] < self.num_trained
 
-    def _view(self, flat: Tensor, name: str) -> Tensor:
+    def slice_of(self, name: str) -> slice:
+        """Place of the parameter's elements in the flat buffers."""
         offset, shape = self.offsets[name]
-        return flat[offset : offset + torch.Size(shape).numel()].view(shape)
+        return slice(offset, offset + torch.Size(shape).numel())
+
+    def _view(self, flat: Tensor, name: str) -> Tensor:
+        return flat[self.slice_of(name)].view(self.offsets[name][1])

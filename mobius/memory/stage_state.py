@@ -86,8 +86,7 @@ class StageState:
 
     def set_parameter(self, name: str, value: Tensor) -> None:
         """Set one parameter's working copy, and its master if it is trained, from `value` of any dtype and device."""
-        offset, _ = self.layout.offsets[name]
-        part = slice(offset, offset + value.numel())
+        part = self.layout.slice_of(name)
         if self.layout.is_trained(name):
             self.write_master(part, value.reshape(-1))
         else:

@@ -25,9 +25,9 @@
 typedef struct {
     float gradient_factor; /* unscaling and clipping */
     float decay;           /* 1 - learning rate * weight decay */
-    float beta1, beta2;
+    float beta2;
     float one_minus_beta1, one_minus_beta2;
-    float step_size;      /* learning rate / (1 - beta1^step) */
+    float step_size;       /* learning rate / (1 - beta1^step) */
     float root_correction; /* sqrt(1 - beta2^step) */
     float epsilon;
 } Constants;

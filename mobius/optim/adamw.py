@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -49,8 +49,8 @@ class FlatAdamW:
         self, settings: AdamWSettings, kernel: AdamWKernel | None = None, fused: FusedUpdate | None = None
     ) -> None:
         """`kernel` is for states on the host, `fused` for those on a GPU."""
-        self._settings = settings
-        self._kernel, self._fused = kernel, fused
+        self._settings, self._fused = settings, fused
+        self._one_pass = [each for each in (kernel, fused) if each is not None]
         self._scratch: dict[tuple[str, torch.device, int], Tensor] = {}
 
     @torch.no_grad()
@@ -73,28 +73,18 @@ class FlatAdamW:
         correction. Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, as
         torch.optim.AdamW has it.
         """
-        kernel = self._kernel if self._kernel is not None and self._kernel.supports(state) else None
-        fused = self._fused if self._fused is not None and self._fused.supports(state) else None
-        length, settings = _chunk_elements(state.weights.device), self._settings
-        if kernel is not None and found_inf is not None and bool(found_inf):  # on the host: nobody waits
-            return
+        one_pass = next((each for each in self._one_pass if each.supports(state)), None)
+        length = _chunk_elements(state.weights.device)
+        decayed = UpdateNumbers(
+            **vars(self._settings), step=step, learning_rate=learning_rate, gradient_factor=gradient_factor
+        )
         for part in state.layout.ranges if pieces is None else pieces:
-            numbers = UpdateNumbers(
-                step=step,
-                learning_rate=learning_rate,
-                gradient_factor=gradient_factor,
-                beta1=settings.beta1,
-                beta2=settings.beta2,
-                epsilon=settings.epsilon,
-                weight_decay=settings.weight_decay if part.has_decay else 0.0,
-            )
-            if kernel is not None:
-                kernel.update(state, slice(part.start, part.end), numbers)
-            elif fused is not None:
-                fused.update(state, slice(part.start, part.end), numbers, found_inf=found_inf)
-            else:
-                for start in range(part.start, part.end, length):
-                    self._update_chunk(state, slice(start, min(start + length, part.end)), numbers, found_inf)
+            numbers = decayed if part.has_decay else replace(decayed, weight_decay=0.0)
+            if one_pass is not None:
+                one_pass.update(state, slice(part.start, part.end), numbers, found_inf=found_inf)
+                continue
+            for start in range(part.start, part.end, length):
+                self._update_chunk(state, slice(start, min(start + length, part.end)), numbers, found_inf)
 
     def warm_up(self, states: Iterable[StageState]) -> None:
         """Compile and load what updates `states` that are on a GPU, and take the memory it works in.

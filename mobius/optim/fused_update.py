@@ -80,14 +80,7 @@ class FusedUpdate:
                 *(array[chunk] for array in arrays),
                 self._nothing_found[device] if found_inf is None else found_inf,
                 count,
-                float(numbers.gradient_factor),  # for an int Triton would compile another kernel
-                float(numbers.decay),
-                float(numbers.beta2),
-                float(1.0 - numbers.beta1),
-                float(1.0 - numbers.beta2),
-                float(numbers.step_size),
-                numbers.root_correction,
-                float(numbers.epsilon),
+                **numbers.constants(),
                 block=self._block,
                 enable_fp_fusion=False,
             )

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mobius.memory.stage_state import Remainder, StageState
 from mobius.optim.update_numbers import UpdateNumbers
@@ -37,7 +38,7 @@ class _Constants(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_float)
         for name in (
-            *("gradient_factor", "decay", "beta1", "beta2", "one_minus_beta1", "one_minus_beta2"),
+            *("gradient_factor", "decay", "beta2", "one_minus_beta1", "one_minus_beta2"),
             *("step_size", "root_correction", "epsilon"),
         )
     )
@@ -55,34 +56,26 @@ class AdamWKernel:
         """Whether there is a variant for such a state: on the host, all in fp32 or with a split master."""
         return state.weights.device.type == "cpu" and _function_name(state) is not None
 
-    def update(self, state: StageState, part: slice, numbers: UpdateNumbers) -> None:
+    def update(
+        self, state: StageState, part: slice, numbers: UpdateNumbers, *, found_inf: Tensor | None = None
+    ) -> None:
         """Update master, working copy and moments of the elements in `part` in place; blocks until it is done.
 
-        `state` is one that it `supports`.
+        `state` is one that it `supports`; where `found_inf` (fp32 scalar on the host) is not 0 nothing changes.
         """
+        if found_inf is not None and bool(found_inf):
+            return
         name = _function_name(state)
         assert name is not None
-        constants = _Constants(
-            gradient_factor=numbers.gradient_factor,
-            decay=numbers.decay,
-            beta1=numbers.beta1,
-            beta2=numbers.beta2,
-            one_minus_beta1=1.0 - numbers.beta1,
-            one_minus_beta2=1.0 - numbers.beta2,
-            step_size=numbers.step_size,
-            root_correction=numbers.root_correction,
-            epsilon=numbers.epsilon,
-        )
         remainder = [state.master.bits] if isinstance(state.master, Remainder) else []
-        arrays = [
-            array[part] for array in (state.weights, *remainder, state.exp_avg, state.exp_avg_sq, state.gradients)
-        ]
+        whole = (state.weights, *remainder, state.exp_avg, state.exp_avg_sq, state.gradients)
+        arrays = [array[part] for array in whole]
         count = arrays[0].numel()
         assert all(array.is_contiguous() and array.numel() == count for array in arrays)
         self._library[name](
             ctypes.c_int64(count),
             *(ctypes.c_void_p(array.data_ptr()) for array in arrays),
-            ctypes.byref(constants),
+            ctypes.byref(_Constants(**numbers.constants())),
             ctypes.c_int(self._num_threads),
         )
 

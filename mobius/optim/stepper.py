@@ -101,8 +101,11 @@ class Stepper:
             factor *= min(1.0, self._max_grad_norm / (grad_norm + 1e-6))  # torch.nn.utils.clip_grad_norm_'s formula
         self.loss_scale.update(is_finite=is_finite)
         if len(skipped) < self._num_stages:
+            self.num_updates += 1
             with self._clock.blocking(WaitCause.OPTIMIZER):
-                self._update(factor, skipped)
+                for stage, memory in sorted(self._memory.items()):
+                    if stage not in self._begun | skipped:
+                        memory.update(self._update_of(stage, self.num_updates, factor))
         if is_finite:
             self._skipped_in_a_row = 0
         else:
@@ -130,12 +133,6 @@ class Stepper:
         with self._clock.blocking(WaitCause.NEIGHBOURS):
             summed = self._transport.sum_over_ranks(own).tolist()
         return summed[0], summed[1:]
-
-    def _update(self, factor: float, skipped: frozenset[int]) -> None:
-        self.num_updates += 1
-        for stage, memory in sorted(self._memory.items()):
-            if stage not in self._begun and stage not in skipped:
-                memory.update(self._update_of(stage, self.num_updates, factor))
 
     def _update_of(self, stage: int, step: int, factor: float = 1.0) -> Update:
         """The update of `stage` with this step's learning rate."""

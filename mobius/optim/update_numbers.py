@@ -19,17 +19,16 @@ class UpdateNumbers:
     epsilon: float
     weight_decay: float
 
-    @property
-    def decay(self) -> float:
-        """Factor on the master."""
-        return 1.0 - self.learning_rate * self.weight_decay
-
-    @property
-    def step_size(self) -> float:
-        """Learning rate with the bias correction of the first moment."""
-        return self.learning_rate / (1.0 - self.beta1**self.step)
-
-    @property
-    def root_correction(self) -> float:
-        """Divisor of the root of the second moment: its bias correction."""
-        return float((1.0 - self.beta2**self.step) ** 0.5)
+    def constants(self) -> dict[str, float]:
+        """Constants that the kernels (adamw.c, triton_adamw.py) take, by name."""
+        constants = {
+            "gradient_factor": self.gradient_factor,
+            "decay": 1.0 - self.learning_rate * self.weight_decay,
+            "beta2": self.beta2,
+            "one_minus_beta1": 1.0 - self.beta1,
+            "one_minus_beta2": 1.0 - self.beta2,
+            "step_size": self.learning_rate / (1.0 - self.beta1**self.step),
+            "root_correction": (1.0 - self.beta2**self.step) ** 0.5,
+            "epsilon": self.epsilon,
+        }
+        return {name: float(value) for name, value in constants.items()}  # for an int Triton compiles another kernel

@@ -20,10 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 
-def _always() -> bool:
-    return True
-
-
 @dataclass
 class _Update:
     pieces: deque[Callable[[], None]]
@@ -43,14 +39,12 @@ class UpdateQueue:
         self._pending: dict[int, _Update] = {}
 
     def submit(
-        self, stage: int, pieces: Sequence[Callable[[], None]], *, can_begin: Callable[[], bool] = _always
+        self, stage: int, pieces: Sequence[Callable[[], None]], *, can_begin: Callable[[], bool] = lambda: True
     ) -> None:
         """Add an update; returns at once. The stage's update before must have been waited for.
 
-        Without pieces (a stage without parameters) there is nothing to do or to wait for.
-
         While `can_begin` says no, others go first. Where none can begin, the one submitted first does, and waits by
-        itself: its gradients come first.
+        itself: its gradients come first. Without pieces (a stage without parameters) there is nothing to wait for.
         """
         if not pieces:
             return

@@ -32,11 +32,10 @@ class StandIn:
         self.counts: list[int] = []
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*arguments: Tensor | float, block: int, enable_fp_fusion: bool) -> None:
-            weights, remainder, exp_avg, exp_avg_sq, gradient, found_inf, count, *numbers = arguments
-            factor, decay, beta2, rest_of_beta1, rest_of_beta2, step_size, root_correction, epsilon = (
-                torch.tensor(number, dtype=torch.float32) for number in numbers
-            )
+        def launch(*arguments: Tensor | float, block: int, enable_fp_fusion: bool, **constants: float) -> None:
+            weights, remainder, exp_avg, exp_avg_sq, gradient, found_inf, count = arguments
+            assert all(type(value) is float for value in constants.values())
+            c = SimpleNamespace(**{name: torch.tensor(value) for name, value in constants.items()})
             assert not enable_fp_fusion
             assert grid == (-(-count // block),)
             assert all(array.numel() == count for array in (weights, remainder, exp_avg, exp_avg_sq, gradient))
@@ -45,12 +44,12 @@ class StandIn:
                 return
             weights = weights.view(torch.bfloat16)
             master = join_master(weights, remainder, out=torch.empty_like(exp_avg))
-            scaled = gradient.float() * factor
-            exp_avg += (scaled - exp_avg) * rest_of_beta1
-            exp_avg_sq.copy_(exp_avg_sq * beta2 + rest_of_beta2 * scaled * scaled)
+            scaled = gradient.float() * c.gradient_factor
+            exp_avg += (scaled - exp_avg) * c.one_minus_beta1
+            exp_avg_sq.copy_(exp_avg_sq * c.beta2 + c.one_minus_beta2 * scaled * scaled)
             root = torch.sqrt(exp_avg_sq.double()).float()  # rounded once; torch's vectorized one is not
-            divisor = root / root_correction + epsilon
-            split_master(master * decay - step_size * exp_avg / divisor, weights=weights, remainder=remainder)
+            divisor = root / c.root_correction + c.epsilon
+            split_master(master * c.decay - c.step_size * exp_avg / divisor, weights=weights, remainder=remainder)
 
         return launch
 
