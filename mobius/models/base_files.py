@@ -18,16 +18,15 @@ from transformers import GenerationConfig
 from mobius.errors import CheckpointError, first_line
 from mobius.excerpt import excerpt
 
-GENERATION_FILE = "generation_config.json"
-
-_TOKENIZER_FILES = (
+_COPIED_FILES = (
+    "generation_config.json",
     *("tokenizer.json", "tokenizer.*.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt"),
     *("merges.txt", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "tekken.json"),
 )
-"""Files that a tokenizer of transformers is made from."""
+"""Defaults of generation, and what a tokenizer of transformers is made from."""
 
-MAX_BYTES = 256 * 2**20
+_MAX_BYTES = 256 * 2**20
 """More than any file of a model folder but its weights has; the largest vocabularies take 40 MB."""
 
 _SURROGATE = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
@@ -45,17 +44,17 @@ class BaseFiles:
 
 def read_base_files(folder: Path) -> BaseFiles:
     """Read the files of `folder` that are saved again. Raises CheckpointError for broken generation defaults."""
-    paths = [folder / GENERATION_FILE] if (folder / GENERATION_FILE).exists() else []
-    for path in paths:
-        fields = read_json_object(path, may_repeat=True)
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        fields = read_json_object(generation, may_repeat=True)
         try:
             GenerationConfig.from_dict(fields).to_json_string()
         except Exception as error:  # transformers raises whatever a value makes it stumble over
             raise CheckpointError(
-                f"{path} is refused by transformers: {told(error)}. Mend it, or remove it: the defaults of generation "
-                "do not matter for training."
+                f"{generation} is refused by transformers: {told(error)}. Mend it, or remove it: the defaults of "
+                "generation do not matter for training."
             ) from error
-    paths += [path for pattern in _TOKENIZER_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
+    paths = [path for pattern in _COPIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
     try:
         copied = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     except OSError as error:
@@ -69,14 +68,20 @@ def read_json_object(path: Path, *, may_repeat: bool = False) -> dict[str, Any]:
     Refused as well is what readers disagree about or cannot write again: NaN, infinite numbers, half characters, and
     keys given twice, unless they `may_repeat` (the last counts, as in transformers).
     """
-    text = read_text(path)
-    if not text.strip():
-        raise CheckpointError(f"{path} is empty. Get the file anew from where the model came from.")
     try:
+        if (num_bytes := path.stat().st_size) > _MAX_BYTES:
+            raise CheckpointError(f"{path} has {num_bytes / 2**20:.0f} MiB; {_MAX_BYTES // 2**20} are allowed.")
+        text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise CheckpointError(f"{path} is empty. Get the file anew from where the model came from.")
         hook = dict if may_repeat else _object
         value = json.loads(text, object_pairs_hook=hook, parse_constant=_finite, parse_float=_finite)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()  # half a character could not even be shown in a message
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is no UTF-8 text: byte {error.start} is wrong. Get the file anew.") from error
     except RecursionError as error:
         raise CheckpointError(f"{path} is nested too deeply to be read.") from error
     except ValueError as error:  # JSONDecodeError is one; so are numbers of thousands of digits
@@ -84,18 +89,6 @@ def read_json_object(path: Path, *, may_repeat: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object but {shown(value)}. Get the file anew.")
     return value
-
-
-def read_text(path: Path) -> str:
-    """The text of `path`. Raises CheckpointError, which names the file."""
-    try:
-        if (num_bytes := path.stat().st_size) > MAX_BYTES:
-            raise CheckpointError(f"{path} has {num_bytes / 2**20:.0f} MiB; {MAX_BYTES // 2**20} are allowed.")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is no UTF-8 text: byte {error.start} is wrong. Get the file anew.") from error
 
 
 def told(error: BaseException) -> str:

@@ -83,9 +83,8 @@ class ModelParts:
         """
         self.config = config
         with _described_by(config), torch.device("meta"):
-            model = cast(
-                PreTrainedModel,
-                AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False),
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
             )
         # Dropout would draw other numbers in the recomputed forward; fine-tuning models ship with 0.
         self.model = model.eval()
@@ -94,8 +93,8 @@ class ModelParts:
             embedding, layers, norm = self._part_names()
             self._make_buffers_real(device)
         self.embedding = _block(f"{embedding}.", model.get_submodule(embedding))
-        self.norm = _block(f"{norm}.", model.get_submodule(norm))
-        self.norm = self.norm.compile("norms") if compiled else self.norm
+        norm_block = _block(f"{norm}.", model.get_submodule(norm))
+        self.norm = norm_block.compile("norms") if compiled else norm_block
         head = _block("lm_head.", cast(nn.Module, model.get_output_embeddings()))
         self.head = replace(head, tapped=("",)) if isinstance(head.module, TappedLinear) else head
         self.layers = _layer_blocks(f"{layers}.", cast(nn.ModuleList, model.get_submodule(layers)), compiled)
@@ -143,14 +142,14 @@ class ModelParts:
         arguments = LayerInputs(self, device=device, dtype=torch.float32)(_PROBE_TOKENS)
         _check_rotary(self.config, arguments)
         hidden = torch.empty(1, _PROBE_TOKENS, self.config.hidden_size, device="meta")
-        tapped: dict[int, tuple[str, ...]] = {}
+        tapped: dict[nn.Module, tuple[str, ...]] = {}
         for layer, own in zip(self.layers, arguments, strict=True):
-            if id(layer.module) not in tapped:
+            if layer.module not in tapped:
                 on_meta = tree_map_only(Tensor, lambda value: value.to("meta"), own)
                 run = partial(layer.module, hidden, **on_meta)
                 with _described_by(self.config):
-                    tapped[id(layer.module)] = linears_called_once(layer.module, run, num_tokens=_PROBE_TOKENS)
-        return tuple(replace(layer, tapped=tapped[id(layer.module)]) for layer in self.layers)
+                    tapped[layer.module] = linears_called_once(layer.module, run, num_tokens=_PROBE_TOKENS)
+        return tuple(replace(layer, tapped=tapped[layer.module]) for layer in self.layers)
 
     def _make_buffers_real(self, device: torch.device) -> None:
         """Give every buffer storage on `device` and let the model fill it: meta buffers have no values."""
@@ -199,8 +198,7 @@ class LayerInputs:
     """
 
     def __init__(self, parts: ModelParts, *, device: torch.device, dtype: torch.dtype) -> None:
-        self._config, self._hidden_size = parts.config, parts.config.hidden_size
-        self._device, self._dtype = device, dtype
+        self._config, self._device, self._dtype = parts.config, device, dtype
         self._base = copy.copy(getattr(parts.model, parts.model.base_model_prefix))
         self._base._modules = dict(self._base._modules)
         self._recorders = [_Recorder() for _ in parts.layers]
@@ -212,12 +210,9 @@ class LayerInputs:
         self._by_length: dict[int, LayerArguments] = {}
 
     def __call__(self, seq_length: int) -> LayerArguments:
-        """Keyword arguments of every layer for sequences of `seq_length` tokens.
-
-        Tensors have batch size 1 and are shared.
-        """
+        """Keyword arguments of every layer for sequences of `seq_length` tokens; tensors have batch size 1, shared."""
         if seq_length not in self._by_length:
-            hidden = torch.zeros(1, seq_length, self._hidden_size, device=self._device, dtype=self._dtype)
+            hidden = torch.zeros(1, seq_length, self._config.hidden_size, device=self._device, dtype=self._dtype)
             with _described_by(self._config), torch.no_grad():
                 self._base(inputs_embeds=hidden, use_cache=False)
             self._by_length[seq_length] = tuple(recorder.seen for recorder in self._recorders)
@@ -226,12 +221,12 @@ class LayerInputs:
 
 def _check_rotary(config: PretrainedConfig, inputs: LayerArguments) -> None:
     """Refuse rotary embeddings that are not finite: every activation would become so. Masks may be infinite."""
-    for rotary in {id(own.get("position_embeddings")): own.get("position_embeddings") for own in inputs}.values():
-        if not all(bool(value.isfinite().all()) for value in tree_leaves(rotary) if isinstance(value, Tensor)):
-            raise CheckpointError(
-                f"{_file_of(config)} gives rotary embeddings that are not finite. Mend its rope_theta, "
-                "rope_parameters or rope_scaling."
-            )
+    values = {id(value): value for own in inputs for value in tree_leaves(own.get("position_embeddings"))}
+    if not all(bool(value.isfinite().all()) for value in values.values() if isinstance(value, Tensor)):
+        raise CheckpointError(
+            f"{_file_of(config)} gives rotary embeddings that are not finite. Mend its rope_theta, rope_parameters or "
+            "rope_scaling."
+        )
 
 
 @contextlib.contextmanager
@@ -239,9 +234,7 @@ def _described_by(config: PretrainedConfig) -> Iterator[None]:
     """Convert whatever the family's own code raises, given values it was not written for. Raises CheckpointError."""
     try:
         yield
-    except CheckpointError:
-        raise
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
+    except (CheckpointError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # what a GPU complains about says nothing about the configuration
     except Exception as error:
         raise CheckpointError(f"{_file_of(config)} describes no model that can be built: {told(error)}") from error
@@ -255,9 +248,7 @@ def _file_of(config: PretrainedConfig) -> str:
 class _Recorder(nn.Module):
     """Stands in a layer's place, keeps the keyword arguments of its last call and passes the hidden states on."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, Any] = {}
+    seen: dict[str, Any]
 
     def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         self.seen = kwargs
