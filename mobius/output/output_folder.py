@@ -22,7 +22,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from mobius.errors import CheckpointError
@@ -85,25 +85,25 @@ class OutputFolder:
         return resolved
 
     def prepare(self, needed_bytes: Mapping[str, int]) -> None:
-        """Make `partial`, or say before training what would make saving fail after it.
+        """Make `partial`, or say before training what would make saving fail after it; raises CheckpointError.
 
         `needed_bytes` maps options (`--save_dir` and those of `files`) to the bytes that will be written there. What a
-        crashed run left is removed if it is torn, and kept or given its name if it is complete. Raises CheckpointError.
+        crashed run left is removed if it is torn, and kept or given its name if it is complete.
         """
         try:
             self._settle_interrupted_commit()
-            problems = self._folder_problems() + self._file_problems()
-            if problems:
-                raise CheckpointError("\n".join(problems))
+            _refuse([*self._folder_problems(), *self._file_problems()])
             self._claim_partial()
         except OSError as error:
             raise CheckpointError(
                 f"--save_dir {self.save_dir}: cannot write there ({error.strerror}). Choose another folder."
             ) from error
-        problems = self._unwritable_files() or self._space_problems(needed_bytes)
-        if problems:
+        try:
+            _refuse(self._unwritable_files())
+            _refuse(self._space_problems(needed_bytes))
+        except CheckpointError:
             self.discard()
-            raise CheckpointError("\n".join(problems))
+            raise
 
     def discard(self) -> None:
         """Remove `partial`, if this process made it; an older `save_dir` stays as it was."""
@@ -116,9 +116,9 @@ class OutputFolder:
 
         Raises CheckpointError, with the results left in `partial`, if the name has been taken in the meantime.
         """
-        problems = self._folder_problems()
-        if problems:
-            raise CheckpointError("\n".join([*problems, f"The results of this run are in {self.partial}."]))
+        left = f"The results of this run are in {self.partial}."
+        if problems := self._folder_problems():
+            _refuse([*problems, left])
         try:
             for folder, _, names in os.walk(self.partial):
                 for name in names:
@@ -126,9 +126,7 @@ class OutputFolder:
                 sync_to_disk(Path(folder))
             self._swap()
         except OSError as error:
-            raise CheckpointError(
-                f"--save_dir {self.save_dir}: {error}. The results of this run are in {self.partial}."
-            ) from error
+            raise CheckpointError(f"--save_dir {self.save_dir}: {error}. {left}") from error
         self._release()
 
     def _swap(self) -> None:
@@ -150,15 +148,15 @@ class OutputFolder:
         for folder in (self.partial, self.save_dir):  # a commit that is under way is nobody else's business
             if folder.is_dir():
                 os.close(self._lock_folder(folder))
-        problems = []
+        given, problems = f"--save_dir {self.save_dir}:", []
         if not self.save_dir.exists() or _is_empty(self.save_dir):
             if _is_complete(self.partial):
                 self.partial.rename(self.save_dir)
                 sync_to_disk(self.save_dir.parent)
                 problems.append(
-                    f"--save_dir {self.save_dir}: an interrupted run had left a complete, checked model, which now has "
-                    f"its name: {self.save_dir}. To train all the same, choose another folder, or replace that model "
-                    "with --overwrite_output_dir in a further start."
+                    f"{given} an interrupted run had left a complete, checked model, which now has its name: "
+                    f"{self.save_dir}. To train all the same, choose another folder, or replace that model with "
+                    "--overwrite_output_dir in a further start."
                 )
             elif _is_complete(self._replaced):
                 logger.warning("An interrupted run had moved %s aside; it is put back.", self.save_dir)
@@ -166,56 +164,48 @@ class OutputFolder:
         for folder in (self.partial, self._replaced):
             if _is_complete(folder):
                 problems.append(
-                    f"--save_dir {self.save_dir}: {folder} holds a complete model, which an interrupted run has left "
-                    "there. Rename or remove it, or choose another folder."
+                    f"{given} {folder} holds a complete model, which an interrupted run has left there. Rename or "
+                    "remove it, or choose another folder."
                 )
             elif folder.exists() and not _is_torn(folder):
                 problems.append(
-                    f"--save_dir {self.save_dir}: {folder} holds something other than results ({_shown(folder)}). "
-                    "Rename it, or choose another folder."
+                    f"{given} {folder} holds something other than results ({_shown(folder)}). Rename it, or choose "
+                    "another folder."
                 )
-        if problems:
-            raise CheckpointError("\n".join(problems))
+        _refuse(problems)
         if self._replaced.exists():
             shutil.rmtree(self._replaced)
 
     def _folder_problems(self) -> list[str]:
-        given = f"--save_dir {self.save_dir}"
-        if not self.save_dir.exists():
+        folder = self.save_dir
+        if not folder.exists():
             return []
-        if not self.save_dir.is_dir():
-            return [f"{given} is a file. Choose another name."]
-        if self.save_dir.is_mount():
-            # A mount point cannot be renamed; in a container this is the usual mistake.
-            return [f"{given} is a mount point and cannot be replaced as a whole. Use a folder inside it."]
-        if Path.cwd().is_relative_to(self.save_dir):
-            return [f"{given} is the current folder or contains it. Use a folder inside the current one."]
-        if _is_empty(self.save_dir):
+        if not folder.is_dir():
+            problem = "is a file. Choose another name."
+        elif folder.is_mount():  # cannot be renamed; in a container this is the usual mistake
+            problem = "is a mount point and cannot be replaced as a whole. Use a folder inside it."
+        elif Path.cwd().is_relative_to(folder):
+            problem = "is the current folder or contains it. Use a folder inside the current one."
+        elif _is_empty(folder) or (self._overwrite and _is_complete(folder)):
             return []
-        if not self._overwrite:
-            return [
-                f"{given} exists and is not empty. Choose another folder, or add --overwrite_output_dir to replace it."
-            ]
-        if not _is_complete(self.save_dir):
-            return [
-                f"{given} holds something other than a saved model ({_shown(self.save_dir)}), and "
-                "--overwrite_output_dir replaces only saved models. Choose another folder, or empty this one."
-            ]
-        return []
+        elif not self._overwrite:
+            problem = "exists and is not empty. Choose another folder, or add --overwrite_output_dir to replace it."
+        else:
+            problem = (
+                f"holds something other than a saved model ({_shown(folder)}), and --overwrite_output_dir replaces "
+                "only saved models. Choose another folder, or empty this one."
+            )
+        return [f"--save_dir {folder} {problem}"]
 
-    def _file_problems(self) -> list[str]:
-        problems = []
+    def _file_problems(self) -> Iterator[str]:
         for option, path in self._files.items():
             resolved = path.resolve()
             if resolved == self.save_dir or path.is_dir():
-                problems.append(f"{option} {path} is a folder. Name a file.")
+                yield f"{option} {path} is a folder. Name a file."
             elif path.exists() and not path.is_file():
-                problems.append(f"{option} {path} is a device or a pipe. Name a file.")
+                yield f"{option} {path} is a device or a pipe. Name a file."
             elif path.exists() and not self._overwrite and not resolved.is_relative_to(self.save_dir):
-                problems.append(
-                    f"{option} {path} exists. Choose another name, or add --overwrite_output_dir to replace it."
-                )
-        return problems
+                yield f"{option} {path} exists. Choose another name, or add --overwrite_output_dir to replace it."
 
     def _claim_partial(self) -> None:
         """Make an empty `partial` and lock it for as long as this process lives."""
@@ -243,8 +233,7 @@ class OutputFolder:
             os.close(self._lock)
             self._lock = None
 
-    def _unwritable_files(self) -> list[str]:
-        problems = []
+    def _unwritable_files(self) -> Iterator[str]:
         for option, path in self._files.items():
             folder = self.place(path).parent
             try:
@@ -252,25 +241,28 @@ class OutputFolder:
                 with tempfile.TemporaryFile(dir=folder):
                     pass
             except OSError as error:
-                problems.append(f"{option} {path}: cannot write to {folder} ({error.strerror}). Choose another place.")
-        return problems
+                yield f"{option} {path}: cannot write to {folder} ({error.strerror}). Choose another place."
 
-    def _space_problems(self, needed_bytes: Mapping[str, int]) -> list[str]:
-        places = {"--save_dir": self.partial} | {option: self.place(path) for option, path in self._files.items()}
+    def _space_problems(self, needed_bytes: Mapping[str, int]) -> Iterator[str]:
+        folders = {option: self.place(path).parent for option, path in self._files.items()}
+        folders["--save_dir"] = self.save_dir.parent
         options_of: dict[int, list[str]] = {}
         for option in needed_bytes:
-            options_of.setdefault(places[option].parent.stat().st_dev, []).append(option)
-        problems = []
+            options_of.setdefault(folders[option].stat().st_dev, []).append(option)
         for options in options_of.values():
-            needed = sum(needed_bytes[option] for option in options)
-            folder = places[options[0]].parent
+            needed, folder = sum(needed_bytes[option] for option in options), folders[options[0]]
             free = shutil.disk_usage(folder).free
             if free < needed:
-                problems.append(
-                    f"{' and '.join(options)} need {bytes_text(needed)} in {folder}, {bytes_text(free)} is "
-                    "free. Free some space, or choose another place."
+                yield (
+                    f"{' and '.join(options)} need {bytes_text(needed)} in {folder}, {bytes_text(free)} is free. Free "
+                    "some space, or choose another place."
                 )
-        return problems
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    """Raise CheckpointError with all `problems`, if there are any."""
+    if text := "\n".join(problems):
+        raise CheckpointError(text)
 
 
 def _names(folder: Path) -> list[str]:
