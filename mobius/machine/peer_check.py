@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mobius.errors import TransportError
 from mobius.machine.device_order import device_names
@@ -45,7 +44,7 @@ def send_by_host_if_broken(
     """
     if not allows_peer_copies():
         return
-    verdict = check_peer_copies(meeting, make_engine, device=device, sizes=sizes)
+    verdict = PeerCheck(meeting, make_engine, device).run(sizes)
     if verdict.broken:
         forbid_peer_copies()
     if meeting.rank != 0:
@@ -66,43 +65,28 @@ def send_by_host_if_broken(
 class PeerVerdict:
     """The result that all ranks found together; the same on each of them."""
 
-    checked: tuple[tuple[int, int], ...] = ()
-    """Edges (source rank, target rank) over which every pattern was sent from GPU to GPU."""
     broken: tuple[tuple[int, int], ...] = ()
-    """Checked edges over which something arrived with other contents."""
+    """Edges (source rank, target rank) over which something arrived with other contents."""
     problem: str | None = None
     """Why nothing could be checked."""
-
-
-def check_peer_copies(
-    meeting: Meeting,
-    make_engine: Callable[[], CopyEngine],
-    *,
-    device: torch.device,
-    sizes: Sequence[int] = SIZES,
-    patience: float = PATIENCE_SECONDS,
-) -> PeerVerdict:
-    """Send a message of each of `sizes` over every edge on which GPUs reach each other; collective.
-
-    Takes up to four messages of GPU memory, and gives it back. Raises TransportError if a copy does not end.
-    """
-    return _Check(meeting, make_engine, device, patience).run(sizes)
 
 
 def _read_handles(told: Any) -> dict[str, bytes]:
     return {source: bytes.fromhex(handle) for source, handle in told.items()}
 
 
-def _read_edges(told: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    checked, broken = told
-    return read_numbers(checked), read_numbers(broken)
+@dataclass
+class PeerCheck(Neighbours):
+    """One check of the copies between GPUs that reach each other; it raises TransportError if a copy does not end."""
 
+    patience: float = PATIENCE_SECONDS
 
-class _Check(Neighbours):
-    _queue: CopyQueue
+    def run(self, sizes: Sequence[int] = SIZES) -> PeerVerdict:
+        """Send a message of each of `sizes` over every edge; collective.
 
-    def run(self, sizes: Sequence[int]) -> PeerVerdict:
-        """Step by step, all ranks at once; what fails on one of them calls everything off on all."""
+        Takes up to four messages of GPU memory, and gives it back. A problem on one rank calls it off on all.
+        """
+        self._queue: CopyQueue
         self._incoming: dict[int, int] = {}
         self._outgoing: dict[int, int] = {}
         self._broken: set[int] = set()
@@ -110,16 +94,13 @@ class _Check(Neighbours):
         steps: list[Callable[[list[Any]], Told]] = [self.start, self.reach, offer, self._accept]
         for number, size in enumerate(sizes):
             steps += [partial(step, number, size) for step in (self._overwrite, self._send, self._compare)]
-        steps.append(lambda _: [sorted(self._incoming), sorted(self._broken)])
+        steps.append(lambda _: sorted(self._broken))
         outcome = take_together(self.meeting, steps)
         self.close()
         if outcome.problem is not None:
             return PeerVerdict(problem=outcome.problem)
-        answers = read_all(outcome.answers, _read_edges)
-        return PeerVerdict(
-            checked=tuple((source, rank) for rank, (sources, _) in enumerate(answers) for source in sources),
-            broken=tuple((source, rank) for rank, (_, sources) in enumerate(answers) for source in sources),
-        )
+        broken = read_all(outcome.answers, read_numbers)
+        return PeerVerdict(tuple((source, rank) for rank, sources in enumerate(broken) for source in sources))
 
     def start(self, answers: Sequence[Any]) -> int:
         """Make the engine and the one queue that everything is copied by."""
@@ -153,7 +134,7 @@ class _Check(Neighbours):
 
     def _send(self, number: int, size: int, answers: Sequence[Any]) -> None:
         """Send one message over every edge, all at once."""
-        pattern = self._make_pattern(self.meeting.rank, number, size)
+        pattern = self.pattern(self.meeting.rank, size, number)
         for address in self._outgoing.values():
             self._copy(address, pattern.data_ptr(), size)
         self._rest()
@@ -163,7 +144,7 @@ class _Check(Neighbours):
             received = torch.full((size,), _FILLING, dtype=torch.uint8, device=self.device)
             self._copy(received.data_ptr(), address, size)
             self._rest()
-            if not torch.equal(received, self._make_pattern(source, number, size)):  # sync: a few, before training
+            if not torch.equal(received, self.pattern(source, size, number)):  # sync: a few, before training
                 self._broken.add(source)
 
     def _copy(self, target: int, source: int, num_bytes: int) -> None:
@@ -176,8 +157,3 @@ class _Check(Neighbours):
                 f"rank {self.meeting.rank} stops: a copy from GPU to GPU did not end within {self.patience:g} s. "
                 "Set NCCL_P2P_DISABLE=1 in the environment, so that messages go through host memory."
             )
-
-    def _make_pattern(self, rank: int, number: int, size: int) -> Tensor:
-        """uint8 [size]; every word is another one, and no two ranks' or messages' are the same."""
-        words = torch.arange(-(-size // 4), dtype=torch.int32, device=self.device)
-        return words.mul_(2 * number + 1).add_(1 + rank).view(torch.uint8)[:size]

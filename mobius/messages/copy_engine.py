@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from mobius.memory.streams import Event
 from mobius.messages.meeting import Meeting, Told, read_all, read_number
@@ -37,9 +38,8 @@ class CopyQueue(Protocol):
 class CopyEngine(Protocol):
     """One device's copies, and the memory that they work on. Raises RuntimeError where something is not allowed."""
 
-    @property
-    def device_index(self) -> int:
-        """The number by which all ranks know the device."""
+    device_index: int
+    """The number by which all ranks know the device."""
 
     def reaches(self, device_index: int) -> bool:
         """Whether this device can write into that one's memory."""
@@ -119,6 +119,11 @@ class Neighbours:
                 return False
             time.sleep(0.0002)
         return True
+
+    def pattern(self, rank: int, num_bytes: int, number: int = 0) -> Tensor:
+        """uint8 [num_bytes]; every word is another one, and no two ranks' or numbers' are the same."""
+        words = torch.arange(-(-num_bytes // 4), dtype=torch.int32, device=self.device)
+        return words.mul_(2 * number + 1).add_(1 + rank).view(torch.uint8)[:num_bytes]
 
     def close(self) -> None:
         """Give all memory back, on all ranks; nothing may be copying any more."""

@@ -11,11 +11,8 @@ import torch
 from mobius.memory.streams import CudaEvent, Event
 from mobius.messages.copy_engine import CopyQueue
 
-_LIBRARY = "libcuda.so.1"
 _EXPORT_GRANULE = 2 * 2**20
 """A smaller piece of device memory may share its block with others, which would be exported along with it."""
-_HIGH_PRIORITY = -1
-"""Streams of this priority come from a pool of their own, and share no hardware queue with compute and other copies."""
 
 _WAIT_UNTIL_NOT_BEFORE = 0x0  # CU_STREAM_WAIT_VALUE_GEQ: cyclic, (int32)(*address - value) >= 0
 _WRITE_BEHIND_A_FENCE = 0x0  # CU_STREAM_WRITE_VALUE_DEFAULT: what the stream did before is visible to everybody
@@ -55,7 +52,7 @@ class CudaDriver:
     Addresses and streams are plain numbers. Every call works in the calling thread's context, which torch sets.
     """
 
-    def __init__(self, library: str = _LIBRARY) -> None:
+    def __init__(self, library: str = "libcuda.so.1") -> None:
         """Open the driver's library; raises DriverError if it, or one of its functions, is missing."""
         try:
             opened = ctypes.CDLL(library)
@@ -64,58 +61,49 @@ class CudaDriver:
         self._functions: dict[str, Any] = {}
         for name, arguments in _PROTOTYPES.items():
             try:
-                function = getattr(opened, name)
+                self._functions[name] = function = getattr(opened, name)
             except AttributeError as error:
                 raise DriverError(f"the CUDA driver is too old: it has no {name}") from error
             function.argtypes, function.restype = arguments, c_int
-            self._functions[name] = function
-
-    def wait_value(self, stream: int, address: int, value: int) -> None:
-        self._call("cuStreamWaitValue32_v2", stream, address, value, _WAIT_UNTIL_NOT_BEFORE)
-
-    def write_value(self, stream: int, address: int, value: int) -> None:
-        self._call("cuStreamWriteValue32_v2", stream, address, value, _WRITE_BEHIND_A_FENCE)
-
-    def copy(self, stream: int, target: int, source: int, num_bytes: int) -> None:
-        self._call("cuMemcpyAsync", target, source, num_bytes, stream)
 
     def allocate(self, num_bytes: int) -> int:
         address = c_uint64()
-        self._call("cuMemAlloc_v2", byref(address), num_bytes)
+        self.call("cuMemAlloc_v2", byref(address), num_bytes)
         return address.value
 
     def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", address)
+        self.call("cuMemFree_v2", address)
 
     def export(self, address: int) -> bytes:
         handle = _Handle()
-        self._call("cuIpcGetMemHandle", byref(handle), address)
+        self.call("cuIpcGetMemHandle", byref(handle), address)
         return bytes(handle)
 
     def open_exported(self, handle: bytes) -> int:
         address = c_uint64()
         if len(handle) != ctypes.sizeof(_Handle):
             raise DriverError(f"a handle of {len(handle)} bytes opens no memory")
-        self._call("cuIpcOpenMemHandle_v2", byref(address), _Handle.from_buffer_copy(handle), _ENABLE_PEER_ACCESS)
+        self.call("cuIpcOpenMemHandle_v2", byref(address), _Handle.from_buffer_copy(handle), _ENABLE_PEER_ACCESS)
         return address.value
 
     def close_exported(self, address: int) -> None:
-        self._call("cuIpcCloseMemHandle", address)
+        self.call("cuIpcCloseMemHandle", address)
 
     def register(self, address: int, num_bytes: int) -> int:
-        self._call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_FOR_DEVICES)
+        self.call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_FOR_DEVICES)
         device_address = c_uint64()
         try:
-            self._call("cuMemHostGetDevicePointer_v2", byref(device_address), address, 0)
+            self.call("cuMemHostGetDevicePointer_v2", byref(device_address), address, 0)
         except DriverError:
             self.unregister(address)
             raise
         return device_address.value
 
     def unregister(self, address: int) -> None:
-        self._call("cuMemHostUnregister", address)
+        self.call("cuMemHostUnregister", address)
 
-    def _call(self, name: str, *arguments: object) -> None:
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function of the table above."""
         result = self._functions[name](*arguments)
         if result != 0:
             text = c_char_p()
@@ -128,15 +116,11 @@ class CudaCopyEngine(CudaDriver):
 
     def __init__(self, device: torch.device, *, allows_peers: bool) -> None:
         """Raises DriverError if the driver lacks what it takes. `allows_peers`: whether GPUs may reach each other."""
-        self._device, self._allows_peers = device, allows_peers
+        assert device.index is not None
+        self.device_index, self._device, self._allows_peers = device.index, device, allows_peers
         super().__init__()
         torch.cuda.set_device(device)
         torch.cuda.synchronize(device)  # the context exists from here on; sync: once, before training
-
-    @property
-    def device_index(self) -> int:
-        assert self._device.index is not None
-        return self._device.index
 
     def reaches(self, device_index: int) -> bool:
         return (
@@ -147,29 +131,30 @@ class CudaCopyEngine(CudaDriver):
         )
 
     def new_queue(self) -> CopyQueue:
-        return _CudaQueue(self._device, self)
+        # Streams of high priority come from a pool of their own, and share no hardware queue with compute and copies.
+        return CudaQueue(torch.cuda.Stream(self._device, priority=-1), self)
 
     def allocate(self, num_bytes: int) -> int:
         return super().allocate(-(-num_bytes // _EXPORT_GRANULE) * _EXPORT_GRANULE)
 
 
-class _CudaQueue:
-    def __init__(self, device: torch.device, driver: CudaDriver) -> None:
-        self._device, self._driver = device, driver
-        self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
-        self._handle = int(self._stream.cuda_stream)
+class CudaQueue:
+    """A `CopyQueue` on a stream of its own."""
+
+    def __init__(self, stream: torch.cuda.Stream, driver: CudaDriver) -> None:
+        self._stream, self._driver, self._handle = stream, driver, int(stream.cuda_stream)
 
     def follow_compute(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device.index))
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device.index))
 
     def wait_value(self, address: int, value: int) -> None:
-        self._driver.wait_value(self._handle, address, value)
+        self._driver.call("cuStreamWaitValue32_v2", self._handle, address, value, _WAIT_UNTIL_NOT_BEFORE)
 
     def write_value(self, address: int, value: int) -> None:
-        self._driver.write_value(self._handle, address, value)
+        self._driver.call("cuStreamWriteValue32_v2", self._handle, address, value, _WRITE_BEHIND_A_FENCE)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        self._driver.copy(self._handle, target, source, num_bytes)
+        self._driver.call("cuMemcpyAsync", target, source, num_bytes, self._handle)
 
     def record(self) -> Event:
         return CudaEvent(self._stream)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,12 +123,7 @@ def open_mailboxes(
     while the edges are tried some messages more. Raises TransportError if the device does not come to rest.
     """
     mailboxes = Mailboxes(meeting, make_engine, device, patience, message_bytes)
-    problem = mailboxes.try_edges()
-    if problem is not None:
-        logger.info("messages travel over NCCL: %s", problem)
-        return None
-    logger.info("messages travel by copy engines from GPU to GPU")
-    return mailboxes
+    return mailboxes if mailboxes.try_edges() else None
 
 
 def _read_offer(told: Any) -> tuple[int, int, bytes]:
@@ -147,7 +143,6 @@ class Mailboxes(Neighbours):
         super().__post_init__()
         self._mailbox_bytes = -(-self.message_bytes // _PAGE) * _PAGE
         self._counters: list[SharedMemory] = []
-        self._queues: list[CopyQueue] = []
         self._inboxes: dict[int, Inbox] = {}
         self._outboxes: dict[int, Outbox] = {}
         self._probe: Tensor
@@ -167,23 +162,25 @@ class Mailboxes(Neighbours):
 
     def close(self) -> None:
         """Give all memory back when every message has been received; collective over all ranks."""
-        for queue in self._queues:
-            queue.record().synchronize()  # sync: once, at the end
+        for event in self._ends_of_queues():
+            event.synchronize()  # sync: once, at the end
         super().close()
 
-    def try_edges(self) -> str | None:
-        """Make the mailboxes of all edges and send a message over each; collective.
+    def try_edges(self) -> bool:
+        """Make the mailboxes of all edges and send a message over each; whether they work. Collective.
 
-        The first problem of any rank is told on all of them, and everything has been given back then.
+        If not, the first problem of any rank is logged on all of them, and everything has been given back.
         """
         steps = (self.start, self.reach, self._offer, self._accept, self._post, self._send)
         problem = take_together(self.meeting, steps).problem
         if problem is not None:
             self._call_off()
-        else:
-            self._received.clear()
-            del self._probe
-        return problem
+            logger.info("messages travel over NCCL: %s", problem)
+            return False
+        logger.info("messages travel by copy engines from GPU to GPU")
+        self._received.clear()
+        del self._probe
+        return True
 
     def reach(self, answers: Sequence[Any]) -> list[int]:
         """All targets: one that the device does not reach is a problem."""
@@ -198,11 +195,9 @@ class Mailboxes(Neighbours):
         offers: dict[str, Told] = {}
         for source in self.sources:
             shared = SharedMemory.create(_COUNTERS_BYTES)
-            self.own.callback(shared.close)
-            counters = self.engine.register(shared.address, _COUNTERS_BYTES)
-            self.own.callback(self.engine.unregister, shared.address)
+            counters = self._register(shared, self.own)
             mailboxes, handle = self.make_memory(NUM_MAILBOXES * self._mailbox_bytes)
-            self._inboxes[source] = Inbox(self._ring(shared, counters, mailboxes), self._new_queue())
+            self._inboxes[source] = Inbox(self._ring(counters, mailboxes), self.engine.new_queue())
             offers[str(source)] = [os.getpid(), shared.descriptor, handle]
         return offers
 
@@ -211,19 +206,23 @@ class Mailboxes(Neighbours):
         own = str(self.meeting.rank)
         for target in self.targets:
             process, descriptor, handle = read_told(answers[target], lambda told: _read_offer(told[own]), by=target)
-            shared = SharedMemory.open(process, descriptor, _COUNTERS_BYTES)
-            self.opened.callback(shared.close)
-            counters = self.engine.register(shared.address, _COUNTERS_BYTES)
-            self.opened.callback(self.engine.unregister, shared.address)
-            mailboxes = self.open_memory(handle)
-            self._outboxes[target] = Outbox(self._ring(shared, counters, mailboxes), self._new_queue())
+            counters = self._register(SharedMemory.open(process, descriptor, _COUNTERS_BYTES), self.opened)
+            self._outboxes[target] = Outbox(self._ring(counters, self.open_memory(handle)), self.engine.new_queue())
+
+    def _register(self, shared: SharedMemory, held: ExitStack) -> int:
+        """Let the device use an edge's counters until `held` is closed; their address for it."""
+        self._counters.append(shared)
+        held.callback(shared.close)
+        address = self.engine.register(shared.address, _COUNTERS_BYTES)
+        held.callback(self.engine.unregister, shared.address)
+        return address
 
     def _post(self, answers: Sequence[Any]) -> None:
         """Post a receive on every edge before anybody sends, and see that compute goes on beside it."""
         # Memory is taken and kernels are loaded now: with a waiting receive either could wait for an idle device.
-        self._probe = self._make_probe(self.meeting.rank)
+        self._probe = self.pattern(self.meeting.rank, self.message_bytes)
         buffers = {source: torch.zeros_like(self._probe) for source in self.sources}
-        torch.equal(self._make_probe(self.meeting.rank), self._probe)
+        torch.equal(self.pattern(self.meeting.rank, self.message_bytes), self._probe)
         torch.zeros(8, device=self.device).add_(1)
         record_current(self.device).synchronize()  # sync: once, before training
         for source, buffer in buffers.items():
@@ -242,34 +241,28 @@ class Mailboxes(Neighbours):
             if not self.comes(event):
                 raise RuntimeError(f"no message from rank {source} within {self.patience:g} s")
         for source, (buffer, _) in self._received.items():
-            if not torch.equal(buffer, self._make_probe(source)):
+            if not torch.equal(buffer, self.pattern(source, self.message_bytes)):
                 raise RuntimeError(f"a message from rank {source} arrived with other contents")
 
     def _call_off(self) -> None:
         """Let posted receives pass, come to rest, and give everything back."""
         for shared in self._counters:
             shared.write_word(_ARRIVED, 1)
-        if not all(self.comes(queue.record()) for queue in self._queues):
+        if not all(map(self.comes, self._ends_of_queues())):
             raise TransportError(
                 f"rank {self.meeting.rank} stops: its GPU still waits for a message that was called off"
             )
         self.close()
 
-    def _ring(self, shared: SharedMemory, counters: int, mailboxes: int) -> Ring:
+    def _ends_of_queues(self) -> list[Event]:
+        ends: list[Inbox | Outbox] = [*self._inboxes.values(), *self._outboxes.values()]
+        return [end.queue.record() for end in ends]
+
+    def _ring(self, counters: int, mailboxes: int) -> Ring:
         """The edge's ring; `counters` and `mailboxes` are the device's addresses of both."""
-        self._counters.append(shared)
         return Ring(
             message_bytes=self.message_bytes,
             mailboxes=tuple(mailboxes + i * self._mailbox_bytes for i in range(NUM_MAILBOXES)),
             arrived=counters + _ARRIVED,
             freed=counters + _FREED,
         )
-
-    def _new_queue(self) -> CopyQueue:
-        self._queues.append(self.engine.new_queue())
-        return self._queues[-1]
-
-    def _make_probe(self, rank: int) -> Tensor:
-        """uint8 [message_bytes]; every word is another one, and no two ranks' are the same."""
-        words = torch.arange(-(-self.message_bytes // 4), dtype=torch.int32, device=self.device)
-        return words.add_(1 + rank).view(torch.uint8)[: self.message_bytes]

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from mobius.machine.peer_check import SIZES, check_peer_copies
+from mobius.machine.peer_check import SIZES, PeerCheck
 from mobius.memory.streams import Event
 from mobius.messages.copy_engine import CopyQueue
 from mobius.messages.cuda_copies import CudaCopyEngine
@@ -63,8 +63,8 @@ def main() -> None:
     ranks = Ranks.from_environment()
     spoiled = sys.argv[1] if ranks.is_first else "nothing"
     device = torch.device("cuda", ranks.local_rank)
-    verdict = check_peer_copies(meet_at_store(ranks), lambda: SpoiltEngine(device, spoiled), device=device)
-    if verdict.problem is None and not verdict.checked:
+    verdict = PeerCheck(meet_at_store(ranks), lambda: SpoiltEngine(device, spoiled), device).run()
+    if verdict.problem is None and not torch.cuda.can_device_access_peer(device, 1 - ranks.local_rank):
         line = "these GPUs cannot reach each other"
     else:
         broken = "".join(f"{edge} " for edge in verdict.broken)

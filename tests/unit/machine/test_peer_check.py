@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from harness.local_transport import LocalTransport, run_rank_threads
 from torch.distributed import HashStore
 
 from mobius.errors import TransportError
-from mobius.machine.peer_check import PeerVerdict, check_peer_copies, send_by_host_if_broken
+from mobius.machine.peer_check import PeerCheck, PeerVerdict, send_by_host_if_broken
 from mobius.messages.copy_engine import CopyQueue
 from mobius.messages.meeting import Meeting, Told
 from mobius.ranks import allows_peer_copies
@@ -38,8 +38,10 @@ class PeerQueue(HostQueue):
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         super().copy(target, source, num_bytes)
         spoil = self._engine.spoil
-        if target in self._engine.targets and spoil is not None:
-            self._work.put(lambda: spoil(target, num_bytes))
+        if target in self._engine.targets:
+            self._engine.written.append(num_bytes)
+            if spoil is not None:
+                self._work.put(lambda: spoil(target, num_bytes))
 
 
 class PeerEngine(HostCopyEngine):
@@ -47,6 +49,8 @@ class PeerEngine(HostCopyEngine):
         super().__init__(device_index, peers=peers)
         self.spoil = spoil
         self.targets: set[int] = set()
+        self.written: list[int] = []
+        """Bytes of each copy into another device's memory."""
 
     def new_queue(self) -> CopyQueue:
         return PeerQueue(self)
@@ -70,7 +74,7 @@ def flip_in_large_messages(address: int, num_bytes: int) -> None:
         ctypes.c_ubyte.from_address(address + num_bytes // 2).value ^= 1
 
 
-def check(engines: list[HostCopyEngine], *, patience: float = 20.0) -> list[PeerVerdict]:
+def check(engines: Sequence[HostCopyEngine], *, patience: float = 20.0) -> list[PeerVerdict]:
     """What each rank found, one thread for each."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
@@ -78,12 +82,12 @@ def check(engines: list[HostCopyEngine], *, patience: float = 20.0) -> list[Peer
     def run(transport: LocalTransport) -> PeerVerdict:
         rank = transport.rank
         meeting = Meeting(store, rank=rank, num_ranks=len(engines))
-        return check_peer_copies(meeting, lambda: engines[rank], device=CPU, sizes=SIZES, patience=patience)
+        return PeerCheck(meeting, lambda: engines[rank], CPU, patience).run(SIZES)
 
     return run_rank_threads(len(engines), run)
 
 
-def engines_of(num_ranks: int, spoils: dict[int, Spoil] | None = None) -> list[HostCopyEngine]:
+def engines_of(num_ranks: int, spoils: dict[int, Spoil] | None = None) -> list[PeerEngine]:
     """Ranks with devices 10, 11, ... that all reach each other; some of them copy badly."""
     devices = frozenset(range(10, 10 + num_ranks))
     return [PeerEngine(10 + rank, devices - {10 + rank}, (spoils or {}).get(rank)) for rank in range(num_ranks)]
@@ -96,7 +100,9 @@ def test_copies_that_work_are_checked_over_every_edge_of_the_ring(num_ranks: int
     verdicts = check(engines)
 
     assert verdicts == [verdicts[0]] * num_ranks
-    assert (len(set(verdicts[0].checked)), verdicts[0].broken, verdicts[0].problem) == (num_edges, (), None)
+    assert verdicts[0] == PeerVerdict()
+    assert sorted(size for engine in engines for size in engine.written) == sorted(SIZES * num_edges)
+    assert all(len(engine.targets) == num_edges // num_ranks for engine in engines)
     assert [engine.num_held for engine in engines] == [0] * num_ranks
 
 
@@ -149,10 +155,11 @@ def test_a_copy_that_brings_an_earlier_message_is_found() -> None:
 
 
 def test_devices_that_do_not_reach_each_other_are_not_checked() -> None:
-    engines: list[HostCopyEngine] = [PeerEngine(10, frozenset({11})), PeerEngine(11, frozenset())]
+    one_way = [PeerEngine(10, frozenset({11})), PeerEngine(11, frozenset())]
+    neither = [PeerEngine(10 + rank, frozenset()) for rank in range(2)]
 
-    assert check(engines) == [PeerVerdict(checked=((0, 1),))] * 2
-    assert check([PeerEngine(10 + rank, frozenset()) for rank in range(2)]) == [PeerVerdict()] * 2
+    assert check(one_way) == check(neither) == [PeerVerdict()] * 2
+    assert [engine.written for engine in (*one_way, *neither)] == [list(SIZES), [], [], []]
 
 
 def test_memory_that_cannot_be_shared_is_no_broken_copy_but_a_reason() -> None:
@@ -212,10 +219,9 @@ def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(handles: T
         def gather(self, value: Told) -> list[Any]:
             return [value, self.script.pop(0)]
 
+    peer_check = PeerCheck(Stranger(HashStore(), rank=0, num_ranks=2), lambda: PeerEngine(10, frozenset({11})), CPU)
     with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
-        check_peer_copies(
-            Stranger(HashStore(), rank=0, num_ranks=2), lambda: PeerEngine(10, frozenset({11})), device=CPU, sizes=SIZES
-        )
+        peer_check.run(SIZES)
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,13 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
-from mobius.messages.cuda_copies import CudaDriver, DriverError
+from mobius.messages.cuda_copies import CudaDriver, CudaQueue, DriverError
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -98,17 +101,21 @@ HIGH = 2**47 + 4096
 """An address that does not fit into 32 bits, nor into 47."""
 
 
-def test_waits_and_writes_carry_whole_addresses_and_values(compiled: Compiled) -> None:
-    driver, last = CudaDriver(compiled.path), compiled.last
+def queue_of(stream: int, compiled: Compiled) -> CudaQueue:
+    return CudaQueue(cast(torch.cuda.Stream, SimpleNamespace(cuda_stream=stream)), CudaDriver(compiled.path))
 
-    driver.wait_value(HIGH, HIGH + 8, 2**32 - 1)
+
+def test_waits_and_writes_carry_whole_addresses_and_values(compiled: Compiled) -> None:
+    last = compiled.last
+
+    queue_of(HIGH, compiled).wait_value(HIGH + 8, 2**32 - 1)
     assert (last.stream, last.address, last.value, last.flags) == (HIGH, HIGH + 8, 2**32 - 1, 0)
-    driver.write_value(HIGH + 1, HIGH + 16, 2**31)
+    queue_of(HIGH + 1, compiled).write_value(HIGH + 16, 2**31)
     assert (last.stream, last.address, last.value, last.flags) == (HIGH + 1, HIGH + 16, 2**31, 0)
 
 
 def test_a_copy_names_target_source_and_more_bytes_than_32_bits_hold(compiled: Compiled) -> None:
-    CudaDriver(compiled.path).copy(5, HIGH, HIGH + 64, 2**33)
+    queue_of(5, compiled).copy(HIGH, HIGH + 64, 2**33)
 
     last = compiled.last
     assert (last.stream, last.address, last.other, last.size) == (5, HIGH, HIGH + 64, 2**33)
@@ -145,7 +152,7 @@ def test_a_refusal_is_told_in_the_drivers_words(compiled: Compiled, error: int, 
     compiled.refuse(error)
 
     with pytest.raises(DriverError, match=f"cuMemcpyAsync: {told}"):
-        driver.copy(0, 1, 2, 3)
+        queue_of(0, compiled).copy(1, 2, 3)
     with pytest.raises(DriverError, match=f"cuMemHostRegister_v2: {told}"):
         driver.register(HIGH, 4096)
 
