@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.activations import ACT2FN
@@ -22,7 +22,6 @@ class Rule:
 
     wanted: str
     allows: Callable[[Any], bool]
-    may_be_null: bool = False
 
 
 def _integer(low: int, high: int) -> Rule:
@@ -37,7 +36,7 @@ def _number(wanted: str, test: Callable[[float], bool]) -> Rule:
 
 
 def _or_null(rule: Rule) -> Rule:
-    return replace(rule, may_be_null=True)
+    return Rule(rule.wanted, lambda value: value is None or rule.allows(value))
 
 
 def is_number(value: object) -> bool:
@@ -50,8 +49,7 @@ _ACTIVATION = Rule("the name of an activation, such as silu", lambda value: isin
 _KINDS = ("full_attention", "sliding_attention")
 _WHERE_ATTENTION_LOOKS = Rule(
     f"a list of {' and '.join(_KINDS)}, one for each layer",
-    lambda value: isinstance(value, list) and all(isinstance(kind, str) and kind in _KINDS for kind in value),
-    may_be_null=True,
+    lambda kinds: kinds is None or (isinstance(kinds, list) and all(kind in _KINDS for kind in kinds)),
 )
 _SHARE = _number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 _POSITIVE = _number("a positive number", lambda value: value > 0)
@@ -82,7 +80,7 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), _or_null(_POSITIVE)),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window"), _SWITCH),
     "num_labels": _or_null(_integer(0, 2**20)),  # transformers makes a table with a row for each
-    "use_bidirectional_attention": Rule("false: only causal models are trained", lambda value: not value, True),
+    "use_bidirectional_attention": Rule("false: only causal models are trained", lambda value: not value),
     "layer_types": _WHERE_ATTENTION_LOOKS,
     "rope_theta": _POSITIVE,
     "partial_rotary_factor": _or_null(_number("a number above 0, up to 1", lambda value: 0 < value <= 1)),
@@ -114,15 +112,22 @@ _ROPE_RULES: Mapping[str, Rule] = {
 def wrong_fields(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
     """A sentence on each field that cannot be right; `known` are the fields that the family's class has."""
     read = {name: value for name, value in fields.items() if name in known or name in _ALSO_READ}
-    problems = [_complaint(name, read[name], rule) for name, rule in _RULES.items() if name in read]
-    problems += _wrong_padding(read)
+    rules, vocab_size = dict(_RULES), read.get("vocab_size")
+    if isinstance(vocab_size, int):
+        # A negative row of the embedding counts from its end, as in torch; older checkpoints say -1.
+        rules["pad_token_id"] = _or_null(_integer(-vocab_size, max(vocab_size, 1) - 1))
+    problems = [
+        _complaint(name, read[name], rule)
+        for name, rule in rules.items()
+        if name in read and not rule.allows(read[name])
+    ]
     kinds, num_layers = read.get("layer_types"), read.get("num_hidden_layers")
     if isinstance(kinds, list) and isinstance(num_layers, int) and len(kinds) != num_layers:
         problems.append(f"'layer_types' names {len(kinds)} layers, 'num_hidden_layers' is {num_layers}")
     for name in ("rope_parameters", "rope_scaling"):
         if read.get(name) is not None:
             problems += _wrong_rope(name, read[name])
-    return [problem for problem in problems if problem is not None]
+    return problems
 
 
 def disagreements(config: Any) -> list[str]:
@@ -137,21 +142,11 @@ def disagreements(config: Any) -> list[str]:
     return problems
 
 
-def _complaint(name: str, value: object, rule: Rule) -> str | None:
-    if rule.may_be_null and value is None:
-        return None
-    return None if rule.allows(value) else f"{name!r} is {shown(value)}, it must be {rule.wanted}"
+def _complaint(name: str, value: object, rule: Rule) -> str:
+    return f"{name!r} is {shown(value)}, it must be {rule.wanted}"
 
 
-def _wrong_padding(fields: Mapping[str, Any]) -> Iterator[str | None]:
-    """A negative row of the embedding counts from its end, as in torch; older checkpoints say -1."""
-    vocab_size = fields.get("vocab_size")
-    if "pad_token_id" in fields and isinstance(vocab_size, int):
-        rule = _or_null(_integer(-vocab_size, max(vocab_size, 1) - 1))
-        yield _complaint("pad_token_id", fields["pad_token_id"], rule)
-
-
-def _wrong_rope(name: str, parameters: object) -> Iterator[str | None]:
+def _wrong_rope(name: str, parameters: object) -> Iterator[str]:
     """Rotary embeddings are one object, or one for each kind of layer."""
     if not isinstance(parameters, dict):
         yield f"{name!r} is {shown(parameters)}, it must be an object"
@@ -162,6 +157,7 @@ def _wrong_rope(name: str, parameters: object) -> Iterator[str | None]:
             if value is not None:
                 yield from _wrong_rope(path, value)
         elif rule := _ROPE_RULES.get("rope_type" if key == "type" else key):
-            yield _complaint(path, value, rule)
+            if not rule.allows(value):
+                yield _complaint(path, value, rule)
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{path!r} is {shown(value)}, it must be finite"

@@ -33,7 +33,12 @@ _NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 HUB_SECONDS = 10.0
 """Time for the hub to answer before it counts as out of reach."""
 
-_SHAPE_OPTIONS = {"embedding_dim": "hidden_size", "ff_dim": "intermediate_size", "num_heads": "num_attention_heads"}
+_SHAPE_OPTIONS = {
+    "embedding_dim": "hidden_size",
+    "ff_dim": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+}
 
 _FIELDS_THAT_CHANGE = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -101,9 +106,8 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     checkpoint are warned about and ignored. Without weights they shape the model. Raises CheckpointError for
     unsupported families and for values that describe no model.
     """
-    path = folder / "config.json"
     try:
-        config = _read_config(path)
+        config = _read_config(folder / "config.json")
     except CheckpointError as error:
         raise CheckpointError(f"--model_path {options.model_path}: {error}") from error
     has_weights = folder_has_weights(folder)
@@ -112,20 +116,27 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
         wanted, own = getattr(options, option), getattr(config, field)
         if wanted is None or wanted == own:
             continue
-        if has_weights:
+        if has_weights and option != "num_layers":
             text = "--%s %s differs from the checkpoint's %s %s: the checkpoint's is used"
             logger.warning(text, option, wanted, field, own, extra=SAID_ONCE)
-        else:
-            _check_option(option, field, wanted)
-            _set_shape(config, field, wanted)
+            continue
+        if has_weights and wanted > own:
+            raise ConfigError(
+                f"--num_layers {wanted} is more than the {own} layers of --model_path {options.model_path}."
+            )
+        if has_weights:
+            text = "--num_layers %s: only the first %s of the checkpoint's %s layers are used"
+            logger.warning(text, wanted, wanted, own, extra=SAID_ONCE)
+        if problems := wrong_fields({field: wanted}, {field}):
+            raise ConfigError(f"--{option} {wanted} describes no model: {problems[0]}.")
+        _set_shape(config, field, wanted)
     if width != (config.hidden_size, config.num_attention_heads):
         _fit_heads(config)
-    _apply_num_layers(config, options, has_weights)
     if has_weights and config.tie_word_embeddings and has_own_head(folder):
         logger.warning(
             "%s ties the head to the embedding (tie_word_embeddings), but the checkpoint stores a matrix for each: "
             "they are trained apart, as transformers loads them, and saved with tie_word_embeddings false",
-            path,
+            folder / "config.json",
             extra=SAID_ONCE,
         )
         config.tie_word_embeddings = False
@@ -188,14 +199,9 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
             )
 
 
-def _check_option(option: str, field: str, value: int) -> None:
-    """Refuse what the field of a config.json may not be either. Raises ConfigError."""
-    if problems := wrong_fields({field: value}, {field}):
-        raise ConfigError(f"--{option} {value} describes no model: {problems[0]}.")
-
-
 def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
-    """Set one dimension of a model without weights, and those that follow from it."""
+    """Set one dimension, and those that follow from it. Raises ConfigError."""
+    layer_types = getattr(config, "layer_types", None)
     if field == "num_attention_heads":
         key_value_heads = getattr(config, "num_key_value_heads", None)
         if key_value_heads == config.num_attention_heads:
@@ -205,35 +211,20 @@ def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
                 f"--num_heads {value} is not a multiple of the model's {key_value_heads} key-value heads."
             )
     setattr(config, field, value)
+    if field == "num_hidden_layers" and layer_types is not None:
+        config.layer_types = [layer_types[layer % len(layer_types)] for layer in range(value)]
 
 
 def _fit_heads(config: PretrainedConfig) -> None:
     """Let the width of a head follow from the hidden size, in the families where it does. Raises ConfigError."""
     if config.model_type not in ("llama", "mistral", "qwen2"):
         return
-    # Even: rotary embeddings turn pairs.
-    if config.hidden_size % (2 * config.num_attention_heads):
+    if config.hidden_size % (2 * config.num_attention_heads):  # even: rotary embeddings turn pairs
         raise ConfigError(
             f"--embedding_dim {config.hidden_size} does not divide into {config.num_attention_heads} attention heads "
             f"(--num_heads) of equal, even width. Use a multiple of {2 * config.num_attention_heads}."
         )
     config.head_dim = config.hidden_size // config.num_attention_heads
-
-
-def _apply_num_layers(config: PretrainedConfig, options: ModelConfig, has_weights: bool) -> None:
-    wanted, own = options.num_layers, config.num_hidden_layers
-    if wanted is None or wanted == own:
-        return
-    if wanted > own and has_weights:
-        raise ConfigError(f"--num_layers {wanted} is more than the {own} layers of --model_path {options.model_path}.")
-    if has_weights:
-        text = "--num_layers %s: only the first %s of the checkpoint's %s layers are used"
-        logger.warning(text, wanted, wanted, own, extra=SAID_ONCE)
-    _check_option("num_layers", "num_hidden_layers", wanted)
-    layer_types = getattr(config, "layer_types", None)
-    config.num_hidden_layers = wanted
-    if layer_types is not None:
-        config.layer_types = [layer_types[layer % len(layer_types)] for layer in range(wanted)]
 
 
 def load_planned_config(options: ModelConfig) -> tuple[PretrainedConfig, Path | None]:

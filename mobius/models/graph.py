@@ -30,31 +30,25 @@ BlockGraph = AutogradGraph | KeptActivations
 """A forward with all that `backward` needs of it, and its `output`."""
 
 
-def own_views(views: Views, block: Block) -> dict[str, Tensor]:
-    """The views of `block`'s parameters under their names within the block."""
+def _own_views(views: Views, block: Block) -> dict[str, Tensor]:
     return {name: views[block.prefix + name] for name in block.shapes}
 
 
 def run(block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     """Run `block` without a graph; `weights` by Hugging Face name, `inputs` [..., H] or token ids."""
-    own = own_views(weights, block)
-    if block.graphs is not None and inputs.is_floating_point():
-        output = block.graphs.forward(own, inputs, arguments)
-        if output is not None:
-            return output
+    own = _own_views(weights, block)
+    graphs = block.graphs if inputs.is_floating_point() else None
+    output = graphs.forward(own, inputs, arguments) if graphs is not None else None
+    if output is not None:
+        return output
     with torch.no_grad():
         return block(own, inputs, **arguments)
 
 
 def run_with_graph(block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any]) -> BlockGraph:
-    """Run `block` with a graph that ends in its parameters and, if they are numbers and not token ids, its inputs.
-
-    Args:
-        weights: by Hugging Face name.
-        inputs: [..., H], or token ids.
-    """
+    """Run `block` with a graph that ends in its parameters and, if they are [..., H] and not token ids, its inputs."""
     inputs = inputs.detach()
-    own = own_views(weights, block)
+    own = _own_views(weights, block)
     if inputs.is_floating_point():
         kept = block.graphs.keep(own, block.tapped, inputs, arguments) if block.graphs is not None else None
         if kept is not None:
@@ -74,16 +68,13 @@ def backward(block: Block, graph: BlockGraph, gradients: Views, gradient: Tensor
         found, input_gradient = graph.backward(gradient)
         _add(block, found, gradients)
         return input_gradient
-    names, sources = list(graph.leaves), list(graph.leaves.values())
-    if graph.inputs.requires_grad:
-        sources.append(graph.inputs)
+    sources = [*graph.leaves.values(), *([graph.inputs] if graph.inputs.requires_grad else [])]
     results = torch.autograd.grad(graph.output, sources, gradient, allow_unused=True)
-    _add(block, dict(zip(names, results, strict=False)), gradients)
+    _add(block, dict(zip(graph.leaves, results, strict=False)), gradients)
     if not graph.inputs.requires_grad:
         return gradient
-    own = results[-1]
-    assert own is not None
-    return own
+    assert results[-1] is not None
+    return results[-1]
 
 
 def recomputed_backward(
@@ -91,7 +82,7 @@ def recomputed_backward(
 ) -> Tensor:
     """Do `backward` of `run_with_graph` for inputs that are numbers, in one graph if the block is compiled."""
     if block.graphs is not None:
-        results = block.graphs.recompute(own_views(weights, block), block.tapped, inputs, arguments, gradient)
+        results = block.graphs.recompute(_own_views(weights, block), block.tapped, inputs, arguments, gradient)
         if results is not None:
             _add(block, results[0], gradients)
             return results[1]
@@ -99,11 +90,9 @@ def recomputed_backward(
 
 
 def _add(block: Block, results: Gradients, gradients: Views) -> None:
-    """Add what was found for the leaves of `block` to its sums; a frozen parameter has none."""
-    # What has no gradient in this microbatch is left out.
+    """Add the gradients found for the leaves of `block` to its sums; a frozen parameter has no sum."""
     found = {name: result for name, result in results.items() if result is not None}
-    names = ((name, block.prefix + name) for name in block.shapes)
-    sums = {name: gradients[full] for name, full in names if full in gradients}
+    sums = {name: gradients[block.prefix + name] for name in block.shapes if block.prefix + name in gradients}
     plain = [name for name in found if name in sums]
     if plain:
         torch._foreach_add_([sums[name] for name in plain], [found[name] for name in plain])
