@@ -37,12 +37,10 @@ from mobius.data.store import TokenizedDataset  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 from mobius.machine.available import huge_page_share, own_host_bytes  # noqa: E402
-from mobius.machine.devices import set_host_threads  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.output.recordings import Recordings  # noqa: E402
 from mobius.planning.blueprint import Blueprint, draw_blueprint  # noqa: E402
-from mobius.planning.measured_plan import plan_by_measurement  # noqa: E402
-from mobius.training.build import assemble, connect, load_state, rehearse, trace_facts  # noqa: E402
+from mobius.training.session import open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
 
 POLL_SECONDS = 0.05
@@ -109,22 +107,19 @@ def run(output: Path, words: Sequence[str]) -> None:
     folder = Path(config.model.model_path)
     clock = StartClock()
     blueprint = draw(config, ranks, folder)
-    set_host_threads(ranks, blueprint.place.device, blueprint.place.device_order)
-    recordings = Recordings(config, rank=ranks.rank, device=blueprint.place.device, folder=Path(config.output.save_dir))
+    device = blueprint.place.device
+    recordings = Recordings(config, rank=ranks.rank, device=device, folder=Path(config.output.save_dir))
     if config.output.trace:
         Path(config.output.save_dir).mkdir(parents=True, exist_ok=True)
     clock.ends("plan")
-    transport = connect(blueprint, recordings.spans)
-    blueprint = plan_by_measurement(blueprint, transport)
-    clock.ends("connect")
-    state = load_state(blueprint, folder, source=RandomWeights(blueprint.place.device), spans=recordings.spans)
-    clock.ends("memory and weights")
-    if blueprint.place.device.type == "cuda":  # what making the weights took does not count
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(blueprint.place.device)
-    if blueprint.place.device.type == "cuda" and ranks.num_ranks > 1:
-        rehearse(blueprint, state)
-    clock.ends("rehearsal")
+
+    def passed(part: str) -> None:
+        clock.ends(part)
+        if part == "weights" and device.type == "cuda":  # what making them took does not count
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+
+    session = open_session(blueprint, folder, source=RandomWeights(device), recordings=recordings, passed=passed)
     batches = Batches(
         random_tokens(blueprint.shape.vocab_size, config.data.seq_length, config.pipeline.batch_size),
         batch_size=config.pipeline.batch_size,
@@ -132,27 +127,18 @@ def run(output: Path, words: Sequence[str]) -> None:
         pad_token_id=0,
         seed=config.optim.seed,
     )
-    trainer = assemble(
-        blueprint,
-        state,
-        transport,
-        batches,
-        spans=recordings.spans,
-        watches=recordings.watches,
-        has_kernel="--torch_adamw" not in words,
-    )
+    trainer = session.trainer(batches, has_kernel="--torch_adamw" not in words)
     clock.ends("trainer")
     load_seconds = seconds_since_launch()
     steps = [dataclasses.asdict(metrics) for metrics in trainer.train()]
     if ranks.is_first:
         told: dict[str, object] = {"steps": steps, "load_seconds": load_seconds, "huge_page_share": huge_page_share()}
         told["start"], told["start_host_gib"] = clock.seconds, clock.host_gib
-        told["plan"] = dataclasses.asdict(facts_of(blueprint))
+        told["plan"] = dataclasses.asdict(facts_of(session.blueprint))
         output.write_text(json.dumps(told))
-    recordings.write(trace_facts(blueprint), transport)
-    transport.barrier()
-    state.close()
-    transport.close()
+    session.write_recordings()
+    session.transport.barrier()
+    session.close()
 
 
 def draw(config: Config, ranks: Ranks, folder: Path) -> Blueprint:

@@ -1,14 +1,12 @@
 """Writes what a finished run leaves, the model folder and the single parameter file, and reads it back.
 
-How the files look is checkpoint.py's business, how they get their final names output_folder.py's. In this order, so
-that nothing that is complete depends on what comes later:
+In this order, so that nothing that is complete depends on what comes later:
 
     small files -> weights -> every tensor is read back -> config.json -> the folder gets its name -> the single file
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +15,6 @@ from torch import Tensor
 
 from mobius.errors import CheckpointError, NoResultError
 from mobius.interruption import Standing
-from mobius.memory.stage_memory import StageMemory
-from mobius.messages.transport import Transport
 from mobius.models.base_files import BaseFiles
 from mobius.output.hf_folder import (
     SavedParameter,
@@ -31,12 +27,10 @@ from mobius.output.hf_folder import (
 )
 from mobius.output.output_folder import OutputFolder
 from mobius.planning.blueprint import Blueprint
-from mobius.training.build import RankState
+from mobius.training.session import Session
 
 _UNCHECKED = "config.json.unchecked"
-"""The name of config.json until the weights are checked: a folder that has config.json is complete, says
-output_folder.py.
-"""
+"""The name of config.json until the weights are checked: a folder that has config.json counts as complete."""
 
 
 def saved_parameters(blueprint: Blueprint) -> list[SavedParameter]:
@@ -58,24 +52,16 @@ def export_bytes(blueprint: Blueprint) -> int:
     return blueprint.shape.num_parameters * blueprint.dtype.itemsize
 
 
-def check_result(
-    memory: Mapping[int, StageMemory],
-    transport: Transport,
-    *,
-    num_stages: int,
-    num_updates: int,
-    num_steps: int,
-    folder: Path,
-) -> None:
+def check_result(session: Session, *, num_updates: int, num_steps: int, folder: Path) -> None:
     """Raise NoResultError, on all ranks alike, if what was trained is not worth saving; collective.
 
     `folder` has the metrics. Reads every weight once, at the speed of memory: 0.2 s for 3.5 GB on one core.
     """
-    flaws = torch.zeros(num_stages, dtype=torch.float64)
-    for stage, own in memory.items():
+    flaws = torch.zeros(session.blueprint.plan.num_stages, dtype=torch.float64)
+    for stage, own in session.stages.memory.items():
         views = own.state.layout.views(own.state.weights).values()
         flaws[stage] = sum(not bool(torch.isfinite(torch.stack(torch.aminmax(view))).all()) for view in views)
-    stages = [str(stage) for stage, number in enumerate(transport.sum_over_ranks(flaws).tolist()) if number]
+    stages = [str(stage) for stage, number in enumerate(session.transport.sum_over_ranks(flaws).tolist()) if number]
     if num_updates == 0:
         problem = (
             f"none of the {num_steps} steps was taken: each had a loss or gradients that are not finite, so the "
@@ -91,24 +77,18 @@ def check_result(
     )
 
 
-def export_model(
-    blueprint: Blueprint,
-    state: RankState,
-    transport: Transport,
-    output: OutputFolder,
-    *,
-    base_files: BaseFiles,
-    standing: Standing,
-) -> None:
+def export_model(session: Session, output: OutputFolder, *, base_files: BaseFiles, standing: Standing) -> None:
     """Save and verify; collective. Each rank writes and checks its own stages, rank 0 all that is shared.
 
     The folder appears under its final name only after every tensor was read back equal. `standing` is told from where
     on that may have happened. Raises CheckpointError.
     """
+    blueprint, transport = session.blueprint, session.transport
     rank, folder = transport.rank, output.partial
     parameters = saved_parameters(blueprint)
     shards = plan_shards(parameters, blueprint.dtype.itemsize)
-    values = _views(state.memory)
+    states = [own.state for own in session.stages.memory.values()]
+    values = {name: view for state in states for name, view in state.layout.views(state.weights).items()}
 
     def read(name: str) -> Tensor:
         return values[name].cpu()
@@ -147,9 +127,3 @@ def write_single_file(params_file: Path, output: OutputFolder) -> None:
             'the folder of main.py: python -c "from pathlib import Path; from mobius.output.hf_folder import '
             f'write_params_file; write_params_file({names})"'
         ) from error
-
-
-def _views(memory: Mapping[int, StageMemory]) -> dict[str, torch.Tensor]:
-    """Hugging Face name -> this rank's trained values, where they live."""
-    states = [own.state for own in memory.values()]
-    return {name: view for state in states for name, view in state.layout.views(state.weights).items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,14 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from mobius.config.config import Config
 from mobius.config.yaml_file import to_yaml
 from mobius.data.batches import Batches
-from mobius.data.datasets import PreparedData, describe_sample, prepare_dataset
+from mobius.data.datasets import describe_sample, prepare_dataset
 from mobius.errors import CheckpointError, GpuMemoryError, NonFiniteLossError, first_line
 from mobius.interruption import Standing
 from mobius.log import SAID_ONCE
 from mobius.machine.available import huge_page_share
 from mobius.machine.cpu_dtype import settle_dtype
-from mobius.machine.devices import MemoryMeter, set_host_threads
-from mobius.messages.transport import Transport
+from mobius.machine.devices import MemoryMeter
 from mobius.models.base_files import BaseFiles, read_base_files
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
@@ -31,12 +31,11 @@ from mobius.output.output_folder import OutputFolder
 from mobius.output.recordings import Recordings
 from mobius.output.report import RankMemory, RunTimings, write_report
 from mobius.planning.blueprint import Blueprint, draw_blueprint
-from mobius.planning.measured_plan import plan_by_measurement
 from mobius.planning.planned import adopt_plan, saved_plan_of
 from mobius.ranks import Ranks, cache_folder
-from mobius.training.build import RankState, assemble, connect, load_state, rehearse, trace_facts
 from mobius.training.export import check_result, export_bytes, export_model, write_single_file
-from mobius.training.trainer import Trainer
+from mobius.training.session import Session, open_session
+from mobius.training.trainer import Trainer, numbers_of_ranks
 from mobius.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -79,57 +78,46 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     config = blueprint.config  # what was auto is a number now
     check_model_weights(model_folder, blueprint.parts, config.model)
     _log_model(blueprint, model_folder)
-    output = _prepare_output(config, ranks, blueprint, standing)
+    output = _prepare_output(blueprint, standing)
     try:
-        prepared = _prepare_data(config, ranks, tokenizer)
-        set_host_threads(
-            ranks, blueprint.place.device, blueprint.place.device_order
-        )  # not before: tokenization uses every CPU
-        recordings = Recordings(config, rank=ranks.rank, device=blueprint.place.device, folder=output.partial)
-        transport = connect(blueprint, recordings.spans)
-        blueprint = _settle_plan(blueprint, transport, output)
-        state = load_state(blueprint, model_folder, spans=recordings.spans)
-        _warn_of_small_pages(state)
-        if blueprint.place.device.type == "cuda" and ranks.num_ranks > 1:
-            rehearse(blueprint, state)
-        transport.barrier()
+        # Before the ranks meet: a long tokenization inside a process group would run into its time-out.
+        batches = _prepare_batches(config, ranks, tokenizer)
+        session = open_session(
+            blueprint,
+            model_folder,
+            recordings=Recordings(config, rank=ranks.rank, device=blueprint.place.device, folder=output.partial),
+            settled=partial(_tell_plan, output),
+        )
     except BaseException:
         output.discard()  # nothing is trained yet: a refused run leaves nothing behind
         raise
-    logger.info("stages generated: %s", blueprint.plan.describe(blueprint.shape))
-    batches = _batches(config, prepared, tokenizer)
-    trainer = assemble(blueprint, state, transport, batches, spans=recordings.spans, watches=recordings.watches)
+    _warn_of_small_pages(session)
+    logger.info("stages generated: %s", session.blueprint.plan.describe(blueprint.shape))
+    trainer = session.trainer(batches)
     load_seconds = time.perf_counter() - start
-    steps = _train(trainer, blueprint, output, ranks, standing)
+    steps = _train(trainer, session.blueprint, output, standing)
     train_end = time.perf_counter()
-    recordings.write(trace_facts(blueprint), transport)
-    check_result(
-        state.memory,
-        transport,
-        num_stages=blueprint.plan.num_stages,
-        num_updates=trainer.num_updates,
-        num_steps=len(steps),
-        folder=output.partial,
-    )
-    problems = _save(blueprint, state, transport, output, base_files, standing)
+    session.write_recordings()
+    check_result(session, num_updates=trainer.num_updates, num_steps=len(steps), folder=output.partial)
+    problems = _save(session, output, base_files, standing)
     timings = RunTimings(
         load_seconds=load_seconds,
         training_seconds=sum(step.step_seconds for step in steps),
         save_seconds=time.perf_counter() - train_end,
     )
-    _finish(blueprint, transport, output, steps, timings, problems)
-    state.close()
-    transport.close()
+    _finish(session, output, steps, timings, problems)
+    session.close()
 
 
-def _prepare_output(config: Config, ranks: Ranks, blueprint: Blueprint, standing: Standing) -> OutputFolder:
+def _prepare_output(blueprint: Blueprint, standing: Standing) -> OutputFolder:
     """Find out now, not after training, whether the results can be written; start the folder with the settings."""
+    wanted = blueprint.config.output
     output = OutputFolder(
-        Path(config.output.save_dir),
-        overwrite=config.output.overwrite_output_dir,
-        files={"--save_params": Path(config.output.save_params), "--save_results": Path(config.output.save_results)},
+        Path(wanted.save_dir),
+        overwrite=wanted.overwrite_output_dir,
+        files={"--save_params": Path(wanted.save_params), "--save_results": Path(wanted.save_results)},
     )
-    if ranks.is_first:
+    if blueprint.place.ranks.is_first:
         num_bytes = export_bytes(blueprint)
         output.prepare({"--save_dir": num_bytes, "--save_params": num_bytes})
         try:
@@ -142,14 +130,15 @@ def _prepare_output(config: Config, ranks: Ranks, blueprint: Blueprint, standing
     return output
 
 
-def _settle_plan(blueprint: Blueprint, transport: Transport, output: OutputFolder) -> Blueprint:
-    """The plan that all ranks agree on, by what is measured where that has a choice; the folder gets it."""
-    settled = plan_by_measurement(blueprint, transport)
+def _tell_plan(output: OutputFolder, settled: Blueprint) -> None:
+    """Put the plan that all ranks agreed on into the folder, and show every rank's actions if that is wanted."""
     if settled.place.ranks.is_first:
         _write_settings(output, settled)
     if settled.config.output.show_actions:
-        _log_actions(settled)
-    return settled
+        for rank, actions in enumerate(settled.schedule.actions):
+            logger.info("actions of rank %d:", rank)
+            for action in actions:
+                logger.info("  %s", action.to_text(settled.plan.num_stages))
 
 
 def _write_settings(output: OutputFolder, blueprint: Blueprint) -> None:
@@ -171,8 +160,8 @@ def _log_model(blueprint: Blueprint, folder: Path) -> None:
     logger.info("model loaded: %s (%s), %.3g parameters, %s", folder, family, blueprint.shape.num_parameters, dtype)
 
 
-def _prepare_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
-    """Tokenize, before the ranks meet: inside a process group a long tokenization would run into its time-out."""
+def _prepare_batches(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> Batches:
+    """Tokenize the dataset, or take it from the cache, and show one sample of it."""
     prepared = prepare_dataset(
         dataset=config.data.dataset,
         tokenizer=tokenizer,
@@ -187,10 +176,6 @@ def _prepare_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBa
     for warning in prepared.warnings:
         logger.warning("%s", warning, extra=SAID_ONCE)
     logger.info("%s", describe_sample(prepared, tokenizer))
-    return prepared
-
-
-def _batches(config: Config, prepared: PreparedData, tokenizer: PreTrainedTokenizerBase) -> Batches:
     return Batches(
         prepared.tokenized,
         batch_size=config.pipeline.batch_size,
@@ -200,17 +185,10 @@ def _batches(config: Config, prepared: PreparedData, tokenizer: PreTrainedTokeni
     )
 
 
-def _log_actions(blueprint: Blueprint) -> None:
-    """Every rank's actions in their five-field text form; all ranks have the same schedule, so one can tell it."""
-    for rank, actions in enumerate(blueprint.schedule.actions):
-        logger.info("actions of rank %d:", rank)
-        for action in actions:
-            logger.info("  %s", action.to_text(blueprint.plan.num_stages))
-
-
-def _warn_of_small_pages(state: RankState) -> None:
+def _warn_of_small_pages(session: Session) -> None:
     """Tell what slows the updates of a rank whose stages lie on small pages, if they are large."""
-    if state.arena is None or state.arena.num_bytes < GIB:
+    arena = session.stages.arena
+    if arena is None or arena.num_bytes < GIB:
         return
     share = huge_page_share()
     if share < _ENOUGH_HUGE_PAGES:
@@ -236,22 +214,20 @@ def _log_start(blueprint: Blueprint) -> None:
         logger.info("%s", blueprint.answer.forecast.describe())
 
 
-def _train(
-    trainer: Trainer, blueprint: Blueprint, output: OutputFolder, ranks: Ranks, standing: Standing
-) -> list[StepMetrics]:
+def _train(trainer: Trainer, blueprint: Blueprint, output: OutputFolder, standing: Standing) -> list[StepMetrics]:
     """Train to the end; rank 0 writes one line per step to metrics.jsonl and shows every `logging_steps`-th."""
     _log_start(blueprint)
-    config = blueprint.config
+    config, is_first = blueprint.config, blueprint.place.ranks.is_first
     total = config.optim.num_iterations
     steps = []
-    log = MetricsLog(output.partial / _METRICS) if ranks.is_first else None
+    log = MetricsLog(output.partial / _METRICS) if is_first else None
     lost = (
         f"what was trained is lost, for only the end is saved; every step's numbers are in {output.partial / _METRICS}"
     )
     if output.save_dir.exists():
         lost += f", and {output.save_dir} is as it was"
     standing.becomes(f"in step 1 of {total}: {lost}")
-    progress = tqdm(total=total, desc="training", unit="step", leave=False, disable=None if ranks.is_first else True)
+    progress = tqdm(total=total, desc="training", unit="step", leave=False, disable=None if is_first else True)
     try:
         for metrics in trainer.train():
             progress.update()
@@ -271,22 +247,15 @@ def _train(
     return steps
 
 
-def _save(
-    blueprint: Blueprint,
-    state: RankState,
-    transport: Transport,
-    output: OutputFolder,
-    base_files: BaseFiles,
-    standing: Standing,
-) -> list[str]:
+def _save(session: Session, output: OutputFolder, base_files: BaseFiles, standing: Standing) -> list[str]:
     """Save the model, say where it is, and make the single file of it; returns the problem of that, if there is one.
 
     Once the model has its name, nothing that fails may hide that.
     """
-    export_model(blueprint, state, transport, output, base_files=base_files, standing=standing)
-    if transport.rank != 0:
+    export_model(session, output, base_files=base_files, standing=standing)
+    if session.transport.rank != 0:
         return []
-    config = blueprint.config
+    config = session.blueprint.config
     logger.info("model saved to %s (checked tensor by tensor)", output.save_dir)
     params = Path(config.output.save_params)
     unfinished = params.with_name(f"{params.name}.partial")
@@ -302,21 +271,14 @@ def _save(
 
 
 def _finish(
-    blueprint: Blueprint,
-    transport: Transport,
-    output: OutputFolder,
-    steps: list[StepMetrics],
-    timings: RunTimings,
-    problems: list[str],
+    session: Session, output: OutputFolder, steps: list[StepMetrics], timings: RunTimings, problems: list[str]
 ) -> None:
     """Gather every rank's memory and write the report; then raise CheckpointError for `problems` and those of that."""
-    meter = MemoryMeter(blueprint.place.device)
+    blueprint, meter = session.blueprint, MemoryMeter(session.blueprint.place.device)
     reading = meter.read()
-    table = torch.zeros(transport.num_ranks, 4, dtype=torch.float64)
     own = [reading.peak_allocated, reading.peak_reserved, reading.allocated, reading.peak_host]
-    table[transport.rank] = torch.tensor(own, dtype=torch.float64)
-    rows = transport.sum_over_ranks(table).tolist()
-    if transport.rank != 0:
+    rows = numbers_of_ranks(session.transport, own).tolist()
+    if session.transport.rank != 0:
         return
 
     def gpu_bytes(value: float) -> int | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
+from torch import Tensor
 
 from mobius.config.config import OptimConfig
 from mobius.machine.devices import MemoryMeter
@@ -80,11 +81,8 @@ class Trainer:
 
     def _measure(self, batch: StepBatch, outcome: StepOutcome, learning_rate: float) -> StepMetrics:
         memory, waits = self._meter.read(), self._clock.collect()
-        # One row per rank, summed with the zeros of the others: a gather of a few numbers.
-        table = torch.zeros(self._transport.num_ranks, 3 + len(WaitCause), dtype=torch.float64)
         own = [memory.peak_allocated, memory.peak_reserved, memory.peak_host, *(waits[cause] for cause in WaitCause)]
-        table[self._transport.rank] = torch.tensor(own, dtype=torch.float64)
-        table = self._transport.sum_over_ranks(table)
+        table = numbers_of_ranks(self._transport, own)
         worst = table.amax(0).tolist()
         previous, self._step_end = self._step_end, time.perf_counter()
         seconds = self._step_end - previous
@@ -105,3 +103,10 @@ class Trainer:
             skipped_steps=self._stepper.num_skipped,
             loss_scale=self._stepper.loss_scale.value if self._stepper.loss_scale.is_dynamic else None,
         )
+
+
+def numbers_of_ranks(transport: Transport, own: Sequence[float]) -> Tensor:
+    """A row of numbers from every rank, [num_ranks, len(own)] in float64; collective."""
+    table = torch.zeros(transport.num_ranks, len(own), dtype=torch.float64)
+    table[transport.rank] = torch.tensor(own, dtype=torch.float64)
+    return transport.sum_over_ranks(table)

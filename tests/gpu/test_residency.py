@@ -22,7 +22,7 @@ from mobius.memory.stage_state import StageState
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.kernel import load_kernel
-from mobius.training.build import RankState
+from mobius.training.session import Session
 
 pytestmark = pytest.mark.gpu
 
@@ -37,23 +37,23 @@ Train = Callable[..., tuple[list[float], dict[str, Tensor]]]
 @pytest.fixture
 def train(tmp_path: Path) -> Iterator[Train]:
     """Page-locked memory is given back at the end, or the next test could not lock it."""
-    states: list[RankState] = []
+    sessions: list[Session] = []
 
     def run(options: str, *, num_steps: int, is_tied: bool = False) -> tuple[list[float], dict[str, Tensor]]:
         given = f"{OPTIONS} --num_iterations {num_steps} {options}"
-        trainer, state = make_single_trainer(tmp_path, given, is_tied=is_tied)
-        states.append(state)
+        trainer, session = make_single_trainer(tmp_path, given, is_tied=is_tied)
+        sessions.append(session)
         losses = [metrics.loss for metrics in trainer.train()]
         torch.cuda.synchronize()
         masters: dict[str, Tensor] = {}
-        for stage in (memory.state for memory in state.memory.values()):
+        for stage in (memory.state for memory in session.stages.memory.values()):
             masters.update(stage.layout.views(stage.read_master().cpu()))
         return losses, masters
 
     yield run
     torch.cuda.synchronize()
-    for state in states:
-        state.close()
+    for session in sessions:
+        session.close()
 
 
 @pytest.mark.parametrize("compiled", ["off", "on"])

@@ -14,7 +14,7 @@ from harness.trainers import make_single_trainer
 from mobius.machine.load_probe import LOAD_BYTES, PinnedLoads
 from mobius.optim.stepper import Stepper
 from mobius.runtime.executor import Executor, StepSums
-from mobius.training.build import RankState
+from mobius.training.session import Session
 from mobius.training.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -51,17 +51,17 @@ def strict_steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[Callable[[str], Trainer]]:
     """Page-locked memory is given back at the end, or the next test could not lock it."""
-    states: list[RankState] = []
+    sessions: list[Session] = []
 
     def make(options: str) -> Trainer:
-        trainer, state = make_single_trainer(tmp_path, f"{OPTIONS} {options}")
-        states.append(state)
+        trainer, session = make_single_trainer(tmp_path, f"{OPTIONS} {options}")
+        sessions.append(session)
         return trainer
 
     yield make
     torch.cuda.synchronize()
-    for state in states:
-        state.close()
+    for session in sessions:
+        session.close()
 
 
 @pytest.mark.parametrize(

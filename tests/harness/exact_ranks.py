@@ -17,25 +17,22 @@ from mobius.messages.transport import Transport
 from mobius.models.families import load_model_config
 from mobius.planning.blueprint import draw_blueprint
 from mobius.ranks import Ranks, prepare_environment
-from mobius.training.build import assemble, connect, load_state, rehearse
+from mobius.training.session import open_session
 
 
 def train(folder: Path, options: list[str], ranks: Ranks, transport: Transport | None) -> tuple[Transport, float, str]:
     """One run; returns its transport for the next, the last loss and a digest of this rank's masters and moments."""
     config = parse_args(options, num_ranks=ranks.num_ranks)
     blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model))
-    transport = transport or connect(blueprint)
-    state = load_state(blueprint, folder)
-    if blueprint.place.device.type == "cuda" and ranks.num_ranks > 1:
-        rehearse(blueprint, state)
-    steps = list(assemble(blueprint, state, transport, _batches(blueprint.shape.vocab_size, options)).train())
+    session = open_session(blueprint, folder, transport=transport)
+    steps = list(session.trainer(_batches(blueprint.shape.vocab_size, options)).train())
     MemoryMeter(blueprint.place.device).synchronize()
     digest = hashlib.sha256()
-    for stage in (memory.state for _, memory in sorted(state.memory.items())):
+    for stage in (memory.state for _, memory in sorted(session.stages.memory.items())):
         for tensor in (stage.read_master(), stage.exp_avg, stage.exp_avg_sq, stage.weights.float()):
             digest.update(tensor.cpu().numpy().tobytes())
-    state.close()
-    return transport, steps[-1].loss, digest.hexdigest()
+    session.stages.close()
+    return session.transport, steps[-1].loss, digest.hexdigest()
 
 
 def _batches(vocab_size: int, options: list[str]) -> Batches:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,18 +17,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from mobius.limits import max_sends_under_way
-from mobius.memory.layout import StageLayout
-from mobius.memory.rank_memory import take_memory
 from mobius.messages.rehearsal import RehearsalTransport
 from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.graph import backward, run_with_graph
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.plan import Plan
-from mobius.runtime.executor import Executor, StepBatch
-from mobius.runtime.stage import StageModule
-from mobius.runtime.waits import WaitClock
+from mobius.runtime.executor import StepBatch
 from mobius.schedule.build import build_schedule
+from mobius.training.stages import RankStages
 
 CPU = torch.device("cpu")
 
@@ -99,20 +97,18 @@ def count_step(
     On a GPU layers and loss are compiled, and torch's own meter reads the second step.
     """
     parts = ModelParts(config, device, compiled=device.type == "cuda")
-    inputs = LayerInputs(parts, device=device, dtype=dtype)
-    stages = {s: StageModule(parts, plan.cuts[s], loss_chunk_tokens=loss_chunk_tokens)
-              for s in plan.stages_of(rank)}  # fmt: skip
-    memory, arena = take_memory(
-        {stage: StageLayout.of(module.shapes) for stage, module in stages.items()},
-        resident=plan.resident,
-        num_slots=plan.slots[rank],
+    stages = RankStages.take(
+        parts,
+        replace(plan, kept=frozenset(graph_stages)),
+        rank,
+        device=device,
         dtype=dtype,
         gradient_dtype=dtype,
+        loss_chunk_tokens=loss_chunk_tokens,
         waiting=plan.resident,
-        device=device,
     )
     schedule = build_schedule(plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.slots, plan.resident)
-    inputs(seq_length)  # rotary embeddings and masks are made once
+    stages.layer_inputs(seq_length)  # rotary embeddings and masks are made once
     tokens = torch.randint(0, config.vocab_size, (batch_size, seq_length))
     transport = SingleRankTransport() if plan.num_ranks == 1 else RehearsalTransport(
         rank=rank,
@@ -122,16 +118,7 @@ def count_step(
         dtype=dtype,
         max_sends=max_sends_under_way(plan.num_microbatches),
     )  # fmt: skip
-    executor = Executor(
-        schedule,
-        stages=stages,
-        memory=memory,
-        layer_inputs=inputs,
-        transport=transport,
-        clock=WaitClock(device),
-        device=device,
-        graph_stages=frozenset(graph_stages),
-    )
+    executor = stages.executor(schedule, transport)
     batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel())
     if device.type == "cuda":
         executor.run(batch)
@@ -141,8 +128,7 @@ def count_step(
         executor.run(batch)
         peak = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.synchronize(device)
-        if arena is not None:
-            arena.close()
+        stages.close()
         return peak
     with LiveBytes() as live:
         executor.run(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,17 +22,13 @@ from transformers import (
     Qwen3Config,
 )
 
-from mobius.memory.host_arena import HostArena
-from mobius.memory.layout import StageLayout
-from mobius.memory.rank_memory import take_memory
-from mobius.memory.stage_memory import StageMemory
-from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.blocks import ModelParts
 from mobius.optim.tied import TiedPair
 from mobius.plan.partition import balanced_partition, partition_of
-from mobius.runtime.executor import Executor, StepBatch, StepSums
-from mobius.runtime.stage import StageModule
-from mobius.runtime.waits import WaitClock
+from mobius.plan.plan import Plan
+from mobius.runtime.executor import StepBatch, StepSums
 from mobius.schedule.build import build_schedule
+from mobius.training.stages import RankStages
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 12
@@ -65,21 +61,28 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
 
 
 _MOST_PARTS = 64
-_PARTS: dict[tuple[str, str, str, int], tuple[ModelParts, LayerInputs]] = {}
-"""By device, format, configuration and rank: taking a model apart costs more than a step, and ranks are threads that
-cannot share it."""
+_PARTS: dict[tuple[str, str, int], ModelParts] = {}
+"""By device, configuration and rank: taking a model apart costs more than a step, and ranks are threads that cannot
+share it."""
 
 
-def _parts(
-    config: PretrainedConfig, device: torch.device, dtype: torch.dtype, rank: int
-) -> tuple[ModelParts, LayerInputs]:
-    key = (str(device), str(dtype), config.to_json_string(use_diff=False), rank)
+def _parts(config: PretrainedConfig, device: torch.device, rank: int) -> ModelParts:
+    key = (str(device), config.to_json_string(use_diff=False), rank)
     if key not in _PARTS:
         if len(_PARTS) >= _MOST_PARTS:
             _PARTS.clear()
-        parts = ModelParts(config, device)
-        _PARTS[key] = parts, LayerInputs(parts, device=device, dtype=dtype)
+        _PARTS[key] = ModelParts(config, device)
     return _PARTS[key]
+
+
+class ModelWeights:
+    """The weights of a model that is there."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._values = dict(model.named_parameters(remove_duplicate=False))
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._values[name].detach()
 
 
 @dataclass
@@ -101,7 +104,7 @@ class Pipeline:
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    _arenas: list[HostArena] = field(default_factory=list)
+    _stages: list[RankStages] = field(default_factory=list)
 
     def run(self, batch: StepBatch) -> Tensor:
         """Run one step in rank-threads; `gradients` are then as on the host, tied ones summed. Returns the loss."""
@@ -109,70 +112,51 @@ class Pipeline:
             results = run_rank_threads(self.num_ranks, lambda transport: self._run_rank(transport, batch))
         for gradients, _ in results:
             self.gradients.update(gradients)
-        while self._arenas:
-            self._arenas.pop().close()
+        while self._stages:
+            self._stages.pop().close()
         return torch.stack([sums.loss for _, sums in results]).sum().cpu()
 
     def _run_rank(self, transport: LocalTransport, batch: StepBatch) -> tuple[dict[str, Tensor], StepSums]:
-        parts, inputs = _parts(self.model.config, self.device, self.dtype, transport.rank)
-        num_stages = self.num_ranks * self.stages_per_rank
-        spans = partition_of(self.sizes) if self.sizes else balanced_partition(len(parts.layers), num_stages)
-        stages = {
-            span.stage: StageModule(parts, span, loss_chunk_tokens=self.loss_chunk_tokens)
-            for span in spans
-            if span.stage % self.num_ranks == transport.rank
-        }
-        memory = self._memory({stage: StageLayout.of(module.shapes) for stage, module in stages.items()})
-        values = dict(self.model.named_parameters(remove_duplicate=False))
-        for own in memory.values():
-            for name in own.state.layout.offsets:
-                own.state.set_parameter(name, values[name].detach())
+        parts = _parts(self.model.config, self.device, transport.rank)
+        plan = self._plan(len(parts.layers))
+        stages = RankStages.take(
+            parts,
+            plan,
+            transport.rank,
+            device=self.device,
+            dtype=self.dtype,
+            gradient_dtype=self.dtype,
+            loss_chunk_tokens=self.loss_chunk_tokens,
+            waiting=range(plan.num_stages),
+        )
+        self._stages.append(stages)
+        stages.fill(ModelWeights(self.model))
         schedule = build_schedule(
             self.num_ranks, self.stages_per_rank, self.num_microbatches, self.num_slots, self.resident
         )
-        executor = Executor(
-            schedule,
-            stages=stages,
-            memory=memory,
-            layer_inputs=inputs,
-            transport=transport,
-            clock=WaitClock(self.device),
-            device=self.device,
-            graph_stages=self._graph_stages(sorted(stages)),
-        )
-        sums = executor.run(batch)
+        sums = stages.executor(schedule, transport).run(batch)
         if parts.tied_names:
             embedding, head = parts.tied_names
-            pair = TiedPair(embedding, head, 0, len(spans) - 1, self.num_ranks)
-            pair.sum_gradients(memory, transport, self.device)
+            pair = TiedPair(embedding, head, 0, plan.num_stages - 1, self.num_ranks)
+            pair.sum_gradients(stages.memory, transport, self.device)
         named: dict[str, Tensor] = {}
-        for own in memory.values():
+        for own in stages.memory.values():
             own.wait_for_gradients()
             views = own.state.layout.trained_views(own.state.gradients)
             named.update({name: view.clone() for name, view in views.items()})
         return named, sums
 
-    def _graph_stages(self, own: list[int]) -> frozenset[int]:
-        if not self.keeps_graphs:
-            return frozenset()
-        if self.num_slots is None:
-            return frozenset(own)
-        streamed = [stage for stage in own if stage not in self.resident]
-        return self.resident.intersection(own) | frozenset(streamed[-self.num_slots :])
-
-    def _memory(self, layouts: dict[int, StageLayout]) -> dict[int, StageMemory]:
-        memory, arena = take_memory(
-            layouts,
-            resident=layouts if self.num_slots is None else self.resident,
-            num_slots=self.num_slots or 0,
-            dtype=self.dtype,
-            gradient_dtype=self.dtype,
-            waiting=layouts,
-            device=self.device,
+    def _plan(self, num_layers: int) -> Plan:
+        num_stages = self.num_ranks * self.stages_per_rank
+        plan = Plan(
+            self.num_ranks,
+            self.num_microbatches,
+            (self.num_slots or 0,) * self.num_ranks,
+            partition_of(self.sizes) if self.sizes else balanced_partition(num_layers, num_stages),
+            frozenset(range(num_stages)) if self.num_slots is None else self.resident,
         )
-        if arena is not None:
-            self._arenas.append(arena)
-        return memory
+        staying = {s for rank in range(self.num_ranks) for s in plan.streamed_stages(rank)[-(self.num_slots or 1) :]}
+        return replace(plan, kept=plan.resident | staying) if self.keeps_graphs else plan
 
 
 @contextlib.contextmanager

@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 from harness.runs import make_checkpoint
 
 from mobius.config.cli import parse_args
 from mobius.data.batches import Batches
 from mobius.data.store import TokenizedDataset
-from mobius.messages.transport import SingleRankTransport
 from mobius.models.families import load_model_config
 from mobius.planning.blueprint import draw_blueprint
 from mobius.ranks import Ranks
-from mobius.training.build import RankState, assemble, load_state
+from mobius.training.session import Session, open_session
 from mobius.training.trainer import Trainer
 
 
-def make_single_trainer(folder: Path, options: str, *, is_tied: bool = False) -> tuple[Trainer, RankState]:
-    """A trainer with `options` of main.py; the state is to be closed when nothing copies any more."""
+def make_single_trainer(folder: Path, options: str, *, is_tied: bool = False) -> tuple[Trainer, Session]:
+    """A trainer with `options` of main.py, and its session; that is to be closed when nothing copies any more."""
     make_checkpoint(folder, is_tied=is_tied)
     config = parse_args(f"--model_path {folder} {options}".split())
     size, length = config.pipeline.batch_size, config.data.seq_length
@@ -28,5 +28,7 @@ def make_single_trainer(folder: Path, options: str, *, is_tied: bool = False) ->
     offsets = np.arange(size + 1, dtype=np.int64) * length
     dataset = TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets)
     batches = Batches(dataset, batch_size=size, seq_length=length, pad_token_id=0, seed=1)
-    state = load_state(blueprint, folder)
-    return assemble(blueprint, state, SingleRankTransport(), batches), state
+    threads = torch.get_num_threads()  # those of this process, which runs other tests too
+    session = open_session(blueprint, folder)
+    torch.set_num_threads(threads)
+    return session.trainer(batches), session

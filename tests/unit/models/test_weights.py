@@ -21,7 +21,7 @@ from mobius.models.families import load_model_config
 from mobius.models.weights import CheckpointWeights, InitialWeights
 from mobius.planning.blueprint import draw_blueprint
 from mobius.ranks import Ranks
-from mobius.training.build import load_state
+from mobius.training.stages import RankStages
 
 INDEX = "model.safetensors.index.json"
 
@@ -152,13 +152,23 @@ def test_a_rank_reads_every_parameter_of_its_own_stages_once_and_none_of_the_oth
     for rank in range(2):
         read.clear()
         blueprint = draw_blueprint(config, Ranks(rank, 2, rank), load_model_config(tmp_path, config.model))
-        state = load_state(blueprint, tmp_path)
-        names = [name for memory in state.memory.values() for name in memory.state.layout.offsets]
+        stages = RankStages.take(
+            blueprint.parts,
+            blueprint.plan,
+            rank,
+            device=blueprint.place.device,
+            dtype=blueprint.dtype,
+            gradient_dtype=blueprint.dtype,
+            loss_chunk_tokens=16,
+            waiting=(),
+        )
+        stages.fill(CheckpointWeights(tmp_path, blueprint.parts.stored_names, dtype=blueprint.dtype))
+        names = [name for memory in stages.memory.values() for name in memory.state.layout.offsets]
         assert sorted(read) == sorted(names)
-        for stage in (memory.state for memory in state.memory.values()):
+        for stage in (memory.state for memory in stages.memory.values()):
             for name, view in stage.layout.views(stage.weights).items():
                 assert torch.equal(view, model.get_parameter(name)), name
-        state.close()
+        stages.close()
         held.append(set(names))
     assert not held[0] & held[1]
     assert held[0] | held[1] == {name for name, _ in model.named_parameters()}

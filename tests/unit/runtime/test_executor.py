@@ -7,22 +7,22 @@ from collections.abc import Mapping
 import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
-from harness.pipelines import CPU, SEQ_LENGTH, make_batch, make_model, plain_step
+from harness.pipelines import CPU, SEQ_LENGTH, ModelWeights, make_batch, make_model, plain_step
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mobius.errors import TransportError
-from mobius.memory.layout import StageLayout
-from mobius.memory.rank_memory import take_memory
 from mobius.memory.stage_memory import StageMemory
 from mobius.messages.transport import SingleRankTransport
-from mobius.models.blocks import LayerArguments, LayerInputs, ModelParts
+from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.plan.partition import balanced_partition
+from mobius.plan.plan import Plan
 from mobius.runtime.executor import Executor
 from mobius.runtime.stage import Kept, StageModule
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import WaitCause
+from mobius.training.stages import RankStages
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 3
 
@@ -55,41 +55,25 @@ def make_executor(
     fail_at: int = 0,
     unsealed_names: frozenset[str] = frozenset(),
 ) -> tuple[Executor, dict[int, StageMemory]]:
-    parts = ModelParts(model.config, CPU)
-    inputs = LayerInputs(parts, device=CPU, dtype=torch.float32)
-    stages: dict[int, StageModule] = {}
-    for span in balanced_partition(len(parts.layers), NUM_STAGES):
-        if span.stage % transport.num_ranks == transport.rank:
-            kind = FailingStage if span.stage == failing_stage else StageModule
-            stages[span.stage] = kind(parts, span, loss_chunk_tokens=16)
-            if isinstance(stages[span.stage], FailingStage):
-                stages[span.stage].fail_at = fail_at  # type: ignore[attr-defined]
-    layouts = {stage: StageLayout.of(module.shapes) for stage, module in stages.items()}
-    memory, _ = take_memory(
-        layouts,
-        resident=(),
-        num_slots=2,
+    cuts = balanced_partition(model.config.num_hidden_layers, NUM_STAGES)
+    plan = Plan(transport.num_ranks, NUM_MICROBATCHES, (2,) * transport.num_ranks, cuts, frozenset())
+    stages = RankStages.take(
+        ModelParts(model.config, CPU),
+        plan,
+        transport.rank,
+        device=CPU,
         dtype=torch.float32,
         gradient_dtype=torch.float32,
+        loss_chunk_tokens=16,
         waiting=(),
-        device=CPU,
     )
-    values = dict(model.named_parameters(remove_duplicate=False))
-    for own in memory.values():
-        for name in own.state.layout.offsets:
-            own.state.set_parameter(name, values[name].detach())
-    schedule = build_schedule(transport.num_ranks, NUM_STAGES // transport.num_ranks, NUM_MICROBATCHES, 2)
-    executor = Executor(
-        schedule,
-        stages=stages,
-        memory=memory,
-        layer_inputs=inputs,
-        transport=transport,
-        clock=clock or WaitClock(CPU),
-        device=CPU,
-        unsealed_names=unsealed_names,
-    )
-    return executor, memory
+    stages.fill(ModelWeights(model))
+    if failing_stage in stages.modules:
+        failing = stages.modules[failing_stage]
+        failing.__class__ = FailingStage
+        failing.fail_at = fail_at  # type: ignore[attr-defined]
+    schedule = build_schedule(transport.num_ranks, plan.stages_per_rank, NUM_MICROBATCHES, 2)
+    return stages.executor(schedule, transport, clock, unsealed_names=unsealed_names), stages.memory
 
 
 def test_a_step_leaves_nothing_in_the_stash_and_can_be_repeated() -> None:

@@ -22,7 +22,7 @@ from mobius.errors import (
     MobiusError,
     PlanError,
 )
-from mobius.training import build
+from mobius.training import stages
 
 Run = Callable[..., None]
 
@@ -189,7 +189,7 @@ def test_a_mistake_is_told_before_training_and_leaves_nothing_behind(
     mistake: Mistake, run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="mobius")
-    monkeypatch.setattr(build, "take_memory", refuse_to_allocate)
+    monkeypatch.setattr(stages, "take_memory", refuse_to_allocate)
     mistake.prepare()
     before = tree(workplace)
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from mobius.errors import CheckpointError, MobiusError, NonFiniteLossError, NoResultError
 from mobius.interruption import Standing
 from mobius.memory.layout import StageLayout
-from mobius.memory.stage_memory import StageMemory
 from mobius.output.hf_folder import write_params_file
 from mobius.training.export import check_result
+from mobius.training.session import Session
 
 Run = Callable[..., None]
 
@@ -76,18 +76,18 @@ def test_a_run_that_ends_with_weights_that_are_not_finite_fails_and_replaces_not
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_all_ranks_refuse_a_weight_that_is_not_finite_on_one_of_them(value: float) -> None:
-    def memory(rank: int) -> dict[int, StageMemory]:
+    def session(transport: LocalTransport) -> Session:
         layout = StageLayout.of({"a": (3, 4), "b": (5,)})
         weights = torch.zeros(layout.num_elements, dtype=torch.bfloat16)
-        if rank == 1:
+        if transport.rank == 1:
             layout.views(weights)["b"][2] = value
-        return {rank: cast(StageMemory, SimpleNamespace(state=SimpleNamespace(layout=layout, weights=weights)))}
+        memory = {transport.rank: SimpleNamespace(state=SimpleNamespace(layout=layout, weights=weights))}
+        blueprint, stages = SimpleNamespace(plan=SimpleNamespace(num_stages=2)), SimpleNamespace(memory=memory)
+        return cast(Session, SimpleNamespace(blueprint=blueprint, transport=transport, stages=stages))
 
     def work(transport: LocalTransport) -> str:
         with pytest.raises(NoResultError) as raised:
-            check_result(
-                memory(transport.rank), transport, num_stages=2, num_updates=1, num_steps=1, folder=Path("out")
-            )
+            check_result(session(transport), num_updates=1, num_steps=1, folder=Path("out"))
         return str(raised.value)
 
     first, second = run_rank_threads(2, work)

@@ -30,9 +30,9 @@ def test_the_next_batch_is_made_before_a_step_is_waited_for_and_none_behind_the_
 
     monkeypatch.setattr(Batches, "__next__", taken)
     monkeypatch.setattr(Stepper, "apply", applied)
-    trainer, state = make_single_trainer(tmp_path, OPTIONS)
+    trainer, session = make_single_trainer(tmp_path, OPTIONS)
 
     assert [metrics.step for metrics in trainer.train()] == [1, 2, 3]
 
-    state.close()
+    session.close()
     assert events == ["batch", "batch", "end of step 1", "batch", "end of step 2", "end of step 3"]

@@ -1,0 +1,225 @@
+"""One rank's run from its plan to its trainer, opened alike by training, benchmarks and tests.
+
+draw_blueprint -> open_session: bind, connect, settle the plan, take and fill the stages, rehearse -> trainer
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from mobius.config.config import Dtype
+from mobius.data.batches import Batches
+from mobius.limits import max_sends_under_way
+from mobius.machine.devices import MemoryMeter, optimizer_threads, set_host_threads
+from mobius.machine.peer_check import send_by_host_if_broken
+from mobius.memory.spans import NO_SPANS, Spans
+from mobius.messages.cuda_copies import CudaCopyEngine
+from mobius.messages.distributed import DistributedTransport
+from mobius.messages.mailboxes import Mailboxes, open_mailboxes
+from mobius.messages.rehearsal import RehearsalTransport
+from mobius.messages.transport import SingleRankTransport, Transport
+from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource, folder_has_weights
+from mobius.optim.adamw import AdamWSettings, FlatAdamW
+from mobius.optim.fused_update import FusedUpdate
+from mobius.optim.grad_scaler import LossScale
+from mobius.optim.kernel import load_kernel
+from mobius.optim.stepper import Stepper
+from mobius.optim.tied import TiedPair
+from mobius.optim.update_queue import UpdateQueue
+from mobius.output.recordings import Recordings
+from mobius.output.trace import TraceFacts
+from mobius.planning.blueprint import Blueprint
+from mobius.planning.measured_plan import plan_by_measurement
+from mobius.ranks import allows_peer_copies, cache_folder
+from mobius.runtime.executor import StepBatch
+from mobius.runtime.waits import WaitClock
+from mobius.training.stages import RankStages
+from mobius.training.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """Parts of a run on one rank, ready to train."""
+
+    blueprint: Blueprint
+    """With the plan that all ranks agreed on."""
+    transport: Transport
+    stages: RankStages
+    recordings: Recordings | None
+
+    @property
+    def spans(self) -> Spans:
+        return NO_SPANS if self.recordings is None else self.recordings.spans
+
+    def trainer(self, batches: Batches, *, has_kernel: bool = True) -> Trainer:
+        """Trainer on `batches`; without the C kernel, torch updates what is in host memory."""
+        blueprint, device = self.blueprint, self.blueprint.place.device
+        optim, plan, names = blueprint.config.optim, blueprint.plan, blueprint.parts.tied_names
+        clock = WaitClock(device)
+        tied = TiedPair(*names, 0, plan.num_stages - 1, plan.num_ranks) if names else None
+        kernel = None
+        if has_kernel and (self.stages.arena is not None or device.type == "cpu"):
+            kernel = load_kernel(cache_folder(), num_threads=optimizer_threads(plan.num_ranks))
+        settings = AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)
+        adamw = FlatAdamW(settings, kernel, FusedUpdate())
+        adamw.warm_up(memory.state for memory in self.stages.memory.values())
+        return Trainer(
+            optim,
+            executor=self.stages.executor(
+                blueprint.schedule,
+                self.transport,
+                clock,
+                unsealed_names=tied.names if tied else frozenset(),
+                spans=self.spans,
+            ),
+            stepper=Stepper(
+                adamw,
+                memory=self.stages.memory,
+                transport=self.transport,
+                clock=clock,
+                loss_scale=LossScale(is_dynamic=blueprint.config.model.dtype is Dtype.FP16),
+                num_stages=plan.num_stages,
+                max_grad_norm=optim.max_grad_norm,
+                tied=tied,
+            ),
+            batches=_step_batches(batches, pin=device.type == "cuda"),
+            transport=self.transport,
+            clock=clock,
+            meter=MemoryMeter(device),
+            watches=() if self.recordings is None else self.recordings.watches,
+        )
+
+    def write_recordings(self) -> None:
+        """Leave what was recorded, if anything was to be; collective, after the last step."""
+        if self.recordings is not None:
+            plan = self.blueprint.plan
+            device = MemoryMeter(self.blueprint.place.device).device_name
+            facts = TraceFacts(plan.num_ranks, plan.num_stages, plan.num_microbatches, plan.num_slots, device)
+            self.recordings.write(facts, self.transport)
+
+    def close(self) -> None:
+        """End the connections and give page-locked memory back; nothing may be copying any more."""
+        self.stages.close()
+        self.transport.close()
+
+
+def open_session(
+    blueprint: Blueprint,
+    model_folder: Path,
+    *,
+    source: WeightSource | None = None,
+    recordings: Recordings | None = None,
+    transport: Transport | None = None,
+    settled: Callable[[Blueprint], None] | None = None,
+    passed: Callable[[str], None] | None = None,
+) -> Session:
+    """Bring a drawn run to where it can train; collective.
+
+    `source` gives the weights instead of `model_folder` (a benchmark's are random), `transport` is one that has met the
+    other ranks already. `settled` is called with the plan that all ranks agree on, before it takes memory; `passed`
+    with each part's name as it ends: connect, weights, rehearsal.
+
+    Raises PlanError if the ranks disagree, and what planning, memory and weights raise.
+    """
+    place, done = blueprint.place, passed or (lambda part: None)
+    set_host_threads(place.ranks, place.device, place.device_order)
+    spans = NO_SPANS if recordings is None else recordings.spans
+    transport = transport or _connect(blueprint, spans)
+    blueprint = plan_by_measurement(blueprint, transport)
+    if settled is not None:
+        settled(blueprint)
+    done("connect")
+    pipeline = blueprint.config.pipeline
+    stages = RankStages.take(
+        blueprint.parts,
+        blueprint.plan,
+        place.ranks.rank,
+        device=place.device,
+        dtype=blueprint.dtype,
+        gradient_dtype=torch.float32 if pipeline.fp32_gradients else blueprint.dtype,
+        loss_chunk_tokens=pipeline.loss_chunk_tokens,
+        waiting=blueprint.answer.request.waiting,
+        updates=UpdateQueue() if pipeline.overlap_optimizer else None,
+        spans=spans,
+    )
+    stages.fill(source or _weights_of(blueprint, model_folder), show_progress=place.ranks.is_first)
+    done("weights")
+    if place.device.type == "cuda" and place.ranks.num_ranks > 1:
+        _rehearse(blueprint, stages)
+    transport.barrier()
+    done("rehearsal")
+    return Session(blueprint=blueprint, transport=transport, stages=stages, recordings=recordings)
+
+
+def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
+    """Meet the other ranks; collective."""
+    place, device = blueprint.place, blueprint.place.device
+    if place.ranks.num_ranks == 1:
+        return SingleRankTransport()
+    if place.meeting is not None:
+        send_by_host_if_broken(
+            place.meeting, lambda: CudaCopyEngine(device, allows_peers=True), device=device, order=place.device_order
+        )
+    has_copies = blueprint.config.pipeline.copy_messages and device.type == "cuda"
+    return DistributedTransport(
+        rank=place.ranks.rank,
+        num_ranks=place.ranks.num_ranks,
+        device=device,
+        shape=blueprint.message_shape,
+        dtype=blueprint.dtype,
+        spans=spans,
+        mailboxes=partial(_mailboxes, blueprint) if has_copies else None,
+        # On a CPU the host does the work and is never ahead of it.
+        max_sends=max_sends_under_way(blueprint.plan.num_microbatches) if device.type == "cuda" else None,
+    )
+
+
+def _mailboxes(blueprint: Blueprint) -> Mailboxes | None:
+    """Mailboxes for messages by copy engines, or None where they do not work; collective."""
+    device, meeting = blueprint.place.device, blueprint.place.meeting
+    assert meeting is not None  # several ranks on GPUs have met
+    return open_mailboxes(
+        meeting,
+        lambda: CudaCopyEngine(device, allows_peers=allows_peer_copies()),
+        device=device,
+        message_bytes=math.prod(blueprint.message_shape) * blueprint.dtype.itemsize,
+    )
+
+
+def _weights_of(blueprint: Blueprint, folder: Path) -> WeightSource:
+    if folder_has_weights(folder):
+        return CheckpointWeights(folder, blueprint.parts.stored_names, dtype=blueprint.dtype)
+    return InitialWeights(blueprint.parts, seed=blueprint.config.optim.seed)
+
+
+def _rehearse(blueprint: Blueprint, stages: RankStages) -> None:
+    """Play one step of this rank alone on made-up data, so that the first real one finds kernels and memory ready.
+
+    Leaves weights and optimizer as they are; the gradients it makes are overwritten by the first step's.
+    """
+    config, place = blueprint.config, blueprint.place
+    transport = RehearsalTransport(
+        rank=place.ranks.rank,
+        num_ranks=place.ranks.num_ranks,
+        device=place.device,
+        shape=blueprint.message_shape,
+        dtype=blueprint.dtype,
+        max_sends=max_sends_under_way(blueprint.plan.num_microbatches),
+    )
+    tokens = torch.zeros(config.pipeline.batch_size, config.data.seq_length, dtype=torch.int64)
+    stages.executor(blueprint.schedule, transport).run(StepBatch(tokens, tokens, tokens.numel(), tokens.numel()))
+    MemoryMeter(place.device).synchronize()
+
+
+def _step_batches(batches: Batches, *, pin: bool) -> Iterator[StepBatch]:
+    """The endless batches as tensors, page-locked if they go to a GPU."""
+    for batch in batches:
+        tensors = (torch.from_numpy(each) for each in (batch.input_ids, batch.labels))
+        input_ids, labels = (tensor.pin_memory() if pin else tensor for tensor in tensors)
+        yield StepBatch(input_ids, labels, batch.num_targets, batch.num_tokens)

@@ -1,0 +1,111 @@
+"""One rank's stages: their code, the memory that holds their training state, and the executor that plays them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from mobius.memory.host_arena import HostArena
+from mobius.memory.layout import StageLayout
+from mobius.memory.rank_memory import take_memory
+from mobius.memory.spans import NO_SPANS, Spans
+from mobius.memory.stage_memory import StageMemory
+from mobius.memory.streamed import Updates
+from mobius.messages.transport import Messages
+from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.weights import WeightSource
+from mobius.plan.plan import Plan
+from mobius.runtime.executor import Executor
+from mobius.runtime.stage import StageModule
+from mobius.runtime.waits import WaitClock
+from mobius.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStages:
+    """Stages of one rank, each as a module without storage and the memory that its views come from."""
+
+    plan: Plan
+    device: torch.device
+    modules: Mapping[int, StageModule]
+    memory: Mapping[int, StageMemory]
+    layer_inputs: LayerInputs
+    arena: HostArena | None
+    """The host's part of the memory; None where no stage is streamed."""
+
+    @classmethod
+    def take(
+        cls,
+        parts: ModelParts,
+        plan: Plan,
+        rank: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        loss_chunk_tokens: int,
+        waiting: Collection[int],
+        updates: Updates | None = None,
+        spans: Spans = NO_SPANS,
+    ) -> RankStages:
+        """Zeroed stages of `rank` as `plan` says; those in `waiting` keep their gradients (`take_memory`).
+
+        Raises HostMemoryError.
+        """
+        modules = {
+            stage: StageModule(parts, plan.cuts[stage], loss_chunk_tokens=loss_chunk_tokens)
+            for stage in plan.stages_of(rank)
+        }
+        memory, arena = take_memory(
+            {stage: StageLayout.of(module.shapes) for stage, module in modules.items()},
+            resident=plan.resident,
+            num_slots=plan.slots[rank],
+            dtype=dtype,
+            gradient_dtype=gradient_dtype,
+            waiting=waiting,
+            device=device,
+            updates=updates,
+            spans=spans,
+        )
+        inputs = LayerInputs(parts, device=device, dtype=dtype)
+        return cls(plan=plan, device=device, modules=modules, memory=memory, layer_inputs=inputs, arena=arena)
+
+    def fill(self, source: WeightSource, *, show_progress: bool = False) -> None:
+        """Set every parameter from `source`, tensor by tensor; a bar is shown only on a terminal."""
+        named = [
+            (stage, name, shape) for stage, module in self.modules.items() for name, shape in module.shapes.items()
+        ]
+        disable = None if show_progress else True
+        for stage, name, shape in tqdm(named, desc="loading weights", unit="tensor", leave=False, disable=disable):
+            self.memory[stage].state.set_parameter(name, source.read(name, shape))
+
+    def executor(
+        self,
+        schedule: Schedule,
+        transport: Messages,
+        clock: WaitClock | None = None,
+        *,
+        unsealed_names: frozenset[str] = frozenset(),
+        spans: Spans = NO_SPANS,
+    ) -> Executor:
+        """Player of this rank's actions of `schedule`, which is made for the same plan."""
+        return Executor(
+            schedule,
+            stages=self.modules,
+            memory=self.memory,
+            layer_inputs=self.layer_inputs,
+            transport=transport,
+            clock=clock or WaitClock(self.device),
+            device=self.device,
+            unsealed_names=unsealed_names,
+            graph_stages=self.plan.kept,
+            spans=spans,
+        )
+
+    def close(self) -> None:
+        """Give page-locked memory back; nothing may be copying any more."""
+        if self.arena is not None:
+            self.arena.close()
