@@ -34,7 +34,6 @@ SINGLE_FILE_NAME = "model.safetensors"
 INDEX_FILE_NAME = "model.safetensors.index.json"
 
 _MAX_HELD_BYTES = 64 * 2**20
-
 _TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SAME_SIZE_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -69,27 +68,21 @@ def plan_shards(
 
     All ranks get the same answer from the same `parameters`. Files are numbered by their first parameter.
     """
-    names = [parameter.name for parameter in parameters]
-    assert len(set(names)) == len(names), "a parameter is saved twice"
+    assert len({parameter.name for parameter in parameters}) == len(parameters), "a parameter is saved twice"
     groups: list[list[SavedParameter]] = []
     open_groups: dict[int, list[SavedParameter]] = {}
     num_bytes: dict[int, int] = {}
     for parameter in parameters:
-        rank = parameter.owner_rank
-        parameter_bytes = parameter.num_elements * dtype_bytes
+        rank, parameter_bytes = parameter.owner_rank, parameter.num_elements * dtype_bytes
         if rank not in open_groups or num_bytes[rank] + parameter_bytes > max_shard_bytes:
-            open_groups[rank] = []
-            num_bytes[rank] = 0
+            open_groups[rank], num_bytes[rank] = [], 0
             groups.append(open_groups[rank])
         open_groups[rank].append(parameter)
         num_bytes[rank] += parameter_bytes
+    names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     return tuple(
-        Shard(
-            file_name=SINGLE_FILE_NAME if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors",
-            owner_rank=group[0].owner_rank,
-            names=tuple(parameter.name for parameter in group),
-        )
-        for number, group in enumerate(groups, start=1)
+        Shard(name, group[0].owner_rank, tuple(parameter.name for parameter in group))
+        for name, group in zip(names if len(groups) > 1 else [SINGLE_FILE_NAME], groups, strict=True)
     )
 
 
@@ -110,10 +103,7 @@ def write_shards(folder: Path, shards: Sequence[Shard], rank: int, read: Callabl
 
 
 def write_index(folder: Path, shards: Sequence[Shard], parameters: Sequence[SavedParameter], dtype_bytes: int) -> None:
-    """Write the index that tells readers which file has which parameter; a single file needs none.
-
-    Raises CheckpointError.
-    """
+    """Write which file has which parameter; a single file needs no index. Raises CheckpointError."""
     if len(shards) == 1:
         return
     num_parameters = sum(parameter.num_elements for parameter in parameters)
@@ -127,10 +117,10 @@ def write_index(folder: Path, shards: Sequence[Shard], parameters: Sequence[Save
 
 
 def write_model_files(folder: Path, base: BaseFiles, model_config: PretrainedConfig, *, dtype: torch.dtype) -> None:
-    """Write everything besides the weights that `AutoModelForCausalLM` and `AutoTokenizer` need to load and generate.
+    """Write what transformers needs besides the weights; raises CheckpointError.
 
     These are the base's own files, byte by byte, and its configuration with the fields that the run changed; `dtype` is
-    that of the saved weights. Raises CheckpointError.
+    that of the saved weights.
     """
     fields = {**base.config, **changed_fields(base.config, model_config)}
     # Older versions of transformers read the one name, newer ones write the other.
@@ -150,24 +140,21 @@ def write_params_file(path: Path, folder: Path) -> None:
     """Write all weights of `folder` to the single file `path`: a dict from name to tensor, as `torch.load` reads it.
 
     A tied head, which the folder does not store, gets its name too, because `load_state_dict` asks for it; the bytes
-    are in the file once. The file appears whole, synced to the disk. Each other tensor has a storage of its own, so
-    that `torch.load(path, weights_only=True, mmap=True)` works and reading one tensor reads only its bytes. Raises
-    CheckpointError.
+    are in the file once. Each other tensor has a storage of its own, so that `torch.load(path, weights_only=True,
+    mmap=True)` reads only what is asked for. The file appears whole, synced to the disk. Raises CheckpointError.
     """
-    file_names = list(dict.fromkeys(_weight_map(folder).values()))
-    files = [_map_file(folder / file_name) for file_name in file_names]
+    files = [_map_file(folder / file_name) for file_name in dict.fromkeys(_weight_map(folder).values())]
     tensors = {name: tensor for _, part in files for name, tensor in part.items()}
     if EMBEDDING in tensors:
         tensors.setdefault(HEAD, tensors[EMBEDDING])
     with (
         _told_as("write", path),
         replaced_whole(path) as temporary,
-        _ReleasingFile(temporary, [m for m, _ in files]) as file,
+        _ReleasingFile(temporary, [mapped for mapped, _ in files]) as file,
     ):
         try:
             torch.save(tensors, file)
-        except RuntimeError as error:
-            # torch covers the system's error (no space left) with one of its own.
+        except RuntimeError as error:  # torch covers the system's error (no space left) with one of its own
             raise file.failure or error from error
 
 
@@ -180,21 +167,16 @@ def verify_folder(folder: Path, expected: Iterable[tuple[str, Callable[[], torch
     weight_map = _weight_map(folder)
     for file_name in dict.fromkeys(weight_map.values()):
         indexed = {name for name, its_file in weight_map.items() if its_file == file_name}
-        stray = sorted(indexed ^ _names_in(folder / file_name))
-        if stray:
+        if stray := sorted(indexed ^ _names_in(folder / file_name)):
             raise CheckpointError(f"{folder / file_name} and {INDEX_FILE_NAME} disagree about {stray[0]!r}.")
     for name, read in expected:
         if name not in weight_map:
             raise CheckpointError(f"{folder} has no tensor {name!r}.")
         path = folder / weight_map[name]
         # Opened anew for each tensor: an open file keeps every page that was read in this process's memory.
-        try:
-            with safe_open(path, framework="pt") as file:
-                stored = file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot read {name!r}: {error}") from error
-        difference = _difference(stored, read())
-        if difference is not None:
+        with _told_as(f"read {name!r} of", path), safe_open(path, framework="pt") as file:
+            stored = file.get_tensor(name)
+        if difference := _difference(stored, read()):
             raise CheckpointError(f"{path}: {name!r} was not saved as it was trained: {difference}.")
 
 
@@ -205,10 +187,8 @@ def _difference(stored: torch.Tensor, trained: torch.Tensor) -> str | None:
         return f"{stored.dtype} instead of {trained.dtype}"
     # As integers, because a NaN equals itself only there, and 0.0 equals -0.0 only elsewhere.
     integers = _SAME_SIZE_INTEGERS[stored.element_size()]
-    differs = stored.reshape(-1).view(integers) != trained.reshape(-1).view(integers)
-    if differs.any():
-        return f"{int(differs.sum()):,} of {stored.numel():,} elements differ"
-    return None
+    differing = int((stored.reshape(-1).view(integers) != trained.reshape(-1).view(integers)).sum())
+    return f"{differing:,} of {stored.numel():,} elements differ" if differing else None
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -216,9 +196,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     index = folder / INDEX_FILE_NAME
     if not index.exists():
         return dict.fromkeys(sorted(_names_in(folder / SINGLE_FILE_NAME)), SINGLE_FILE_NAME)
-    weight_map = json.loads(index.read_text())["weight_map"]
-    assert isinstance(weight_map, dict)
-    return weight_map
+    return dict(json.loads(index.read_text())["weight_map"])
 
 
 def _names_in(path: Path) -> set[str]:
@@ -242,7 +220,6 @@ def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     data_start = 8 + int.from_bytes(mapped[:8], "little")
     header = json.loads(mapped[8:data_start])
-    header.pop("__metadata__", None)
     tensors = {
         name: torch.frombuffer(
             mapped,
@@ -251,6 +228,7 @@ def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:
             count=math.prod(entry["shape"]),
         ).reshape(entry["shape"])
         for name, entry in header.items()
+        if name != "__metadata__"
     }
     return mapped, tensors
 
@@ -265,7 +243,7 @@ class _ReleasingFile(io.BufferedWriter):
         self.failure: OSError | None = None
 
     def write(self, data: "Buffer") -> int:
-        """Write all of `data`, as `BufferedWriter` does."""
+        """Write all of `data`."""
         try:
             num_bytes = super().write(data)
         except OSError as error:
