@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -42,14 +41,16 @@ class TiedPair:
         other's stage is resident or streamed. Takes three times `CHUNK_ELEMENTS` there.
         Returns the sum's squared norm (fp32 scalar on `device`) on the rank of the embedding, None on the others.
         """
-        owners = (self.embedding_stage % self.num_ranks, self.head_stage % self.num_ranks)
+        places = ((self.embedding_stage, self.embedding_name), (self.head_stage, self.head_name))
+        owners = [stage % self.num_ranks for stage, _ in places]
         if transport.rank not in owners:
             return None
         copies = []
-        if transport.rank == owners[0]:
-            copies.append(_gradient(memory[self.embedding_stage], self.embedding_name))
-        if transport.rank == owners[1]:
-            copies.append(_gradient(memory[self.head_stage], self.head_name))
+        for stage, name in places:
+            if stage in memory:
+                memory[stage].wait_for_gradients()
+                state = memory[stage].state
+                copies.append(state.gradients[state.layout.slice_of(name)])
         peer = owners[1] if transport.rank == owners[0] else owners[0]
         square = torch.zeros((), dtype=torch.float32, device=device)
         for parts in zip(*(copy.split(CHUNK_ELEMENTS) for copy in copies), strict=True):
@@ -58,16 +59,6 @@ class TiedPair:
             total = first + (others[0] if others else transport.exchange(first, peer))
             for part in parts:
                 part.copy_(total)
-            square += _square(total)
+            norm: Tensor = torch.linalg.vector_norm(total, dtype=torch.float32)
+            square += norm.square()
         return square if transport.rank == owners[0] else None
-
-
-def _gradient(memory: StageMemory, name: str) -> Tensor:
-    memory.wait_for_gradients()
-    state = memory.state
-    offset, shape = state.layout.offsets[name]
-    return state.gradients[offset : offset + torch.Size(shape).numel()]
-
-
-def _square(gradient: Tensor) -> Tensor:
-    return cast(Tensor, torch.linalg.vector_norm(gradient, dtype=torch.float32)).square()
