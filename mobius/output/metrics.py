@@ -48,32 +48,26 @@ class StepMetrics:
 class MetricsLog:
     """The file `metrics.jsonl`: one JSON object per step, readable up to the last step at any time.
 
-    What cannot be written, because the disk is full, waits in memory for the next step: the file never has half a line,
-    and no training ends because of it.
+    Lines that a full disk does not take wait in memory for the next step: the file never has half a line.
     """
 
     def __init__(self, path: Path) -> None:
         """`path` is appended to; it is opened with the first step."""
         self._path = path
-        # Unbuffered: a line is handed to the system as soon as it is complete, so a killed run keeps its metrics.
-        self._file: FileIO | None = None
+        self._file: FileIO | None = None  # unbuffered, so that a killed run keeps its metrics
         self._num_bytes = 0
         self._waiting: list[bytes] = []
         self._has_warned = False
 
     def append(self, metrics: StepMetrics) -> None:
         """Write one line. Numbers that JSON does not have are strings that `float` reads: "nan", "inf", "-inf"."""
-        line = json.dumps(_as_json(asdict(metrics)), allow_nan=False) + "\n"
-        self._waiting.append(line.encode())
+        self._waiting.append(json.dumps(_as_json(asdict(metrics)), allow_nan=False).encode() + b"\n")
         try:
             self._write()
         except OSError as error:
             if not self._has_warned:
-                logger.warning(
-                    "cannot write %s (%s); training goes on, and the file is completed when there is space again",
-                    self._path,
-                    error.strerror,
-                )
+                then = "training goes on, and the file is completed when there is space again"
+                logger.warning("cannot write %s (%s); %s", self._path, error.strerror, then)
             self._has_warned = True
 
     def _write(self) -> None:

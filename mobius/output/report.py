@@ -103,26 +103,16 @@ def _time(steps: Sequence[StepMetrics], timings: RunTimings, forecast: Forecast 
 
 def _waiting(steps: Sequence[StepMetrics]) -> str:
     total = sum(step.step_seconds for step in steps)
-    rows = [("computation waited for", "seconds per step, median", "share of all step time")]
-    for cause in WaitCause:
-        waits = [step.wait_seconds.get(cause, 0.0) for step in steps]
-        rows.append((cause, f"{statistics.median(waits):.3f}", f"{sum(waits) / total:.1%}"))
-    return _table(rows)
+    waits = {cause: [step.wait_seconds.get(cause, 0.0) for step in steps] for cause in WaitCause}
+    rows = [(cause, f"{statistics.median(own):.3f}", f"{sum(own) / total:.1%}") for cause, own in waits.items()]
+    return _table([("computation waited for", "seconds per step, median", "share of all step time"), *rows])
 
 
 def _memory(per_rank: Sequence[RankMemory]) -> str:
-    rows = [("rank", "device", "GPU peak", "GPU reserved", "GPU persistent", "host peak")]
-    rows += [
-        (
-            f"{memory.rank}",
-            memory.device,
-            _gib(memory.peak_allocated_bytes),
-            _gib(memory.peak_reserved_bytes),
-            _gib(memory.persistent_bytes),
-            _gib(memory.peak_host_bytes),
-        )
-        for memory in sorted(per_rank, key=lambda memory: memory.rank)
-    ]
+    rows: list[tuple[str, ...]] = [("rank", "device", "GPU peak", "GPU reserved", "GPU persistent", "host peak")]
+    for memory in sorted(per_rank, key=lambda memory: memory.rank):
+        gpu_bytes = (memory.peak_allocated_bytes, memory.peak_reserved_bytes, memory.persistent_bytes)
+        rows.append((f"{memory.rank}", memory.device, *map(_gib, gpu_bytes), _gib(memory.peak_host_bytes)))
     host = sum(memory.peak_host_bytes for memory in per_rank)
     return f"{_table(rows)}\nhost memory of all ranks together: {_gib(host)}"
 
@@ -132,7 +122,6 @@ def _gib(num_bytes: int | None) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Align the columns of `rows`."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

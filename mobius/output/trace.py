@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,8 +19,6 @@ from mobius.errors import ConfigError
 from mobius.plan.simulation import Prediction
 from mobius.schedule.lanes import Lane, LaneSpan
 from mobius.schedule.schedule import Schedule
-
-_NAME = re.compile(r"(?P<letter>[DFBLOU])(?P<stage>\d+)(?:\.(?P<microbatch>\d+))?")
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,10 @@ class Trace:
 
     def lane_seconds(self, step: int) -> list[dict[str, float]]:
         """Seconds of each rank that a lane worked during `step`, and that compute waited by cause (`wait: weights`)."""
-        rows = []
-        for rank in range(self.facts.num_ranks):
-            row: dict[str, float] = {}
+        rows: list[dict[str, float]] = [defaultdict(float) for _ in self.spans]
+        for rank, row in enumerate(rows):
             for span in sorted(self.within(rank, step), key=_lane_key):
-                name = f"wait: {span.name}" if span.lane is Lane.WAIT else span.lane.value
-                row[name] = row.get(name, 0.0) + span.end - span.start
-            rows.append(row)
+                row[f"wait: {span.name}" if span.lane is Lane.WAIT else span.lane.value] += span.end - span.start
         return rows
 
 
@@ -92,11 +88,9 @@ class ActionName(NamedTuple):
 
 def take_apart(name: str) -> ActionName | None:
     """`F4.1` -> (F, 4, 1), `L4` -> (L, 4, None), None for a name that is no action's."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return None
-    microbatch = match["microbatch"]
-    return ActionName(match["letter"], int(match["stage"]), None if microbatch is None else int(microbatch))
+    if match := re.fullmatch(r"([DFBLOU])(\d+)(?:\.(\d+))?", name):
+        return ActionName(match[1], int(match[2]), int(match[3]) if match[3] else None)
+    return None
 
 
 def predicted_trace(prediction: Prediction, schedule: Schedule, *, device: str) -> Trace:
@@ -106,10 +100,8 @@ def predicted_trace(prediction: Prediction, schedule: Schedule, *, device: str) 
         LaneSpan(Lane.STEP, f"step {number}", number, start, end)
         for number, (start, end) in enumerate(pairwise((0.0, *prediction.step_ends)), start=1)
     ]
-    spans = []
-    for rank_spans in prediction.spans:
-        spans.append(tuple(sorted([*steps, *rank_spans], key=lambda span: (span.start, -span.end))))
-    return Trace(TraceFacts(*sizes, device, is_predicted=True), tuple(spans))
+    spans = (sorted([*steps, *own], key=lambda span: (span.start, -span.end)) for own in prediction.spans)
+    return Trace(TraceFacts(*sizes, device, is_predicted=True), tuple(map(tuple, spans)))
 
 
 def write_part(folder: Path, rank: int, spans: Sequence[LaneSpan]) -> None:
@@ -123,7 +115,7 @@ def merge_parts(folder: Path, facts: TraceFacts) -> Trace:
     rows = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
     for part in parts:
         part.unlink()
-    return Trace(facts, tuple(tuple(_span(**row) for row in rank_rows) for rank_rows in rows))
+    return Trace(facts, tuple(tuple(_span(**row) for row in own) for own in rows))
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -141,24 +133,15 @@ def read_trace(path: Path) -> Trace:
         facts = TraceFacts(**document["otherData"])
         spans: list[list[LaneSpan]] = [[] for _ in range(facts.num_ranks)]
         for event in document["traceEvents"]:
-            if event["ph"] != "X":
-                continue
-            start, arguments = event["ts"] / 1e6, event["args"]
-            spans[event["pid"]].append(
-                _span(
-                    lane=event["cat"],
-                    name=event["name"],
-                    step=arguments["step"],
-                    start=start,
-                    end=start + event["dur"] / 1e6,
-                    peer=arguments.get("peer"),
-                )
-            )
+            if event["ph"] == "X":
+                start, end, args = event["ts"] / 1e6, event["ts"] / 1e6 + event["dur"] / 1e6, event["args"]
+                span = LaneSpan(Lane(event["cat"]), event["name"], args["step"], start, end, args.get("peer"))
+                spans[event["pid"]].append(span)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise ConfigError(f"{path} is not a trace.json of Mobius (--trace writes one)") from error
-    return Trace(facts, tuple(tuple(rank_spans) for rank_spans in spans))
+    return Trace(facts, tuple(map(tuple, spans)))
 
 
 def _part(folder: Path, rank: int) -> Path:
@@ -169,50 +152,35 @@ def _span(*, lane: str, **fields: Any) -> LaneSpan:
     return LaneSpan(lane=Lane(lane), **fields)
 
 
-def _events(rank: int, spans: Iterable[LaneSpan], origin: float, facts: TraceFacts) -> list[dict[str, Any]]:
+def _events(rank: int, spans: Sequence[LaneSpan], origin: float, facts: TraceFacts) -> Iterator[dict[str, Any]]:
     """The events of one rank: what it and its lanes are called, then its spans."""
-    spans = list(spans)
+
+    def metadata(tid: int, kind: str, **arguments: str | int) -> dict[str, Any]:
+        return {"ph": "M", "pid": rank, "tid": tid, "name": kind, "args": arguments}
+
+    yield metadata(0, "process_name", name=f"rank {rank} ({facts.device})")
+    yield metadata(0, "process_sort_index", sort_index=rank)
     lanes = sorted({_lane_key(span) for span in spans})
-    events: list[dict[str, Any]] = [
-        _metadata(rank, 0, "process_name", name=f"rank {rank} ({facts.device})"),
-        _metadata(rank, 0, "process_sort_index", sort_index=rank),
-    ]
     for tid, (_, peer, lane) in enumerate(lanes):
         direction = {Lane.SEND: f" to {peer}", Lane.RECEIVE: f" from {peer}"}.get(lane, "")
-        events.append(_metadata(rank, tid, "thread_name", name=f"{lane}{direction}"))
-        events.append(_metadata(rank, tid, "thread_sort_index", sort_index=tid))
+        yield metadata(tid, "thread_name", name=f"{lane}{direction}")
+        yield metadata(tid, "thread_sort_index", sort_index=tid)
     for span in spans:
-        events.append(
-            {
-                "ph": "X",
-                "pid": rank,
-                "tid": lanes.index(_lane_key(span)),
-                "name": span.name,
-                "cat": span.lane.value,
-                "ts": round((span.start - origin) * 1e6, 3),
-                "dur": round((span.end - span.start) * 1e6, 3),
-                "args": _arguments(span),
-            }
-        )
-    return events
+        action = take_apart(span.name.partition(" ")[0])  # a message is about the action that sent it
+        about = {"stage": action.stage, "microbatch": action.microbatch} if action else {}
+        values = {"step": span.step, **about, "peer": span.peer}
+        yield {
+            "ph": "X",
+            "pid": rank,
+            "tid": lanes.index(_lane_key(span)),
+            "name": span.name,
+            "cat": span.lane.value,
+            "ts": round((span.start - origin) * 1e6, 3),
+            "dur": round((span.end - span.start) * 1e6, 3),
+            "args": {key: value for key, value in values.items() if value is not None},
+        }
 
 
 def _lane_key(span: LaneSpan) -> tuple[int, int, Lane]:
     """Sorts lanes in their own order; messages have a lane per edge, because only those of one edge take turns."""
     return list(Lane).index(span.lane), -1 if span.peer is None else span.peer, span.lane
-
-
-def _metadata(rank: int, tid: int, kind: str, **arguments: str | int) -> dict[str, Any]:
-    return {"ph": "M", "pid": rank, "tid": tid, "name": kind, "args": arguments}
-
-
-def _arguments(span: LaneSpan) -> dict[str, int]:
-    """Numbers that tell what the span is about; a message has those of the action that sent it."""
-    action = take_apart(span.name.partition(" ")[0])
-    values = {
-        "step": span.step,
-        "stage": action.stage if action else None,
-        "microbatch": action.microbatch if action else None,
-        "peer": span.peer,
-    }
-    return {key: value for key, value in values.items() if value is not None}
