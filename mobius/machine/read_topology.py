@@ -11,7 +11,8 @@ import contextlib
 import importlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,20 @@ from typing import Any
 import torch
 
 from mobius.machine.numa import gpu_addresses
-from mobius.machine.topology import Ancestor, Gpu, Topology, link_gpus
+from mobius.machine.topology import Ancestor, Gpu, Link, Topology, common_ancestor
 
 logger = logging.getLogger(__name__)
 
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _SWITCH = "switch"
-_ANCESTORS = (
-    ("NVML_TOPOLOGY_INTERNAL", Ancestor.PIX),
-    ("NVML_TOPOLOGY_SINGLE", Ancestor.PIX),
-    ("NVML_TOPOLOGY_MULTIPLE", Ancestor.PXB),
-    ("NVML_TOPOLOGY_HOSTBRIDGE", Ancestor.PHB),
-    ("NVML_TOPOLOGY_NODE", Ancestor.NODE),
-    ("NVML_TOPOLOGY_SYSTEM", Ancestor.SYS),
-)
-_DriverLinks = tuple[dict[tuple[int, int], Ancestor], dict[tuple[int, int], int]]
-"""Ancestors and NVLinks of pairs (first, second), first < second; a pair that is missing was not told."""
+_ANCESTORS = {
+    "NVML_TOPOLOGY_INTERNAL": Ancestor.PIX,
+    "NVML_TOPOLOGY_SINGLE": Ancestor.PIX,
+    "NVML_TOPOLOGY_MULTIPLE": Ancestor.PXB,
+    "NVML_TOPOLOGY_HOSTBRIDGE": Ancestor.PHB,
+    "NVML_TOPOLOGY_NODE": Ancestor.NODE,
+    "NVML_TOPOLOGY_SYSTEM": Ancestor.SYS,
+}
 
 
 def import_nvml() -> Any | None:
@@ -45,96 +44,72 @@ def import_nvml() -> Any | None:
         return None
 
 
-def read_topology(
-    num_gpus: int,
-    *,
-    root: Path = Path("/"),
-    import_driver: Callable[[], Any | None] = import_nvml,
-) -> Topology:
+def read_topology(num_gpus: int, root: Path = Path("/")) -> Topology:
     """The first `num_gpus` GPUs as torch counts them; facts that the machine does not tell are left out.
 
-    `root` and `import_driver` are for tests.
+    The kernel's tree of bridges tells what two GPUs share, the driver where that has gaps. `root` is for tests.
     """
     gpus = [_read_gpu(index, root) for index in range(num_gpus)]
-    ancestors: dict[tuple[int, int], Ancestor] = {}
-    num_nvlinks: dict[tuple[int, int], int] = {}
     addresses = [gpu.address for gpu in gpus if gpu.address is not None]
-    nvml = import_driver() if len(addresses) == num_gpus > 1 else None
-    if nvml is not None:
-        ancestors, num_nvlinks = _read_driver_links(addresses, nvml)
-    p2p = {(a, b): _has_p2p(a, b) for a, b in combinations(range(num_gpus), 2)}
-    return link_gpus(gpus, ancestors=ancestors, num_nvlinks=num_nvlinks, p2p=p2p)
+    nvml = import_nvml() if len(addresses) == num_gpus > 1 else None
+    told = _ask_driver(addresses, nvml) if nvml is not None else {}
+    links = []
+    for one, other in combinations(gpus, 2):
+        a, b = one.index, other.index
+        ancestor, num_nvlinks = told.get((a, b), (None, 0))
+        # The driver says that each can reach the other's memory; peer_check.py tries whether that works.
+        has_p2p = torch.cuda.can_device_access_peer(a, b) and torch.cuda.can_device_access_peer(b, a)
+        links.append(Link(a, b, common_ancestor(one, other) or ancestor, num_nvlinks, has_p2p))
+    return Topology(tuple(gpus), tuple(links))
 
 
 def _read_gpu(index: int, root: Path) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
-    address = None
-    with contextlib.suppress(ValueError):
-        (address,) = gpu_addresses([index])
     uuid = str(getattr(properties, "uuid", "") or "").removeprefix("GPU-")
-    return Gpu(
-        index,
-        name=str(properties.name),
-        uuid=f"GPU-{uuid}" if uuid else None,
-        address=address,
-        numa_node=_read_node(address, root) if address is not None else None,
-        bridges=_read_bridges(address, root) if address is not None else (),
-    )
-
-
-def _read_node(address: str, root: Path) -> int | None:
-    """The kernel's number of a GPU's NUMA node; None where it has none, which it writes as -1."""
-    with contextlib.suppress(OSError, ValueError):
-        node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
-        return node if node >= 0 else None
-    return None
-
-
-def _read_bridges(address: str, root: Path) -> tuple[str, ...]:
-    """The folders from the host bridge down to a device, itself left out; none if the kernel does not show it."""
+    gpu = Gpu(index, name=str(properties.name), uuid=f"GPU-{uuid}" if uuid else None)
+    try:
+        (address,) = gpu_addresses([index])
+    except ValueError:
+        return gpu
     device = root / "sys/bus/pci/devices" / address
-    if not device.exists():
-        return ()
-    parts = device.resolve().parts
+    node = -1  # what the kernel writes where there is none
+    with contextlib.suppress(OSError, ValueError):
+        node = int((device / "numa_node").read_text())
+    # The folders from the host bridge down to the device, itself left out; none if the kernel does not show it.
+    parts = device.resolve().parts if device.exists() else ()
     hosts = [place for place, part in enumerate(parts) if _HOST_BRIDGE.fullmatch(part)]
-    return parts[hosts[-1] : -1] if hosts else ()
+    bridges = parts[hosts[-1] : -1] if hosts else ()
+    return replace(gpu, address=address, numa_node=node if node >= 0 else None, bridges=bridges)
 
 
-def _has_p2p(one: int, other: int) -> bool:
-    """Whether the driver says that each can reach the other's memory; peer_check.py tries whether that works."""
-    return torch.cuda.can_device_access_peer(one, other) and torch.cuda.can_device_access_peer(other, one)
-
-
-def _read_driver_links(addresses: Sequence[str], nvml: Any) -> _DriverLinks:
-    """The links of every two of the GPUs at these PCI addresses, as `nvml` (the module pynvml) tells them."""
+def _ask_driver(addresses: Sequence[str], nvml: Any) -> dict[tuple[int, int], tuple[Ancestor | None, int]]:
+    """The ancestor and the number of NVLinks of every two of the GPUs at these PCI addresses; empty if NVML fails."""
     try:
         nvml.nvmlInit()
         try:
-            return _ask(addresses, nvml)
+            return _read_pairs(addresses, nvml)
         finally:
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
         logger.info("NVML tells nothing about the GPUs' links: %s", error)
-        return {}, {}
+        return {}
 
 
-def _ask(addresses: Sequence[str], nvml: Any) -> _DriverLinks:
-    ancestors, num_nvlinks = {}, {}
-    levels = {getattr(nvml, name): ancestor for name, ancestor in _ANCESTORS}
+def _read_pairs(addresses: Sequence[str], nvml: Any) -> dict[tuple[int, int], tuple[Ancestor | None, int]]:
+    levels = {getattr(nvml, name): ancestor for name, ancestor in _ANCESTORS.items()}
     handles = [nvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]
     ends = [_nvlink_ends(handle, nvml) for handle in handles]
+    found = {}
     for first, second in combinations(range(len(handles)), 2):
-        pair = (first, second)
-        level = _answer(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, handles[first], handles[second])
-        if level in levels:
-            ancestors[pair] = levels[level]
-        num_nvlinks[pair] = ends[first].count(_normal(addresses[second]))
+        pair = handles[first], handles[second]
+        num_nvlinks = ends[first].count(_normal(addresses[second]))
         through_switches = min(ends[first].count(_SWITCH), ends[second].count(_SWITCH))
-        if through_switches and not num_nvlinks[pair]:
-            ask, capability = nvml.nvmlDeviceGetP2PStatus, nvml.NVML_P2P_CAPS_INDEX_NVLINK
-            if _answer(nvml, ask, handles[first], handles[second], capability) == nvml.NVML_P2P_STATUS_OK:
-                num_nvlinks[pair] = through_switches
-    return ancestors, num_nvlinks
+        if through_switches and not num_nvlinks:
+            status = _answer(nvml, nvml.nvmlDeviceGetP2PStatus, *pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            num_nvlinks = through_switches if status == nvml.NVML_P2P_STATUS_OK else 0
+        level = _answer(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, *pair)
+        found[first, second] = levels.get(level), num_nvlinks
+    return found
 
 
 def _nvlink_ends(handle: Any, nvml: Any) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import combinations, takewhile
@@ -118,10 +118,11 @@ class Topology:
         try:
             record = json.loads(text)
             gpus = [Gpu(**{**entry, "bridges": tuple(entry.get("bridges", ()))}) for entry in record["gpus"]]
-            ancestors = [entry.get("ancestor") for entry in record["links"]]
             links = [
-                Link(**{**entry, "ancestor": None if ancestor is None else Ancestor(ancestor)})
-                for entry, ancestor in zip(record["links"], ancestors, strict=True)
+                Link(
+                    **{**entry, "ancestor": Ancestor(entry["ancestor"]) if entry.get("ancestor") is not None else None}
+                )
+                for entry in record["links"]
             ]
             return cls(tuple(gpus), tuple(links), str(record.get("description", "")))
         except (TypeError, KeyError, AttributeError) as error:
@@ -162,23 +163,3 @@ def common_ancestor(one: Gpu, other: Gpu) -> Ancestor | None:
         return Ancestor.PHB
     is_one_switch = max(len(one.bridges), len(other.bridges)) - num_common <= 1
     return Ancestor.PIX if is_one_switch else Ancestor.PXB
-
-
-def link_gpus(
-    gpus: Sequence[Gpu],
-    *,
-    ancestors: Mapping[tuple[int, int], Ancestor],
-    num_nvlinks: Mapping[tuple[int, int], int],
-    p2p: Mapping[tuple[int, int], bool],
-) -> Topology:
-    """The topology of `gpus`: the kernel's tree of bridges first, `ancestors` (the driver's word) where it has gaps.
-
-    The mappings go by (first, second), first < second; a pair that one lacks is unknown, without NVLink, or without
-    P2P.
-    """
-    links = []
-    for first, second in combinations(range(len(gpus)), 2):
-        pair = (first, second)
-        ancestor = common_ancestor(gpus[first], gpus[second]) or ancestors.get(pair)
-        links.append(Link(first, second, ancestor, num_nvlinks.get(pair, 0), p2p.get(pair, False)))
-    return Topology(tuple(gpus), tuple(links))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 
 from mobius.machine.mapping import best_order
 from mobius.machine.read_topology import read_topology
-from mobius.machine.topology import Ancestor
+from mobius.machine.topology import Ancestor, Topology
 
 # Where the kernel has them: two behind a switch, one behind another port of the same host bridge, one on the other
 # socket, in a PCI domain of its own.
@@ -43,7 +44,8 @@ def root(tmp_path: Path) -> Path:
 def see_gpus(
     monkeypatch: pytest.MonkeyPatch, *addresses: str | None, p2p: frozenset[tuple[int, int]] = frozenset()
 ) -> None:
-    """Make torch see these GPUs, in this order; None is one of which it does not tell the address."""
+    """Make torch see these GPUs, in this order; None is one of which it does not tell the address. There is no NVML."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # type: ignore[arg-type]
     gpus = []
     for index, address in enumerate(addresses):
         properties = SimpleNamespace(name=f"card {index}", uuid=f"0000000{index}-aaaa-bbbb-cccc-0123456789ab")
@@ -58,7 +60,7 @@ def see_gpus(
 def test_bridges_nodes_and_names_are_read_by_torch_s_numbers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     see_gpus(monkeypatch, "0001:ab:00.0", "0000:1a:00.0")  # CUDA_VISIBLE_DEVICES=3,1
 
-    topology = read_topology(2, root=root, import_driver=lambda: None)
+    topology = read_topology(2, root=root)
 
     first, second = topology.gpus
     assert (first.name, first.address, first.numa_node) == ("card 0", "0001:ab:00.0", 1)
@@ -70,7 +72,7 @@ def test_bridges_nodes_and_names_are_read_by_torch_s_numbers(root: Path, monkeyp
 def test_what_gpus_have_in_common_follows_from_the_tree(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     see_gpus(monkeypatch, *PLACES)
 
-    topology = read_topology(4, root=root, import_driver=lambda: None)
+    topology = read_topology(4, root=root)
 
     assert topology.link(0, 1).ancestor is Ancestor.PIX
     assert topology.link(0, 2).ancestor is topology.link(1, 2).ancestor is Ancestor.PHB
@@ -81,7 +83,7 @@ def test_what_gpus_have_in_common_follows_from_the_tree(root: Path, monkeypatch:
 def test_p2p_counts_where_it_goes_both_ways(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     see_gpus(monkeypatch, *PLACES, p2p=frozenset({(0, 1), (1, 0), (0, 2), (3, 1)}))
 
-    topology = read_topology(4, root=root, import_driver=lambda: None)
+    topology = read_topology(4, root=root)
 
     assert [(link.first, link.second) for link in topology.links if link.has_p2p] == [(0, 1)]
 
@@ -92,7 +94,7 @@ def test_a_machine_without_nodes_has_none(root: Path, monkeypatch: pytest.Monkey
     (root / "sys/bus/pci/devices/0000:2b:00.0/numa_node").unlink()
     see_gpus(monkeypatch, *PLACES)
 
-    topology = read_topology(4, root=root, import_driver=lambda: None)
+    topology = read_topology(4, root=root)
 
     assert [gpu.numa_node for gpu in topology.gpus] == [None, None, None, 1]
 
@@ -103,7 +105,7 @@ def test_gpus_that_the_kernel_does_not_show_leave_the_topology_unknown(
 ) -> None:
     see_gpus(monkeypatch, *seen)
 
-    topology = read_topology(3, root=root, import_driver=lambda: None)
+    topology = read_topology(3, root=root)
 
     assert topology.unknown is not None
     assert {link.ancestor for link in topology.links} == {None}
@@ -118,7 +120,7 @@ def test_a_hypervisor_s_folders_above_the_host_bridge_are_not_bridges(
         add_device(tmp_path, f"{domain}:00:00.0", f"{above}/pci{domain}:00", "0")
     see_gpus(monkeypatch, "0001:00:00.0", "0002:00:00.0", "0003:00:00.0")
 
-    topology = read_topology(3, root=tmp_path, import_driver=lambda: None)
+    topology = read_topology(3, root=tmp_path)
 
     assert [gpu.bridges for gpu in topology.gpus] == [("pci0001:00",), ("pci0002:00",), ("pci0003:00",)]
     assert {link.ancestor for link in topology.links} == {Ancestor.NODE}
@@ -175,6 +177,12 @@ class FakeNvml:
         return 0
 
 
+def read_with(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, root: Path) -> Topology:
+    """The topology of three GPUs where nvidia-ml-py is installed."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    return read_topology(3, root)
+
+
 ADDRESSES = ("0000:19:00.0", "0000:1a:00.0", "0000:2b:00.0")
 
 
@@ -182,7 +190,7 @@ def test_nvlinks_between_two_gpus_are_counted(root: Path, monkeypatch: pytest.Mo
     see_gpus(monkeypatch, *ADDRESSES)
     nvml = FakeNvml({ADDRESSES[0]: [ADDRESSES[2]] * 3 + [""], ADDRESSES[1]: [], ADDRESSES[2]: [ADDRESSES[0]] * 3})
 
-    topology = read_topology(3, root=root, import_driver=lambda: nvml)
+    topology = read_with(monkeypatch, nvml, root)
 
     assert [link.num_nvlinks for link in topology.links] == [0, 3, 0]
     assert topology.link(0, 1).ancestor is Ancestor.PIX  # the tree goes before the driver's NODE
@@ -193,8 +201,8 @@ def test_nvlinks_to_switches_join_all_that_have_some(root: Path, monkeypatch: py
     see_gpus(monkeypatch, *ADDRESSES)
     ends = {ADDRESSES[0]: ["switch"] * 6, ADDRESSES[1]: ["switch"] * 4, ADDRESSES[2]: []}
 
-    links = read_topology(3, root=root, import_driver=lambda: FakeNvml(ends)).links
-    without_p2p = read_topology(3, root=root, import_driver=lambda: FakeNvml(ends, fails="p2p")).links
+    links = read_with(monkeypatch, FakeNvml(ends), root).links
+    without_p2p = read_with(monkeypatch, FakeNvml(ends, fails="p2p"), root).links
 
     assert [link.num_nvlinks for link in links] == [4, 0, 0]
     assert [link.num_nvlinks for link in without_p2p] == [0, 0, 0]
@@ -204,7 +212,7 @@ def test_the_driver_tells_what_a_container_hides(tmp_path: Path, monkeypatch: py
     see_gpus(monkeypatch, *ADDRESSES)
     ends: dict[str, list[str]] = {address: [] for address in ADDRESSES}
 
-    topology = read_topology(3, root=tmp_path, import_driver=lambda: FakeNvml(ends, level=30))
+    topology = read_with(monkeypatch, FakeNvml(ends, level=30), tmp_path)
 
     assert {link.ancestor for link in topology.links} == {Ancestor.PHB}
 
@@ -214,7 +222,7 @@ def test_a_driver_that_refuses_to_tell_leaves_the_tree(root: Path, monkeypatch: 
     see_gpus(monkeypatch, *ADDRESSES)
     nvml = FakeNvml({address: [] for address in ADDRESSES}, fails=fails)
 
-    topology = read_topology(3, root=root, import_driver=lambda: nvml)
+    topology = read_with(monkeypatch, nvml, root)
 
     assert topology.link(0, 1).ancestor is Ancestor.PIX
     assert nvml.num_open == 0

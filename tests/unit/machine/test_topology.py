@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mobius.machine.topology import Ancestor, Gpu, Link, Topology, common_ancestor, link_gpus
+from mobius.machine.topology import Ancestor, Gpu, Link, Topology, common_ancestor
 
 FOLDER = Path(__file__).parent / "topologies"
 RECORDED = sorted(FOLDER.glob("*.json"))
@@ -77,13 +77,13 @@ def test_two_host_bridges_of_a_machine_without_nodes_are_on_its_only_node() -> N
     assert common_ancestor(one, other) == Ancestor.NODE
 
 
-def test_the_driver_s_word_fills_what_the_kernel_does_not_tell() -> None:
-    gpus = [replace(WAYS["other port"], index=0), Gpu(1), Gpu(2)]
+def test_a_pair_of_which_nothing_is_told_makes_the_topology_unknown_until_it_is_measured() -> None:
+    gpus = (replace(WAYS["other port"], index=0), Gpu(1), Gpu(2))
+    links = (Link(0, 1, Ancestor.SYS), Link(0, 2, None, num_nvlinks=4, has_p2p=True), Link(1, 2))
 
-    topology = link_gpus(gpus, ancestors={(0, 1): Ancestor.SYS}, num_nvlinks={(0, 2): 4}, p2p={(0, 2): True})
+    topology = Topology(gpus, links)
 
-    assert topology.link(1, 0) == Link(0, 1, Ancestor.SYS)
-    assert topology.link(0, 2) == Link(0, 2, None, num_nvlinks=4, has_p2p=True)
+    assert (topology.link(1, 0), topology.link(0, 2)) == links[:2]
     assert topology.unknown == "the machine does not tell the PCI address of GPU 0"
     assert topology.with_slowdowns({(0, 1): 1.0, (0, 2): 2.0, (1, 2): 1.0}).unknown is None
 
