@@ -45,15 +45,12 @@ class HostArena:
         self.states: dict[int, StageState] = {}
         try:
             for stage, layout in layouts.items():
-                self.states[stage] = self._allocate(layout, dtype, gradient_dtype or dtype)
+                weights = self._lock(_map(layout.num_elements, dtype))
+                gradients = self._lock(_map(layout.num_trained, gradient_dtype or dtype))
+                self.states[stage] = StageState.around(layout, weights, gradients, _map)
         except BaseException:
             self.close()
             raise
-
-    def _allocate(self, layout: StageLayout, dtype: torch.dtype, gradient_dtype: torch.dtype) -> StageState:
-        weights = self._lock(_map(layout.num_elements, dtype))
-        gradients = self._lock(_map(layout.num_trained, gradient_dtype))
-        return StageState.around(layout, weights, gradients, _map)
 
     def _lock(self, tensor: Tensor) -> Tensor:
         if not self._register or tensor.numel() == 0:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mobius.errors import ScheduleError
-from mobius.memory.gradient_sum import GradientSum, cast_gradients, squared_norm
+from mobius.memory.gradient_sum import GradientSum, cast_gradients
 from mobius.memory.layout import StageLayout
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, Update
@@ -51,19 +51,21 @@ class ResidentStage:
         before another stage's backward. `total` is the rank's sum, not needed where `adds_in_place`.
         """
         assert dtype != torch.float16 or keeps_gradients, "loss scaling waits for every norm"
-        self._stage, self._device, self._sum, self._spans = stage, device, total, spans
+        self._stage, self._spans = stage, spans
         self._gradient_dtype, self._keeps_gradients = gradient_dtype or dtype, keeps_gradients
+        self._is_in_place = adds_in_place(self._gradient_dtype, keeps_gradients=keeps_gradients)
+        own_sum = GradientSum(layout.num_trained, device=device) if self._is_in_place else total
+        assert own_sum is not None, f"stage {stage} adds up in the rank's sum, and there is none"
+        self._sum = own_sum
 
         def zeros(num_elements: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(num_elements, dtype=kind, device=device)
 
         weights = zeros(layout.num_elements, dtype)
-        gradients = zeros(layout.num_trained, self._gradient_dtype) if keeps_gradients else self._total.flat(layout)
+        has_copy = keeps_gradients and not self._is_in_place
+        gradients = zeros(layout.num_trained, self._gradient_dtype) if has_copy else self._sum.flat(layout)
         self.state = StageState.around(layout, weights, gradients, zeros)
         self._weights = layout.views(weights)
-        is_in_place = adds_in_place(self._gradient_dtype, keeps_gradients=keeps_gradients)
-        self._own_sums = layout.trained_views(gradients) if is_in_place else None
-        self._is_adding = False
         self._square: Tensor | None = None
 
     def load(self) -> None:
@@ -79,30 +81,20 @@ class ResidentStage:
         return self._weights
 
     def gradients(self) -> dict[str, Tensor]:
-        if self._own_sums is None:
-            return self._total.views(self._stage, self.state.layout)
-        if not self._is_adding:
-            self._is_adding = True
-            self.state.gradients.zero_()
-        return self._own_sums
+        return self._sum.views(self._stage, self.state.layout)
 
     def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
         """End accumulation; what is not kept stays in the rank's sum until another stage's backward begins."""
         layout = self.state.layout
-        if self._own_sums is not None:
-            own = self.gradients().items()
-            self._square = squared_norm((view for name, view in own if name not in excluded), self._device)
-            self._is_adding = False
-        else:
-            self._square = self._total.seal(self._stage, layout, excluded=excluded)
-            sums = self._total.flat(layout)
-            if self._keeps_gradients:
-                self._square = cast_gradients(sums, self.state.gradients, self._square)
-            else:
-                if self._gradient_dtype != torch.float32:
-                    for part in sums.split(ROUNDED_ELEMENTS):
-                        part.copy_(part.to(self._gradient_dtype))
-                self.state = replace(self.state, gradients=sums)  # the sum may have two buffers, in turns
+        self._square = self._sum.seal(self._stage, layout, excluded=excluded)
+        sums = self._sum.flat(layout)
+        if not self._keeps_gradients:
+            if self._gradient_dtype != torch.float32:
+                for part in sums.split(ROUNDED_ELEMENTS):
+                    part.copy_(part.to(self._gradient_dtype))
+            self.state = replace(self.state, gradients=sums)  # the sum may have two buffers, in turns
+        elif not self._is_in_place:
+            self._square = cast_gradients(sums, self.state.gradients, self._square)
         if listener is not None:
             listener.gradients_complete(self._stage)
         return self._square
@@ -126,11 +118,6 @@ class ResidentStage:
     def _run(self, update: Update, found_inf: Tensor | None) -> None:
         with self._spans.device_span(Lane.OPTIMIZER, f"U{self._stage}"):
             update(pieces=self.state.layout.ranges, found_inf=found_inf)
-
-    @property
-    def _total(self) -> GradientSum:
-        assert self._sum is not None, f"stage {self._stage} adds up in the rank's sum, and there is none"
-        return self._sum
 
 
 def adds_in_place(gradient_dtype: torch.dtype, *, keeps_gradients: bool) -> bool:

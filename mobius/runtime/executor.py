@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from mobius.messages.transport import Messages
 from mobius.models.blocks import LayerArguments
 from mobius.models.graph import Views
 from mobius.runtime.stage import Kept, StageModule
-from mobius.runtime.stash import Stash
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.action import Action, ActionKind, incoming
 from mobius.schedule.lanes import Lane, WaitCause
@@ -49,7 +48,7 @@ class StepSums:
 
     loss: Tensor
     """fp32 scalar: the mean loss over the step's targets on the rank of the last stage, 0 elsewhere."""
-    squared_norms: Mapping[int, Tensor]
+    squared_norms: dict[int, Tensor]
     """Own stage -> squared norm of its (scaled) gradients, fp32 scalar."""
 
 
@@ -59,17 +58,16 @@ class _Step:
 
     batch: StepBatch
     loss_scale: float
-    loss: Tensor
     listener: GradientListener | None
+    sums: StepSums
     rows: Sequence[Tensor]
     """Token ids of each microbatch on the host; every rank has them."""
-    squared_norms: dict[int, Tensor] = field(default_factory=dict)
     tokens: Sequence[Tensor] = ()
     labels: Sequence[Tensor] = ()
 
 
 class Executor:
-    """Owns the stash and the position in the action list; memory, transport and stage code are handed in."""
+    """Owns the activations that forward keeps for backward; memory, transport and stage code are handed in."""
 
     def __init__(
         self,
@@ -97,10 +95,11 @@ class Executor:
         self._device, self._unsealed_names, self._graph_stages = device, unsealed_names, graph_stages
         self._spans = spans
         self._to_device = new_stream(device)
-        self._stash = Stash()
+        self._stash: dict[tuple[int, int], list[Kept]] = {}
+        """Layer inputs or graphs by stage and microbatch, from forward to backward."""
         self._step: _Step
         sources = [incoming(action, schedule.num_stages) for action in self._actions]
-        self._senders = [self._rank_of(source) for source in sources if source is not None]
+        self._senders = [self._schedule.rank_of(source) for source in sources if source is not None]
         """Rank that sends each message of a step, in the order in which they are received."""
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.GENERATE_DATA: self._generate_data,
@@ -120,9 +119,9 @@ class Executor:
         The gradients of `loss * loss_scale` end in the states of `memory`. Raises what the failing action raised, with
         the grid of the schedule attached.
         """
-        loss = torch.zeros((), dtype=torch.float32, device=self._device)
+        sums = StepSums(loss=torch.zeros((), dtype=torch.float32, device=self._device), squared_norms={})
         rows = batch.input_ids.chunk(self._schedule.num_microbatches)
-        self._step = _Step(batch, loss_scale, loss, listener, rows)
+        self._step = _Step(batch, loss_scale, listener, sums, rows)
         num_posted = num_received = 0
         for index, action in enumerate(self._actions):
             try:
@@ -136,7 +135,7 @@ class Executor:
                 error.add_note(render_text(self._schedule, failed=(self._rank, index)))
                 raise
         self._transport.finish_step()
-        return StepSums(self._step.loss, self._step.squared_norms)
+        return sums
 
     def _play(self, action: Action) -> None:
         """Run the action's handler under its name; loads and offloads record their copies where they make them."""
@@ -169,23 +168,23 @@ class Executor:
         stage, microbatch = action.stage, _microbatch(action)
         inputs = self._stage_input(stage, microbatch)
         output, kept = self._run_layers(stage, microbatch, inputs)
-        self._stash.put(stage, microbatch, kept)
-        self._transport.send(output, self._rank_of(stage + 1))
+        self._stash[stage, microbatch] = kept
+        self._transport.send(output, self._schedule.rank_of(stage + 1))
 
     def _forward_last(self, action: Action) -> None:
         """Keep the input only: the last stage's forward happens inside its backward, just before the loss."""
         stage, microbatch = action.stage, _microbatch(action)
-        self._stash.put(stage, microbatch, [self._stage_input(stage, microbatch)])
+        self._stash[stage, microbatch] = [self._stage_input(stage, microbatch)]
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = action.stage, _microbatch(action)
-        gradient = self._receive(stage + 1)
-        self._finish_backward(stage, microbatch, self._weights(stage), self._stash.take(stage, microbatch), gradient)
+        gradient, weights = self._receive(stage + 1), self._weights(stage)
+        self._finish_backward(stage, microbatch, weights, self._stash.pop((stage, microbatch)), gradient)
 
     def _backward_last(self, action: Action) -> None:
         stage, microbatch = action.stage, _microbatch(action)
         module, weights = self._stages[stage], self._weights(stage)
-        (inputs,) = self._stash.take(stage, microbatch)
+        (inputs,) = self._stash.pop((stage, microbatch))
         assert isinstance(inputs, Tensor), "the last stage stashes its input"
         hidden, kept = self._run_layers(stage, microbatch, inputs)
         loss, gradient = module.loss(
@@ -196,7 +195,7 @@ class Executor:
             num_targets=self._step.batch.num_targets,
             loss_scale=self._step.loss_scale,
         )
-        self._step.loss += loss
+        self._step.sums.loss.add_(loss)
         self._finish_backward(stage, microbatch, weights, kept, gradient)
 
     def _finish_backward(self, stage: int, microbatch: int, weights: Views, kept: list[Kept], gradient: Tensor) -> None:
@@ -207,10 +206,10 @@ class Executor:
         if module.span.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
         else:
-            self._transport.send(gradient, self._rank_of(stage - 1))
+            self._transport.send(gradient, self._schedule.rank_of(stage - 1))
         if microbatch == self._schedule.num_microbatches - 1:
             square = memory.seal_gradients(excluded=self._unsealed_names, listener=self._step.listener)
-            self._step.squared_norms[stage] = square
+            self._step.sums.squared_norms[stage] = square
 
     def _run_layers(self, stage: int, microbatch: int, inputs: Tensor) -> tuple[Tensor, list[Kept]]:
         arguments, keep_graphs = self._layer_arguments(microbatch), stage in self._graph_stages
@@ -234,15 +233,12 @@ class Executor:
 
     def _receive(self, source_stage: int) -> Tensor:
         with self._waiting(WaitCause.NEIGHBOURS):
-            return self._transport.receive(self._rank_of(source_stage))
+            return self._transport.receive(self._schedule.rank_of(source_stage))
 
     @contextmanager
     def _waiting(self, cause: WaitCause) -> Iterator[None]:
         with self._clock.waiting(cause), self._spans.device_span(Lane.WAIT, cause.value):
             yield
-
-    def _rank_of(self, stage: int) -> int:
-        return stage % self._schedule.num_ranks
 
 
 def _microbatch(action: Action) -> int:

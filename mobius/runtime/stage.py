@@ -35,10 +35,8 @@ class StageModule:
             *self._layers,
             *([parts.norm, parts.head] if span.is_last else []),
         ]
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes = {name: shape for block in blocks for name, shape in block.full_shapes().items()}
         """Hugging Face name -> shape of every parameter that this stage holds, in forward order."""
-        for block in blocks:
-            self.shapes.update(block.full_shapes())
 
     def forward(
         self, weights: Views, inputs: Tensor, arguments: LayerArguments, *, keep_graphs: bool = False

@@ -1,4 +1,4 @@
-"""What a stage keeps is taken once; gradients reach the parameter they belong to."""
+"""A stage keeps one input per layer; gradients reach the parameter they belong to."""
 
 from __future__ import annotations
 
@@ -12,40 +12,6 @@ from torch import Tensor, nn
 from mobius.models.blocks import Block, LayerArguments, LayerInputs, ModelParts
 from mobius.plan.partition import StageCut, balanced_partition
 from mobius.runtime.stage import StageModule
-from mobius.runtime.stash import Stash
-
-
-def test_an_entry_is_taken_exactly_once_and_belongs_to_its_microbatch() -> None:
-    stash = Stash()
-    entries = {(stage, microbatch): [torch.zeros(1)] for stage in (0, 2) for microbatch in (0, 1)}
-    for (stage, microbatch), tensors in entries.items():
-        stash.put(stage, microbatch, tensors)
-    assert len(stash) == 4
-
-    for (stage, microbatch), tensors in reversed(entries.items()):
-        assert stash.take(stage, microbatch) is tensors
-
-    assert len(stash) == 0
-    with pytest.raises(KeyError):
-        stash.take(0, 0)
-
-
-def test_an_entry_is_never_overwritten() -> None:
-    stash = Stash()
-    stash.put(1, 3, [])
-
-    with pytest.raises(AssertionError, match="stage 1, microbatch 3"):
-        stash.put(1, 3, [])
-
-
-def test_after_an_error_everything_is_dropped() -> None:
-    stash = Stash()
-    stash.put(0, 0, [torch.zeros(1)])
-
-    stash.clear()
-
-    assert len(stash) == 0
-
 
 NO_ARGUMENTS: LayerArguments = ({},) * 3
 
