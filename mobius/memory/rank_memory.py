@@ -12,7 +12,8 @@ from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStage, adds_in_place
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import StageMemory
-from mobius.memory.streamed import SlotPool, StreamedStage, Updates
+from mobius.memory.streamed import SlotPool, StreamedStage
+from mobius.memory.update_queue import UpdateQueue
 
 
 def take_memory(
@@ -24,7 +25,7 @@ def take_memory(
     gradient_dtype: torch.dtype,
     waiting: Collection[int],
     device: torch.device,
-    updates: Updates | None = None,
+    updates: UpdateQueue | None = None,
     spans: Spans = NO_SPANS,
 ) -> tuple[dict[int, StageMemory], HostArena | None]:
     """Zeroed memory of each stage of `layouts`, by ascending stage, and the host's part if any stage is streamed.

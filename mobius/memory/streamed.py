@@ -20,10 +20,9 @@ them, and the slot is free as soon as backward is done.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,23 +35,8 @@ from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, Update
 from mobius.memory.stage_state import StageState
 from mobius.memory.streams import Event, Stream, new_stream, record_current
+from mobius.memory.update_queue import UpdateQueue
 from mobius.schedule.lanes import Lane
-
-
-class Updates(Protocol):
-    """Where updates of streamed stages wait for their turn (`optim/update_queue.py`)."""
-
-    def submit(self, stage: int, pieces: Sequence[Callable[[], None]], *, can_begin: Callable[[], bool]) -> None:
-        """Add an update; returns at once. While `can_begin` says no, others go first."""
-
-    def when_updated(self, stage: int, action: Callable[[], None]) -> None:
-        """Run `action` as soon as `stage` has no update to wait for, now or behind the update."""
-
-    def is_under_way(self, stage: int) -> bool:
-        """Whether `wait` was not called since the stage's last update was submitted."""
-
-    def wait(self, stage: int) -> None:
-        """Return when `stage` is updated and what followed the update has run; raises what the update raised."""
 
 
 @dataclass
@@ -104,7 +88,7 @@ class StreamedStage:
         pool: SlotPool,
         total: GradientSum,
         *,
-        updates: Updates | None = None,
+        updates: UpdateQueue | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
         """`total` has two buffers if gradients leave in fp32.

@@ -19,6 +19,7 @@ from mobius.limits import max_sends_under_way
 from mobius.machine.devices import MemoryMeter, optimizer_threads, set_host_threads
 from mobius.machine.peer_check import send_by_host_if_broken
 from mobius.memory.spans import NO_SPANS, Spans
+from mobius.memory.update_queue import UpdateQueue
 from mobius.messages.cuda_copies import CudaCopyEngine
 from mobius.messages.distributed import DistributedTransport
 from mobius.messages.mailboxes import Mailboxes, open_mailboxes
@@ -31,7 +32,6 @@ from mobius.optim.grad_scaler import LossScale
 from mobius.optim.kernel import load_kernel
 from mobius.optim.stepper import Stepper
 from mobius.optim.tied import TiedPair
-from mobius.optim.update_queue import UpdateQueue
 from mobius.output.recordings import Recordings
 from mobius.output.trace import TraceFacts
 from mobius.planning.blueprint import Blueprint

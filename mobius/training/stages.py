@@ -13,7 +13,7 @@ from mobius.memory.layout import StageLayout
 from mobius.memory.rank_memory import take_memory
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import StageMemory
-from mobius.memory.streamed import Updates
+from mobius.memory.update_queue import UpdateQueue
 from mobius.messages.transport import Messages
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.weights import WeightSource
@@ -48,7 +48,7 @@ class RankStages:
         gradient_dtype: torch.dtype,
         loss_chunk_tokens: int,
         waiting: Collection[int],
-        updates: Updates | None = None,
+        updates: UpdateQueue | None = None,
         spans: Spans = NO_SPANS,
     ) -> RankStages:
         """Zeroed stages of `rank` as `plan` says; those in `waiting` keep their gradients (`take_memory`).

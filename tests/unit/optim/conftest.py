@@ -11,12 +11,12 @@ from mobius.memory.layout import StageLayout
 from mobius.memory.rank_memory import take_memory
 from mobius.memory.resident import ResidentStage
 from mobius.memory.stage_memory import StageMemory
+from mobius.memory.update_queue import UpdateQueue
 from mobius.messages.transport import SingleRankTransport, Transport
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.stepper import StepOutcome, Stepper
 from mobius.optim.tied import TiedPair
-from mobius.optim.update_queue import UpdateQueue
 from mobius.runtime.executor import StepSums
 from mobius.runtime.waits import WaitClock
 

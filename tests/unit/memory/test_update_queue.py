@@ -10,7 +10,7 @@ import torch
 from mobius.memory.layout import StageLayout
 from mobius.memory.rank_memory import take_memory
 from mobius.memory.stage_memory import StageMemory
-from mobius.optim.update_queue import UpdateQueue
+from mobius.memory.update_queue import UpdateQueue
 
 CPU = torch.device("cpu")
 
