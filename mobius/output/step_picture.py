@@ -1,0 +1,222 @@
+"""Owns how a step is drawn, planned or measured: a band for each rank, its lanes beneath each other, a bar per span."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mobius.errors import ConfigError
+from mobius.output.trace import TraceFacts, take_apart
+from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
+from mobius.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+Colour = tuple[float, float, float]
+
+LANES: dict[Lane, tuple[Colour, str]] = {
+    Lane.LOAD: ((0.95, 0.65, 0.22), "L s  load weights"),
+    Lane.OFFLOAD: ((0.54, 0.37, 0.75), "O s  offload: gradients go home"),
+    Lane.OPTIMIZER: ((0.76, 0.30, 0.30), "U s  update of stage s"),
+    Lane.SEND: ((0.45, 0.45, 0.45), "message on its way"),
+}
+"""Colour and words of every lane beneath the computation."""
+WAIT_COLOURS: dict[str, Colour] = {
+    WaitCause.WEIGHTS: (0.99, 0.88, 0.70),
+    WaitCause.NEIGHBOURS: (0.85, 0.85, 0.85),
+    WaitCause.OPTIMIZER: (0.95, 0.80, 0.80),
+}
+
+_IDLE_COLOUR = (0.95, 0.95, 0.95)
+_PICTURE_SUFFIXES = (".png", ".svg")
+_LIGHTEST, _DARKEST = 0.35, 0.75
+"""The part of matplotlib's colour maps in which black or white text is readable."""
+_COMPUTE_HEIGHT, _LANE_HEIGHT, _SEND_HEIGHT, _GAP, _BAND_GAP = 0.50, 0.17, 0.07, 0.04, 0.16
+_INCHES_PER_UNIT = 0.85
+_FILLED_SHARE = 0.85
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A rectangle in the picture's unit of time, with its text; one without length is drawn as a mark."""
+
+    start: float
+    length: float
+    text: str
+    colour: Colour
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPicture:
+    """A picture of one step: what is drawn and what is written beside it."""
+
+    step: Schedule | TraceFacts
+    bands: Sequence[dict[Lane, list[Bar]]]
+    """The bars of each rank, as `lane_bars` makes them."""
+    duration: float
+    width: float
+    """Inches."""
+    labels: Sequence[str]
+    """Text beside each band."""
+    title: str
+    time_label: str
+    more_legend: Sequence[Artist]
+    longest_text: int = 1
+    """Letters that every bar has room for, so that texts of different lengths have one size."""
+    smallest_font: float = 5.5
+    """Points below which a text is left out."""
+
+    def save(self, path: Path) -> None:
+        """Draw it as PNG or SVG; the same picture gives the same bytes."""
+        # Imported here: matplotlib takes half a second and training does not need it.
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+        from matplotlib.ticker import MaxNLocator
+
+        lanes = [lane for lane in LANES if any(lane in band for band in self.bands)]
+        places, pitch = _places([Lane.COMPUTE, *lanes])
+        height = 1.4 + _INCHES_PER_UNIT * pitch * len(self.bands)
+        figure = Figure(figsize=(self.width, height), facecolor="white")
+        axes = figure.add_axes((1.0 / self.width, 0.90 / height, 1 - 1.2 / self.width, 1 - 1.35 / height))
+        for rank, band in enumerate(self.bands):
+            top, thickness = places[Lane.COMPUTE]
+            axes.barh(rank * pitch + top, self.duration, thickness, align="edge", color=_IDLE_COLOUR)
+            for lane in (Lane.WAIT, Lane.COMPUTE, *lanes):
+                top, thickness = places[lane]
+                self._draw_lane(axes, band.get(lane, []), rank * pitch + top, thickness, lane)
+        axes.set_xlim(0, self.duration)
+        axes.set_ylim(pitch * len(self.bands) - _BAND_GAP, 0)
+        axes.set_yticks([rank * pitch + _GAP + _COMPUTE_HEIGHT / 2 for rank in range(len(self.bands))], self.labels)
+        axes.tick_params(axis="y", length=0, labelsize=9)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+        axes.set_xlabel(self.time_label, fontsize=9)
+        axes.spines[["left", "right", "top"]].set_visible(False)
+        axes.set_title(self.title, fontsize=11, loc="left")
+        handles: list[Artist] = [
+            Patch(
+                color=_stage_colour(self.step, 0, is_backward=False), label="F s.m  forward of stage s, microbatch m"
+            ),
+            Patch(color=_stage_colour(self.step, 0, is_backward=True), label="B s.m  backward"),
+            *(Patch(color=LANES[lane][0], label=LANES[lane][1]) for lane in lanes),
+            *self.more_legend,
+        ]
+        columns = len(handles) if len(handles) <= 5 else -(-len(handles) // 2)
+        figure.legend(handles=handles, loc="lower center", ncols=columns, frameon=False, fontsize=8, handlelength=1.2)
+        # Neither a date nor random ids.
+        with rc_context({"svg.hashsalt": "mobius", "svg.fonttype": "none"}):
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+    def _draw_lane(self, axes: Axes, bars: list[Bar], top: float, thickness: float, lane: Lane) -> None:
+        middle = top + thickness / 2
+        for bar in bars:
+            if bar.length == 0:
+                axes.plot([bar.start], [middle], marker="d", markersize=4.5, color=bar.colour, linestyle="")
+            # White between neighbours, but not instead of them where they are thin.
+            edge = 0.0 if lane is Lane.WAIT else min(0.6, 0.1 * bar.length * self._points_per_unit)
+            axes.barh(
+                top, bar.length, thickness, bar.start, align="edge", color=bar.colour, edgecolor="white", linewidth=edge
+            )
+        for bar in self._labelled(bars):
+            size = min(8.5 if lane is Lane.COMPUTE else 7.0, self._font_size(bar))
+            if bar.text and size >= self.smallest_font:
+                align, colour = ("center", _text_colour(bar.colour)) if bar.length else ("left", bar.colour)
+                start = bar.start + (bar.length / 2 if bar.length else 0.2)
+                axes.text(start, middle, bar.text, ha=align, va="center_baseline", fontsize=size, color=colour)
+
+    @property
+    def _points_per_unit(self) -> float:
+        return 72 * (self.width - 1.2) / self.duration
+
+    def _font_size(self, bar: Bar) -> float:
+        """Points at which the text takes 85 % of the bar, or of a unit of time beside a mark."""
+        return 0.85 * (bar.length or 1) * self._points_per_unit / (0.6 * max(self.longest_text, len(bar.text)))
+
+    def _labelled(self, bars: list[Bar]) -> list[Bar]:
+        """The bars themselves; where those of one stage are mostly too narrow for their text, one in their place."""
+        labelled = []
+        for text, group in groupby(bars, key=lambda bar: bar.text.partition(".")[0]):
+            members = list(group)
+            if 2 * sum(self._font_size(bar) < self.smallest_font for bar in members) > len(members):
+                first, last = members[0], members[-1]
+                row = Bar(first.start, last.start + last.length - first.start, text, first.colour)
+                # A text over gaps would seem to name what fills them.
+                members = [row] if sum(bar.length for bar in members) > _FILLED_SHARE * row.length else members
+            labelled += members
+        return labelled
+
+
+def lane_bars(
+    spans: Iterable[LaneSpan], step: Schedule | TraceFacts, *, origin: float = 0, scale: float = 1
+) -> dict[Lane, list[Bar]]:
+    """Bars of one rank's lanes in units of 1 / `scale` of the spans' unit, from `origin` on.
+
+    Steps, batches and receives (the neighbour's sends) are not drawn.
+    """
+    bars: dict[Lane, list[Bar]] = {}
+    for span in spans:
+        action = take_apart(span.name)
+        colour: Colour | None
+        if span.lane is Lane.COMPUTE and action and action.letter in "FB":
+            colour = _stage_colour(step, action.stage, is_backward=action.letter == "B")
+        else:
+            colour = WAIT_COLOURS.get(span.name) if span.lane is Lane.WAIT else LANES.get(span.lane, (None, ""))[0]
+        if colour is not None:
+            bar = Bar(
+                scale * (span.start - origin), scale * (span.end - span.start), span.name if action else "", colour
+            )
+            bars.setdefault(span.lane, []).append(bar)
+    return bars
+
+
+def describe_sizes(step: Schedule | TraceFacts, num_resident: int = 0) -> str:
+    """The shape of a step in words, for titles; `num_resident` stages of all ranks stay on a GPU."""
+    parts = [
+        f"{_count(step.num_stages, 'stage')} on {_count(step.num_ranks, 'GPU')}",
+        _count(step.num_microbatches, "microbatch", "microbatches"),
+        "all weights on the GPU" if step.num_slots is None else f"{_count(step.num_slots, 'weight slot')} per GPU",
+    ]
+    if step.num_slots is not None and num_resident:
+        parts.append(f"{num_resident} of the stages resident")
+    return ", ".join(parts)
+
+
+def check_picture_name(path: Path) -> None:
+    """Raise ConfigError if pictures are not drawn in the format that the suffix of `path` asks for."""
+    if path.suffix.lower() not in _PICTURE_SUFFIXES:
+        raise ConfigError(f"cannot draw {str(path)!r}: the name of a picture ends in {' or '.join(_PICTURE_SUFFIXES)}")
+
+
+def _stage_colour(step: Schedule | TraceFacts, stage: int, *, is_backward: bool) -> Colour:
+    """A shade for each stage of a rank: blue forward, green backward, darker for later stages."""
+    from matplotlib import colormaps
+
+    share = (stage // step.num_ranks) / max(1, step.num_stages // step.num_ranks - 1)
+    shade = colormaps["Greens" if is_backward else "Blues"](_LIGHTEST + share * (_DARKEST - _LIGHTEST))
+    return shade[0], shade[1], shade[2]
+
+
+def _text_colour(background: Colour) -> Colour:
+    luminance = 0.3 * background[0] + 0.59 * background[1] + 0.11 * background[2]
+    return (0.0, 0.0, 0.0) if luminance > 0.55 else (1.0, 1.0, 1.0)
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _places(lanes: Sequence[Lane]) -> tuple[dict[Lane, tuple[float, float]], float]:
+    """Top and height of each lane in a rank's band, and the height of a band."""
+    places, top = {}, _GAP
+    for lane in lanes:
+        thickness = {Lane.COMPUTE: _COMPUTE_HEIGHT, Lane.SEND: _SEND_HEIGHT}.get(lane, _LANE_HEIGHT)
+        places[lane] = (top, thickness)
+        top += thickness + _GAP
+    places[Lane.WAIT] = places[Lane.COMPUTE]
+    return places, top + _BAND_GAP
