@@ -46,11 +46,6 @@ class Batches:
         """Number of batches taken: what `seek` needs to continue from here."""
         return self._step
 
-    @property
-    def epoch(self) -> float:
-        """Number of times that the dataset was gone through so far, with its fraction."""
-        return self._step * self._batch_size / len(self._tokenized)
-
     def seek(self, step: int) -> None:
         """Make the next batch the one of this step, counted from 0, forwards or backwards, without reading any."""
         self._step = step

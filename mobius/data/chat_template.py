@@ -45,10 +45,6 @@ def render(
             raise _UnusableError(f"it made {len(text):,} characters of {len(turns)} turns")
         text.encode()
         return text
-    except UnicodeEncodeError as error:
-        _tell_broken(f"it wrote half of a character, {error.object[error.start]!r}", where, error)
-    except _UnusableError as error:
-        _tell_broken(str(error), where, error)
     except Exception as error:  # a template is foreign code and raises what it likes
         if type(error) is TemplateError:  # what `raise_exception` in a template raises; broken ones raise subclasses
             shown = [*(turn.role.value for turn in turns[:_SHOWN_ROLES]), *["..."][: len(turns) > _SHOWN_ROLES]]
@@ -56,27 +52,28 @@ def render(
                 f"{where}: the tokenizer's chat template refuses the conversation ({', '.join(shown)}): "
                 f"{excerpt(str(error), 400)}. Change the order or the roles of the turns"
             ) from error
-        _tell_broken(f"{type(error).__name__}: {excerpt(first_line(error), 200)}{_place(error)}", where, error)
+        raise DataError(
+            f"{where}: the tokenizer's chat template is broken: {_reason(error)}. The conversation is not the cause: "
+            "mend the template (chat_template.jinja in the model's folder, or `chat_template` in its "
+            "tokenizer_config.json), or use the tokenizer files of a model like it"
+        ) from error
 
 
-def _tell_broken(reason: str, where: str, error: Exception) -> NoReturn:
-    raise DataError(
-        f"{where}: the tokenizer's chat template is broken: {reason}. The conversation is not the cause: mend the "
-        "template (chat_template.jinja in the model's folder, or `chat_template` in its tokenizer_config.json), or use "
-        "the tokenizer files of a model like it"
-    ) from error
-
-
-def _place(error: Exception) -> str:
-    """Words for the line of the template, where it is known."""
+def _reason(error: Exception) -> str:
+    """Words for what a template did, with its line where that is known."""
     from jinja2 import TemplateSyntaxError
 
+    if isinstance(error, UnicodeEncodeError):
+        return f"it wrote half of a character, {error.object[error.start]!r}"
+    if isinstance(error, _UnusableError):
+        return str(error)
     if isinstance(error, TemplateSyntaxError):
         line: int | None = error.lineno
     else:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
-    return f" (line {line} of the template)" if line is not None else ""
+    place = f" (line {line} of the template)" if line is not None else ""
+    return f"{type(error).__name__}: {excerpt(first_line(error), 200)}{place}"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -92,18 +92,17 @@ def prepare_dataset(
     with store.locked(folder):
         stored = store.load(folder)
         if stored is None:
-            rows, facts = _tokenize(source, encoder, seq_length, max_samples, num_workers, show_progress)
-            store.save(folder, TokenizedDataset.from_rows(rows), facts)
+            store.save(folder, *_tokenize(source, encoder, max_samples, num_workers, show_progress))
             stored = store.load(folder)
-            assert stored is not None
+    assert stored is not None
     tokenized, facts = stored
     return PreparedData(tokenized, SampleCounts(**facts["counts"]), facts["format_name"], tuple(facts["warnings"]))
 
 
-def describe_sample(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase", index: int = 0) -> str:
-    """One sample as the model sees it: special tokens, prompt and target apart, long parts without their middle."""
-    input_ids, is_target = prepared.tokenized.sample(index)
-    lines = [f"sample {index}: {len(input_ids)} tokens, {int(is_target[1:].sum())} of them targets"]
+def describe_sample(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The first sample as the model sees it: special tokens, prompt and target apart, long parts without a middle."""
+    input_ids, is_target = prepared.tokenized.sample(0)
+    lines = [f"sample 0: {len(input_ids)} tokens, {int(is_target[1:].sum())} of them targets"]
     position = 0
     for part_is_target, group in groupby(is_target.tolist()):
         length = len(list(group))
@@ -134,22 +133,16 @@ def _cache_key(source: Source, tokenizer: "PreTrainedTokenizerBase", seq_length:
 
 
 def _tokenize(
-    source: Source,
-    encoder: SampleEncoder,
-    seq_length: int,
-    max_samples: int | None,
-    num_workers: int,
-    show_progress: bool,
-) -> tuple[list[Row], dict[str, Any]]:
-    """The rows, and the facts stored beside them: counts, format and warnings."""
+    source: Source, encoder: SampleEncoder, max_samples: int | None, num_workers: int, show_progress: bool
+) -> tuple[TokenizedDataset, dict[str, Any]]:
+    """The dataset, and the facts stored beside it: counts, format and warnings."""
     records = islice(source.read(), max_samples)
     first = next(records, None)
     if first is None:
         raise DataError(f"--dataset {source.label}: the dataset is empty; it must hold at least one record")
     record_format = recognize([str(column) for column in first.fields], first.where)
-    samples = (
-        (parse_record(record_format, record.fields, record.where), record.where) for record in chain([first], records)
-    )  # columns that no format knows, of any kind and depth, go no further than here
+    # Columns that no format knows, of any kind and depth, go no further than here.
+    samples = ((parse_record(record_format, each.fields, each.where), each.where) for each in chain([first], records))
     chunks = iter(lambda: list(islice(samples, _CHUNK_RECORDS)), [])
     total = source.num_records if max_samples is None else min(source.num_records or max_samples, max_samples)
     rows: list[Row] = []
@@ -160,21 +153,25 @@ def _tokenize(
             for encoded in encoded_chunk:
                 rows += encoded.rows
                 notes.update(encoded.notes)
+                tally["read"] += 1
                 tally["cut"] += encoded.is_cut
                 tally["kept" if encoded.rows else "empty" if encoded.is_empty else "dropped"] += 1
             progress.update(len(encoded_chunk))
-    read = tally["kept"] + tally["dropped"] + tally["empty"]
-    counts = SampleCounts(read, tally["kept"], tally["cut"], tally["dropped"], tally["empty"])
+    counts = SampleCounts(**{field.name: tally[field.name] for field in fields(SampleCounts)})
     if record_format.is_packed:
-        rows = pack(rows, seq_length)
+        rows = pack(rows, encoder.seq_length)
     if not rows:
         raise DataError(
             f"--dataset {source.label}: no record has a token to train on ({counts}; format "
             f"{record_format.describe()}). Check that the answers are in the column named there, and that --seq_length "
-            f"{seq_length} leaves room for them"
+            f"{encoder.seq_length} leaves room for them"
         )
-    warnings = [f"{count} of {read} records: {note}" for note, count in sorted(notes.items())]
-    return rows, {"counts": asdict(counts), "format_name": record_format.name, "warnings": warnings}
+    warnings = [f"{count} of {counts.read} records: {note}" for note, count in sorted(notes.items())]
+    return TokenizedDataset.from_rows(rows), {
+        "counts": asdict(counts),
+        "format_name": record_format.name,
+        "warnings": warnings,
+    }
 
 
 def _encode_chunks(chunks: Iterator[Chunk], encoder: SampleEncoder, num_workers: int) -> Iterator[list[Encoded]]:

@@ -69,29 +69,17 @@ class RecordFormat:
         return f"{self.name} ({', '.join([*self.required, *(f'[{column}]' for column in self.optional)])})"
 
 
-def is_empty(sample: Sample) -> bool:
-    """Whether the sample holds no text at all."""
-    match sample:
-        case Conversation(turns):
-            return not any(turn.content.strip() for turn in turns)
-        case Completion(prompt, response):
-            return not (prompt.strip() or response.strip())
-        case Document(text):
-            return not text.strip()
-
-
 def recognize(columns: Sequence[str], where: str) -> RecordFormat:
     """The first format whose required columns are all there; `where` names the record for the message.
 
     Raises DataError that lists the columns found and the formats accepted.
     """
-    found = set(columns)
     for record_format in FORMATS:
-        if found.issuperset(record_format.required):
+        if set(columns).issuperset(record_format.required):
             return record_format
     accepted = "\n".join(f"  {record_format.describe()}" for record_format in FORMATS)
     raise DataError(
-        f"{where}: the columns {listed(sorted(found))} match no known format. "
+        f"{where}: the columns {listed(sorted(set(columns)))} match no known format. "
         f"Rename the columns to one of these (optional ones in brackets):\n{accepted}"
     )
 
@@ -146,9 +134,9 @@ def _parse_alpaca(record: Mapping[str, object]) -> Sample:
     turns = _system_turns(record)
     for pair in _items(record, "history"):
         match pair:
-            case [str(question), str(answer)]:
-                turns.append(Turn(Role.USER, _as_text(question, "`history`")))
-                turns.append(Turn(Role.ASSISTANT, _as_text(answer, "`history`")))
+            case [str(), str()]:
+                texts = (_as_text(text, "`history`") for text in pair)
+                turns += map(Turn, (Role.USER, Role.ASSISTANT), texts)
             case _:
                 raise DataError(f"`history` must hold [question, answer] pairs of text, not {quoted(pair)}")
     question = "\n\n".join(part for part in (_text(record, "instruction"), _text(record, "input")) if part.strip())

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,14 @@ def open_source(dataset: str, *, show_progress: bool = False) -> Source:
         path = path.expanduser()
     given = f"--dataset {excerpt(dataset)}"
     try:
-        if path.is_file():
-            return _open_files(str(path), [path])
-        if path.is_dir():
-            return _open_files(str(path), _files_of(path))
+        if path.is_file() or path.is_dir():
+            return _open_files(path)
         if path.exists():
             raise DataError(f"{given}: is neither a file nor a folder but a pipe or device; give a file")
     except (OSError, ValueError) as error:  # no right to look there, or a name that no file can have
-        raise DataError(f"{given}: cannot be looked up: {_reason(error)}") from error
+        raise DataError(
+            f"{given}: cannot be looked up: {getattr(error, 'strerror', None) or first_line(error)}"
+        ) from error
     hub_id = KNOWN_DATASETS.get(dataset, dataset)
     if path.suffix.lower() in _READERS or not _HUB_ID.fullmatch(hub_id) or len(hub_id) > _HUB_ID_CHARACTERS:
         raise DataError(
@@ -69,10 +70,6 @@ def open_source(dataset: str, *, show_progress: bool = False) -> Source:
             "EdinburghNLP/xsum"
         )
     return _open_hub(dataset, hub_id, path.absolute(), show_progress)
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or first_line(error)
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -91,9 +88,10 @@ def _files_of(folder: Path) -> list[Path]:
     return [folder / path for path in chosen]
 
 
-def _open_files(label: str, files: list[Path]) -> Source:
-    digest = hashlib.sha256()
-    num_lines = 0
+def _open_files(place: Path) -> Source:
+    """A file, or the data files of a folder."""
+    files = [place] if place.is_file() else _files_of(place)
+    digest, num_lines = hashlib.sha256(), 0
     for path in files:
         suffix = path.suffix.lower()
         if suffix not in _READERS:
@@ -109,7 +107,7 @@ def _open_files(label: str, files: list[Path]) -> Source:
                     digest.update(block)
                     num_lines += block.count(b"\n")
         except OSError as error:
-            raise DataError(f"--dataset {label}: cannot read {path.absolute()}: {error.strerror}") from error
+            raise DataError(f"--dataset {place}: cannot read {path.absolute()}: {error.strerror}") from error
         num_lines += not block.endswith(b"\n")
 
     def read() -> Iterator[Record]:
@@ -118,7 +116,7 @@ def _open_files(label: str, files: list[Path]) -> Source:
                 yield from _READERS[path.suffix.lower()](path)
 
     is_counted = all(path.suffix.lower() == ".jsonl" for path in files)
-    return Source(label, digest.hexdigest(), num_lines if is_counted else None, read)
+    return Source(str(place), digest.hexdigest(), num_lines if is_counted else None, read)
 
 
 def _as_record(value: object, where: str) -> Record:
@@ -133,10 +131,10 @@ def _parse_json(text: str, path: Path, line: int | None = None) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        place = f"{path}, line {line or error.lineno}, column {error.colno}: broken JSON: {error.msg}"
+        problem = f"{path}, line {line or error.lineno}, column {error.colno}: broken JSON: {error.msg}"
         if line is not None:
-            place += f". Each line must hold one whole JSON object; the line begins with {quoted(text.strip()[:60])}"
-        raise DataError(place) from error
+            problem += f". Each line must hold one whole JSON object; the line begins with {quoted(text.strip()[:60])}"
+        raise DataError(problem) from error
     except RecursionError as error:
         raise DataError(f"{where}: lists or objects are nested too deeply to be a record") from error
     except ValueError as error:  # Python reads whole numbers of up to 4300 digits
@@ -146,14 +144,13 @@ def _parse_json(text: str, path: Path, line: int | None = None) -> Any:
 def _read_json(path: Path) -> Iterator[Record]:
     """A file of one array of objects, or of one object per line."""
     with path.open(encoding="utf-8-sig") as file:
-        start = file.read(1)
-        while start.isspace():
-            start = file.read(1)
-    if start != "[":
+        while (start := file.read(1)).isspace():
+            pass
+    if start == "[":
+        values = _parse_json(path.read_text(encoding="utf-8-sig"), path)
+        yield from (_as_record(value, f"{path}, record {index}") for index, value in enumerate(values))
+    else:
         yield from _read_json_lines(path)
-        return
-    for index, value in enumerate(_parse_json(path.read_text(encoding="utf-8-sig"), path)):
-        yield _as_record(value, f"{path}, record {index}")
 
 
 def _read_json_lines(path: Path) -> Iterator[Record]:
@@ -188,10 +185,9 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     index = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for fields in batch.to_pylist():
-                    yield Record(fields, f"{path}, record {index}")
-                    index += 1
+            for fields in chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=1024)):
+                yield Record(fields, f"{path}, record {index}")
+                index += 1
     except FileNotFoundError:
         raise
     except Exception as error:  # pyarrow's own, and ValueError, OverflowError, ... of values Python does not have
@@ -206,16 +202,13 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         with path.open("rb") as file:  # the decoder knows the place in its buffer only
-            number = next(number for number, line in enumerate(file, start=1) if not _is_text(line))
+            lines = enumerate(file, start=1)
+            number = next(number for number, line in lines if line.decode("utf-8", "ignore").encode() != line)
         raise DataError(
             f"{path}, line {number}: is not UTF-8 text ({error.reason}); convert the file to UTF-8"
         ) from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {_reason(error)}") from error
-
-
-def _is_text(line: bytes) -> bool:
-    return line.decode("utf-8", "ignore").encode() == line
+        raise DataError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from error
 
 
 _READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
@@ -244,20 +237,20 @@ def _open_hub(dataset: str, hub_id: str, looked_up_path: Path, show_progress: bo
     try:
         split = datasets.load_dataset(hub_id, split="train")
     except Exception as error:  # network, permission, missing split, old script: each has its own type
-        cause = excerpt(str(error).strip().partition("\n")[0] or type(error).__name__, 300)
+        cause = excerpt(first_line(error), 300)
         raise DataError(
             f"{missing} the `train` split of {hub_id} could not be had from the Hugging Face Hub or its local cache: "
             f"{cause}. {advice}"
         ) from error
 
     def read() -> Iterator[Record]:
-        rows = iter(split)
-        for index in range(len(split)):
-            where = f"{hub_id}, record {index}"
-            try:
-                fields = next(rows)
-            except Exception as error:  # a column that cannot be decoded, a shard that is damaged: types of all kinds
-                raise DataError(f"{where}: cannot be read: {excerpt(first_line(error), 300)}") from error
-            yield Record(fields, where)
+        index = 0
+        try:
+            for fields in split:
+                yield Record(fields, f"{hub_id}, record {index}")
+                index += 1
+        except Exception as error:  # a column that cannot be decoded, a shard that is damaged: types of all kinds
+            reason = excerpt(first_line(error), 300)
+            raise DataError(f"{hub_id}, record {index}: cannot be read: {reason}") from error
 
     return Source(hub_id, str(split._fingerprint), len(split), read)

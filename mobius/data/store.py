@@ -35,9 +35,9 @@ class TokenizedDataset:
     def from_rows(cls, rows: Sequence[Row]) -> "TokenizedDataset":
         """The rows in flat arrays; at least one is needed."""
         assert rows, "a dataset without samples must be refused before"
-        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum([len(input_ids) for input_ids, _ in rows], out=offsets[1:])
-        return cls(np.concatenate([row[0] for row in rows]), np.concatenate([row[1] for row in rows]), offsets)
+        input_ids, is_target = zip(*rows, strict=True)
+        offsets = np.cumsum([0, *map(len, input_ids)], dtype=np.int64)
+        return cls(np.concatenate(input_ids), np.concatenate(is_target), offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mobius.data.chat_template import render
-from mobius.data.formats import Completion, Conversation, Document, Role, Sample, Turn, is_empty
+from mobius.data.formats import Completion, Conversation, Document, Role, Sample, Turn
 from mobius.data.store import Row
 from mobius.errors import DataError
 
@@ -45,7 +46,7 @@ class Encoded:
 Exchange = tuple[str, str]
 """Text of a prompt, and of the target that follows it."""
 ExchangeIds = tuple[list[int], list[int]]
-"""Token ids of a prompt and of its target."""
+"""Token ids of both."""
 
 
 class SampleEncoder:
@@ -57,7 +58,7 @@ class SampleEncoder:
                 "the tokenizer has no end-of-sequence token, so a model could not learn to stop: "
                 "set `eos_token` in its tokenizer_config.json"
             )
-        self._tokenizer, self._seq_length = tokenizer, seq_length
+        self._tokenizer, self.seq_length = tokenizer, seq_length
         self._eos_id, self._eos = int(tokenizer.eos_token_id), str(tokenizer.eos_token)
         bos_id = tokenizer.bos_token_id
         adds_bos = bos_id is not None and list(tokenizer("a").input_ids[:1]) == [bos_id]
@@ -65,16 +66,14 @@ class SampleEncoder:
 
     def encode(self, sample: Sample, where: str) -> Encoded:
         """The rows of a sample; raises DataError that names `where` if the chat template refuses it or is broken."""
-        if is_empty(sample):
-            return Encoded((), is_empty=True)
         match sample:
-            case Document(text):
-                ids = [*self._start, *self._tokenize(text), self._eos_id]
-                return Encoded((_as_row([([], ids)]),))
-            case Completion(prompt, response):
+            case Document(text) if text.strip():
+                return Encoded((_as_row([([], [*self._start, *self._tokenize(text), self._eos_id])]),))
+            case Completion(prompt, response) if prompt.strip() or response.strip():
                 return self._encode_rows([[(prompt, response)]] if response.strip() else [], self._start)
-            case Conversation(turns):
+            case Conversation(turns) if any(turn.content.strip() for turn in turns):
                 return self._encode_conversation(turns, where)
+        return Encoded((), is_empty=True)
 
     def _encode_conversation(self, turns: Sequence[Turn], where: str) -> Encoded:
         asking = (index for index, turn in enumerate(turns) if turn.role in (Role.USER, Role.TOOL))
@@ -90,20 +89,16 @@ class SampleEncoder:
         exchanges = self._template_exchanges(turns, answered, where)
         if exchanges is not None:
             return self._encode_rows([exchanges], [])
-        notes = {Note.SPLIT_TURNS} if len(answered) > 1 else set()
-        rows = []
-        for index in answered:
-            exchange, is_prompt_whole = self._last_exchange(turns[: index + 1], where)
-            rows.append([exchange])
-            if not is_prompt_whole:
-                notes.add(Note.OTHER_PROMPT)
-        return self._encode_rows(rows, [], frozenset(notes))
+        split = [self._last_exchange(turns[: index + 1], where) for index in answered]
+        notes = [Note.SPLIT_TURNS] if len(answered) > 1 else []
+        if not all(is_prompt_whole for _, is_prompt_whole in split):
+            notes.append(Note.OTHER_PROMPT)
+        return self._encode_rows([[exchange] for exchange, _ in split], [], frozenset(notes))
 
     def _plain_exchanges(self, turns: Sequence[Turn], answered: Sequence[int]) -> list[Exchange]:
         """Prompts and targets of a conversation for tokenizers without a chat template."""
         headings = {Role.SYSTEM: "", Role.USER: "### Instruction:\n", Role.TOOL: "### Tool:\n"}
-        exchanges: list[Exchange] = []
-        prompt = ""
+        exchanges, prompt = list[Exchange](), ""
         for index, turn in enumerate(turns[: answered[-1] + 1]):
             if index in answered:
                 exchanges.append((f"{prompt}### Response:\n", turn.content + self._eos))
@@ -120,8 +115,7 @@ class SampleEncoder:
         None if the template is not that regular, or ends an inner turn without the end-of-sequence token.
         """
         whole = render(self._tokenizer, turns[: answered[-1] + 1], where)
-        position = 0
-        exchanges: list[Exchange] = []
+        exchanges, position = list[Exchange](), 0
         for index in answered:
             prompt = render(self._tokenizer, turns[:index], where, add_generation_prompt=True)
             through = render(self._tokenizer, turns[: index + 1], where)
@@ -142,7 +136,7 @@ class SampleEncoder:
             return (prompt, self._until_eos(through[len(prompt) :])), True
         # Two answers that differ in their first character show where the template puts an answer.
         probes = [render(self._tokenizer, [*turns[:-1], Turn(Role.ASSISTANT, letter)], where) for letter in "xy"]
-        prompt = _shared_prefix(*probes)
+        prompt = "".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*probes, strict=False)))
         if not through.startswith(prompt):
             raise DataError(
                 f"{where}: the tokenizer's chat template renders the turns before an answer differently for different "
@@ -159,15 +153,10 @@ class SampleEncoder:
     def _encode_rows(
         self, conversations: Iterable[Sequence[Exchange]], start: list[int], notes: frozenset[Note] = frozenset()
     ) -> Encoded:
-        rows = []
-        is_cut = False
-        for exchanges in conversations:
-            ids, is_row_cut = fit(self._tokenize_exchanges(exchanges, start), self._seq_length)
-            row = _as_row(ids)
-            if row[1][1:].any():
-                rows.append(row)
-                is_cut |= is_row_cut
-        return Encoded(tuple(rows), is_cut=is_cut, notes=notes)
+        fitted = (fit(self._tokenize_exchanges(exchanges, start), self.seq_length) for exchanges in conversations)
+        rows = [(_as_row(ids), is_cut) for ids, is_cut in fitted]
+        kept = [(row, is_cut) for row, is_cut in rows if row[1][1:].any()]
+        return Encoded(tuple(row for row, _ in kept), is_cut=any(is_cut for _, is_cut in kept), notes=notes)
 
     def _tokenize_exchanges(self, exchanges: Sequence[Exchange], start: list[int]) -> list[ExchangeIds]:
         """Token ids of each prompt and target; the last target ends with the end-of-sequence token.
@@ -219,12 +208,8 @@ def share_length(num_prompt: int, num_target: int, seq_length: int) -> tuple[int
 
     Whichever needs at most half stays whole and the other takes the rest; if both need more, each gets half.
     """
-    half = seq_length // 2
-    if num_target <= half:
-        return seq_length - num_target, num_target
-    if num_prompt <= half:
-        return num_prompt, seq_length - num_prompt
-    return half, seq_length - half
+    num_target = min(num_target, max(seq_length - seq_length // 2, seq_length - num_prompt))
+    return seq_length - num_target, num_target
 
 
 def pack(documents: Iterable[Row], seq_length: int) -> list[Row]:
@@ -235,11 +220,6 @@ def pack(documents: Iterable[Row], seq_length: int) -> list[Row]:
     ids = np.concatenate([row[0] for row in documents] or [np.empty(0, np.int32)])
     blocks = [ids[first : first + seq_length] for first in range(0, len(ids), seq_length)]
     return [(block, np.ones(len(block), dtype=np.bool_)) for block in blocks if len(block) > 1]
-
-
-def _shared_prefix(first: str, second: str) -> str:
-    length = next((index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
-    return min(first, second, key=len) if length is None else first[:length]
 
 
 def _as_row(exchanges: Sequence[ExchangeIds]) -> Row:
