@@ -25,35 +25,23 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def seconds(
-        self,
-        work: Callable[[], object],
-        *,
-        begin: Callable[[], object] | None = None,
-        end: Callable[[float], object] | None = None,
-    ) -> float:
-        """Mean seconds of `work` on all ranks at once, run back to back as within a step.
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Mean seconds of `work` on all ranks at once, run back to back as within a step."""
+        repeats = self.warm_up(work)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        self.synchronize()
+        return self.mean((time.perf_counter() - start) / repeats)
 
-        `begin` starts what is to go on beside it, with the device idle before; `end` is told this rank's seconds of all
-        runs together as soon as they are over.
-        """
+    def warm_up(self, work: Callable[[], object]) -> int:
+        """How often `work` is to be repeated from now on, which all ranks do at once; the device is idle then."""
         for _ in range(WARM_UP):
             work()
         # All ranks repeat equally often, or those that are done would no longer disturb the others.
         repeats = max(MIN_REPEATS, int(self.part_seconds / self.mean(max(self._seconds_once(work), 1e-6))))
         self.transport.barrier()
-        if begin is not None:
-            begin()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        if begin is None:
-            self.synchronize()
-        seconds = time.perf_counter() - start
-        if end is not None:
-            end(seconds)
-        self.synchronize()
-        return self.mean(seconds / repeats)
+        return repeats
 
     def launch_seconds(self, work: Callable[[], object]) -> float:
         """Seconds that the host takes to enqueue `work` while nothing keeps it, the mean of all ranks; 0 on a CPU."""

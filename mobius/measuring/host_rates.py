@@ -6,17 +6,18 @@ updated parameters per second and rank (docs/decisions.md). So a run measures at
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mobius.measuring.bench import MIN_REPEATS, Bench
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import StageState
+from mobius.memory.streams import Event, new_stream
 from mobius.messages.transport import Transport
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.kernel import AdamWKernel
@@ -109,13 +110,12 @@ class Copies:
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         """`num_bytes` are copied at a time."""
         self._device, self.num_bytes = device, num_bytes
-        self._streams: list[torch.cuda.Stream] = []
+        self._streams = [new_stream(device) for _ in range(2)]
 
     def __enter__(self) -> Copies:
         self._host = [torch.zeros(self.num_bytes, dtype=torch.uint8) for _ in range(2)]
         self._on_device = [torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
         if self._device.type == "cuda":
-            self._streams = [torch.cuda.Stream(self._device) for _ in range(2)]
             # Not pin_memory: torch would keep the memory for good.
             for tensor in self._host:
                 error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
@@ -132,27 +132,22 @@ class Copies:
 
     def down(self) -> None:
         """Start a copy to the device."""
-        self._run(0, self._on_device[0], self._host[0])
+        with self._streams[0].run():
+            self._on_device[0].copy_(self._host[0], non_blocking=True)
 
     def up(self) -> None:
         """Start a copy to the host."""
-        self._run(1, self._host[1], self._on_device[1])
+        with self._streams[1].run():
+            self._host[1].copy_(self._on_device[1], non_blocking=True)
 
     def both(self) -> None:
         """Start one each way."""
         self.down()
         self.up()
 
-    def mark(self) -> list[torch.cuda.Event]:
-        """Events behind what was started so far, one for each direction; none on a CPU."""
-        return [stream.record_event() for stream in self._streams]
-
-    def _run(self, index: int, target: Tensor, source: Tensor) -> None:
-        if not self._streams:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(self._streams[index]):
-            target.copy_(source, non_blocking=True)
+    def mark(self) -> list[Event]:
+        """Events behind what was started so far, one for each direction."""
+        return [stream.record() for stream in self._streams]
 
 
 def measure_copies(bench: Bench, copies: Copies) -> CopyRates:
@@ -199,23 +194,19 @@ def measure_cpu_optimizer(
 
 def measure_beside(bench: Bench, update: Callable[[], None], copies: Copies, num_copies: int) -> tuple[float, float]:
     """Seconds of `update` beside that many copies both ways, and the bytes per second that these moved each way."""
-    ends: list[torch.cuda.Event] = []
-    num_before, rates = list[int](), list[float]()
-
-    def num_done() -> int:
-        return sum(event.query() for event in ends)
-
-    def start_copies() -> None:
-        for _ in range(num_copies):
-            copies.both()
-            ends.extend(copies.mark())
-        num_before.append(num_done())  # the first go while the others are started, beside no update
-
-    def count_copies(seconds: float) -> None:
-        rates.append(copies.num_bytes * max(num_done() - num_before[0], 1) / 2 / seconds)
-
-    seconds = bench.seconds(update, begin=start_copies, end=count_copies)
-    return seconds, bench.mean(rates[0])
+    repeats = bench.warm_up(update)
+    ends: list[Event] = []
+    for _ in range(num_copies):
+        copies.both()
+        ends += copies.mark()
+    num_before = sum(end.query() for end in ends)  # the first go while the others are started, beside no update
+    start = time.perf_counter()
+    for _ in range(repeats):
+        update()
+    seconds = time.perf_counter() - start
+    num_done = sum(end.query() for end in ends) - num_before
+    bench.synchronize()
+    return bench.mean(seconds / repeats), bench.mean(copies.num_bytes * max(num_done, 1) / 2 / seconds)
 
 
 def update_once(adamw: FlatAdamW, state: StageState) -> None:
