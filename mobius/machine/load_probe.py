@@ -11,12 +11,12 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -34,7 +34,6 @@ NUM_WARM_LOADS = 8
 NUM_LOADS = 5
 """Loads of each kind; their median counts."""
 PATIENCE_SECONDS = 180.0
-_VERSION = 1
 
 TimeLoads = Callable[[Sequence[int]], Sequence[float]]
 """GPUs that load at the same time -> seconds that each of them took for the same number of bytes."""
@@ -64,10 +63,12 @@ def add_measurement(topology: Topology, folder: Path, measure: Callable[[int], S
 
     `folder` keeps measurements, by the GPUs' identities.
     """
+    if not topology.links:
+        return topology
     file = _cache_file(topology, folder)
     if file is not None and file.exists():
-        with contextlib.suppress(OSError, ValueError):
-            known = topology.with_slowdowns(_read(file, topology))
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            known = _with_kept(topology, Topology.from_json(file.read_text()))
             logger.info("shared links as measured before (%s; remove the file to measure again)", file)
             return known
         logger.info("%s cannot be read: shared links are measured again", file)
@@ -79,10 +80,39 @@ def add_measurement(topology: Topology, folder: Path, measure: Callable[[int], S
         logger.warning("--probe_topology: shared links could not be measured: %s", reason[-1] if reason else error)
         return topology
     if file is not None:
-        _write(file, topology, slowdowns)
+        temporary = file.with_suffix(f".{os.getpid()}")  # first: another run may be reading
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(topology.to_json())
+            temporary.replace(file)
+        except OSError as error:
+            logger.info("the measured shared links are not kept for the next run: %s", error)
     one, other = max(slowdowns, key=lambda pair: slowdowns[pair])
     logger.info("shared links measured: at most x%.2f, GPU %d beside GPU %d", slowdowns[one, other], one, other)
     return topology
+
+
+def _cache_file(topology: Topology, folder: Path) -> Path | None:
+    """The file of these GPUs in these slots; None if they cannot be told from others."""
+    if any(gpu.uuid is None or gpu.address is None for gpu in topology.gpus):
+        return None
+    names = "\n".join(sorted(f"{gpu.uuid} {gpu.address}" for gpu in topology.gpus))
+    return folder / f"shared_links-{hashlib.sha256(names.encode()).hexdigest()[:16]}.json"
+
+
+def _with_kept(topology: Topology, kept: Topology) -> Topology:
+    """The topology with the slowdowns of `kept`, whose GPUs may be numbered otherwise (CUDA_VISIBLE_DEVICES).
+
+    Raises KeyError or ValueError if it does not have all of them.
+    """
+    if not kept.is_measured:
+        raise ValueError("no measurement")
+    places = {gpu.uuid: gpu.index for gpu in kept.gpus}
+    order = [places[gpu.uuid] for gpu in topology.gpus]
+    links = (
+        replace(link, slowdown=kept.link(order[link.first], order[link.second]).slowdown) for link in topology.links
+    )
+    return replace(topology, links=tuple(links))
 
 
 def measure_in_process(num_gpus: int) -> Slowdowns:
@@ -92,7 +122,7 @@ def measure_in_process(num_gpus: int) -> Slowdowns:
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     if result.returncode != 0:
         raise ValueError(result.stderr.strip() or f"the measuring process ended with exit code {result.returncode}")
-    return {(int(a), int(b)): _ratio(value) for a, b, value in json.loads(result.stdout.strip().rpartition("\n")[2])}
+    return {(a, b): value for a, b, value in json.loads(result.stdout.strip().rpartition("\n")[2])}
 
 
 class PinnedLoads:
@@ -135,46 +165,6 @@ def _near_gpu(gpu: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def _cache_file(topology: Topology, folder: Path) -> Path | None:
-    """The file of these GPUs in these slots; None if they cannot be told from others."""
-    names = [f"{gpu.uuid} {gpu.address}" for gpu in topology.gpus if gpu.uuid and gpu.address]
-    if len(names) < len(topology.gpus):
-        return None
-    digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()
-    return folder / f"shared_links-{digest[:16]}.json"
-
-
-def _write(file: Path, topology: Topology, slowdowns: Slowdowns) -> None:
-    """Write by the GPUs' identities, not their numbers, which change with CUDA_VISIBLE_DEVICES; whole or not at all."""
-    pairs = [[topology.gpus[a].uuid, topology.gpus[b].uuid, value] for (a, b), value in slowdowns.items()]
-    temporary = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"version": _VERSION, "slowdowns": pairs}))
-        temporary.replace(file)
-    except OSError as error:
-        logger.info("the measured shared links are not kept for the next run: %s", error)
-
-
-def _read(file: Path, topology: Topology) -> Slowdowns:
-    """The slowdown of every pair; raises OSError or ValueError if the file does not have one of them."""
-    try:
-        record = json.loads(file.read_text())
-        if record["version"] != _VERSION:
-            raise ValueError(f"version {record['version']}")
-        known = {frozenset((a, b)): _ratio(value) for a, b, value in record["slowdowns"]}
-        uuids = [gpu.uuid for gpu in topology.gpus]
-        return {(a, b): known[frozenset((uuids[a], uuids[b]))] for a, b in combinations(range(len(uuids)), 2)}
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"no measurement: {error}") from error
-
-
-def _ratio(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{value!r} is no slowdown")
-    return float(value)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -17,8 +17,9 @@ import torch
 
 from mobius.errors import TransportError
 from mobius.machine.device_order import device_names
-from mobius.messages.copy_engine import CopyEngine, CopyQueue, Neighbours
+from mobius.messages.cuda_copies import CudaCopyEngine, CudaQueue
 from mobius.messages.meeting import Meeting, Told, read_all, read_numbers, read_told, take_together
+from mobius.messages.neighbours import Neighbours
 from mobius.ranks import allows_peer_copies, forbid_peer_copies, visible_devices
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ _FILLING = 0xA5
 
 def send_by_host_if_broken(
     meeting: Meeting,
-    make_engine: Callable[[], CopyEngine],
+    make_engine: Callable[[], CudaCopyEngine],
     *,
     device: torch.device,
     order: Sequence[int] | None = None,
@@ -86,7 +87,7 @@ class PeerCheck(Neighbours):
 
         Takes up to four messages of GPU memory, and gives it back. A problem on one rank calls it off on all.
         """
-        self._queue: CopyQueue
+        self._queue: CudaQueue
         self._incoming: dict[int, int] = {}
         self._outgoing: dict[int, int] = {}
         self._broken: set[int] = set()

@@ -74,8 +74,8 @@ class Topology:
         pairs = sorted((link.first, link.second) for link in self.links)
         if pairs != list(combinations(range(len(self.gpus)), 2)):
             raise ValueError(f"a topology of {len(self.gpus)} GPUs does not have one link for each two of them")
-        if any(link.slowdown is not None and not math.isfinite(link.slowdown) for link in self.links):
-            raise ValueError("a slowdown of a topology is not a finite number")
+        if any(link.slowdown is not None and not 0 < link.slowdown < math.inf for link in self.links):
+            raise ValueError("a slowdown of a topology is not a finite number above 0")
 
     def link(self, one: int, other: int) -> Link:
         """The link between two different GPUs, in whichever order they are given."""

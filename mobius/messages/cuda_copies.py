@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from mobius.memory.streams import CudaEvent, Event
-from mobius.messages.copy_engine import CopyQueue
 
 _EXPORT_GRANULE = 2 * 2**20
 """A smaller piece of device memory may share its block with others, which would be exported along with it."""
@@ -67,19 +66,23 @@ class CudaDriver:
             function.argtypes, function.restype = arguments, c_int
 
     def allocate(self, num_bytes: int) -> int:
+        """Take device memory; its address."""
         address = c_uint64()
         self.call("cuMemAlloc_v2", byref(address), num_bytes)
         return address.value
 
     def free(self, address: int) -> None:
+        """Give `allocate`d memory back; no other rank may have it open."""
         self.call("cuMemFree_v2", address)
 
     def export(self, address: int) -> bytes:
+        """The handle by which another rank opens `allocate`d memory."""
         handle = _Handle()
         self.call("cuIpcGetMemHandle", byref(handle), address)
         return bytes(handle)
 
     def open_exported(self, handle: bytes) -> int:
+        """Map another device's memory; its address here."""
         address = c_uint64()
         if len(handle) != ctypes.sizeof(_Handle):
             raise DriverError(f"a handle of {len(handle)} bytes opens no memory")
@@ -87,9 +90,11 @@ class CudaDriver:
         return address.value
 
     def close_exported(self, address: int) -> None:
+        """Undo `open_exported`."""
         self.call("cuIpcCloseMemHandle", address)
 
     def register(self, address: int, num_bytes: int) -> int:
+        """Page-lock host memory; its address for the device."""
         self.call("cuMemHostRegister_v2", address, num_bytes, _REGISTER_FOR_DEVICES)
         device_address = c_uint64()
         try:
@@ -100,6 +105,7 @@ class CudaDriver:
         return device_address.value
 
     def unregister(self, address: int) -> None:
+        """Undo `register`, by the host's address."""
         self.call("cuMemHostUnregister", address)
 
     def call(self, name: str, *arguments: object) -> None:
@@ -112,7 +118,7 @@ class CudaDriver:
 
 
 class CudaCopyEngine(CudaDriver):
-    """One GPU's copy engines, a `CopyEngine`; one thread uses it. Whoever asks for memory gives it back."""
+    """One GPU's copies, and the memory that they work on; one thread uses it. Whoever asks for memory gives it back."""
 
     def __init__(self, device: torch.device, *, allows_peers: bool) -> None:
         """Raises DriverError if the driver lacks what it takes. `allows_peers`: whether GPUs may reach each other."""
@@ -123,6 +129,7 @@ class CudaCopyEngine(CudaDriver):
         torch.cuda.synchronize(device)  # the context exists from here on; sync: once, before training
 
     def reaches(self, device_index: int) -> bool:
+        """Whether this device can write into that one's memory."""
         return (
             self._allows_peers
             and device_index != self.device_index
@@ -130,31 +137,38 @@ class CudaCopyEngine(CudaDriver):
             and torch.cuda.can_device_access_peer(self._device, device_index)
         )
 
-    def new_queue(self) -> CopyQueue:
+    def new_queue(self) -> CudaQueue:
+        """A queue that nobody else uses."""
         # Streams of high priority come from a pool of their own, and share no hardware queue with compute and copies.
         return CudaQueue(torch.cuda.Stream(self._device, priority=-1), self)
 
     def allocate(self, num_bytes: int) -> int:
+        """Take device memory that can be exported; its address."""
         return super().allocate(-(-num_bytes // _EXPORT_GRANULE) * _EXPORT_GRANULE)
 
 
 class CudaQueue:
-    """A `CopyQueue` on a stream of its own."""
+    """An ordered queue of copies, waits and counters' writes; nothing here makes the host wait."""
 
     def __init__(self, stream: torch.cuda.Stream, driver: CudaDriver) -> None:
         self._stream, self._driver, self._handle = stream, driver, int(stream.cuda_stream)
 
     def follow_compute(self) -> None:
+        """Begin what comes next only when the compute enqueued so far is done."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device.index))
 
     def wait_value(self, address: int, value: int) -> None:
+        """Go on only when the uint32 at `address` is not before `value`, cyclically."""
         self._driver.call("cuStreamWaitValue32_v2", self._handle, address, value, _WAIT_UNTIL_NOT_BEFORE)
 
     def write_value(self, address: int, value: int) -> None:
+        """Write a uint32 when all before it is done and can be seen by everybody."""
         self._driver.call("cuStreamWriteValue32_v2", self._handle, address, value, _WRITE_BEHIND_A_FENCE)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Copy between two addresses of devices or page-locked host memory."""
         self._driver.call("cuMemcpyAsync", target, source, num_bytes, self._handle)
 
     def record(self) -> Event:
+        """The point behind all of the queue so far."""
         return CudaEvent(self._stream)

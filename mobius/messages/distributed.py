@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mobius.errors import TransportError, first_line
 from mobius.memory.spans import NO_SPANS, Spans
-from mobius.messages.mailboxes import Mailboxes
+from mobius.messages.mailboxes import CopiedMessage, Mailboxes
 from mobius.messages.transport import ring_edges
 from mobius.schedule.lanes import Lane
 
@@ -42,14 +42,8 @@ def _edge_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
     return options
 
 
-class _Message(Protocol):
-    """A message under way: a process group's work, or a copy."""
-
-    def wait(self) -> object:
-        """Make the current stream (on a CPU: the host) wait for it."""
-
-    def is_completed(self) -> bool:
-        """Whether it is through; nobody waits."""
+_Message: TypeAlias = dist.Work | CopiedMessage
+"""A message under way: `wait` makes the current stream (on a CPU: the host) wait for it, `is_completed` nobody."""
 
 
 class DistributedTransport:
@@ -106,9 +100,8 @@ class DistributedTransport:
     def post_receive(self, source: int) -> None:
         """Start receiving into a new buffer; it may begin once compute that is enqueued already is done."""
         buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        work: _Message
         if self._mailboxes is not None:
-            work = self._mailboxes.post_receive(buffer, source)
+            work: _Message = self._mailboxes.post_receive(buffer, source)
         else:
             work = self._start(dist.irecv, buffer, source, self._edges[source, self.rank])
         self._spans.message(Lane.RECEIVE, source, work)
@@ -122,9 +115,8 @@ class DistributedTransport:
     def send(self, tensor: Tensor, target: int) -> None:
         """Start sending; the tensor is kept until the message has left."""
         tensor = tensor.contiguous()
-        work: _Message
         if self._mailboxes is not None:
-            work = self._mailboxes.send(tensor, target)
+            work: _Message = self._mailboxes.send(tensor, target)
         else:
             work = self._start(dist.isend, tensor, target, self._edges[self.rank, target])
         self._spans.message(Lane.SEND, target, work)
@@ -170,7 +162,7 @@ class DistributedTransport:
             self._mailboxes.close()
         dist.destroy_process_group()
 
-    def _start(self, operation: Callable[..., _Message | None], tensor: Tensor, peer: int, group: Any) -> _Message:
+    def _start(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, group: Any) -> dist.Work:
         with self._needing(peer):
             work = operation(tensor, peer, group=group)
         assert work is not None  # torch gives none to a rank outside of the group

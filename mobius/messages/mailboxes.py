@@ -26,8 +26,9 @@ from torch import Tensor
 from mobius.errors import TransportError
 from mobius.limits import NUM_MAILBOXES
 from mobius.memory.streams import Event, record_current
-from mobius.messages.copy_engine import CopyEngine, CopyQueue, Neighbours
+from mobius.messages.cuda_copies import CudaCopyEngine, CudaQueue
 from mobius.messages.meeting import Meeting, Told, read_number, read_told, take_together
+from mobius.messages.neighbours import Neighbours
 from mobius.messages.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Outbox:
     """The sending end of an edge."""
 
     ring: Ring
-    queue: CopyQueue
+    queue: CudaQueue
     next_message: int = 0
     """Number of the next message; both counters stand there at first."""
 
@@ -79,7 +80,7 @@ class Inbox:
     """The receiving end of an edge."""
 
     ring: Ring
-    queue: CopyQueue
+    queue: CudaQueue
     next_message: int = 0
     """Number of the next message; both counters stand there at first."""
 
@@ -111,7 +112,7 @@ class CopiedMessage:
 
 def open_mailboxes(
     meeting: Meeting,
-    make_engine: Callable[[], CopyEngine],
+    make_engine: Callable[[], CudaCopyEngine],
     *,
     device: torch.device,
     message_bytes: int,

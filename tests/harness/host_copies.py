@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from mobius.messages.copy_engine import CopyQueue
+from mobius.memory.streams import Event
+from mobius.messages.cuda_copies import CudaCopyEngine, CudaQueue
 from mobius.messages.shared_memory import SharedMemory
 
 WORD = ctypes.c_uint32
 
 
-class HostEvent:
+class HostEvent(Event):
     """A point in a queue; with no streams to wait, `wait` holds the host up."""
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class HostEvent:
         return self._reached.is_set()
 
 
-class HostQueue:
+class HostQueue(CudaQueue):
     """Runs what it is given on a thread of its own, in order."""
 
     def __init__(self, *, corrupts: bool) -> None:
@@ -72,7 +73,7 @@ class HostQueue:
         return event
 
 
-class HostCopyEngine:
+class HostCopyEngine(CudaCopyEngine):
     """One "device" of this process; `peers` are those it reaches. Notes what is held, so that a leak is seen."""
 
     def __init__(self, device_index: int, *, peers: frozenset[int] = frozenset(), corrupts: bool = False) -> None:
@@ -93,7 +94,7 @@ class HostCopyEngine:
     def reaches(self, device_index: int) -> bool:
         return device_index in self._peers
 
-    def new_queue(self) -> CopyQueue:
+    def new_queue(self) -> CudaQueue:
         return HostQueue(corrupts=self._corrupts)
 
     def allocate(self, num_bytes: int) -> int:

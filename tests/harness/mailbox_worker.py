@@ -23,7 +23,6 @@ separate_device_queues()
 import torch  # noqa: E402
 from harness.host_copies import HostCopyEngine  # noqa: E402
 
-from mobius.messages.copy_engine import CopyEngine  # noqa: E402
 from mobius.messages.cuda_copies import CudaCopyEngine  # noqa: E402
 from mobius.messages.distributed import DistributedTransport  # noqa: E402
 from mobius.messages.mailboxes import Mailboxes, open_mailboxes  # noqa: E402
@@ -45,7 +44,7 @@ def main() -> None:
     meeting = meet_at_store(ranks)
     opened: list[Mailboxes | None] = []
 
-    def make_engine() -> CopyEngine:
+    def make_engine() -> CudaCopyEngine:
         if kind == "cuda":
             return CudaCopyEngine(device, allows_peers=allows_peer_copies())
         return HostCopyEngine(ranks.rank, peers=frozenset({1 - ranks.rank}))

@@ -14,16 +14,15 @@ import torch
 
 from mobius.machine.peer_check import SIZES, PeerCheck
 from mobius.memory.streams import Event
-from mobius.messages.copy_engine import CopyQueue
-from mobius.messages.cuda_copies import CudaCopyEngine
+from mobius.messages.cuda_copies import CudaCopyEngine, CudaQueue
 from mobius.messages.meeting import meet_at_store
 from mobius.ranks import Ranks
 
 
-class SpoiltQueue:
+class SpoiltQueue(CudaQueue):
     """Another queue, but what goes to other GPUs does not all arrive."""
 
-    def __init__(self, queue: CopyQueue, opened: set[int], spoiled: str) -> None:
+    def __init__(self, queue: CudaQueue, opened: set[int], spoiled: str) -> None:
         self._queue, self._opened, self._spoiled = queue, opened, spoiled
 
     def follow_compute(self) -> None:
@@ -50,7 +49,7 @@ class SpoiltEngine(CudaCopyEngine):
         self._spoiled = spoiled
         self._opened: set[int] = set()
 
-    def new_queue(self) -> CopyQueue:
+    def new_queue(self) -> CudaQueue:
         return SpoiltQueue(super().new_queue(), self._opened, self._spoiled)
 
     def open_exported(self, handle: bytes) -> int:

@@ -130,22 +130,37 @@ def spoil_nothing(text: str) -> str:
     return text[: len(text) // 2]
 
 
-def spoil_version(text: str) -> str:
-    return json.dumps({**json.loads(text), "version": 0})
-
-
 def spoil_pair(text: str) -> str:
     record = json.loads(text)
-    return json.dumps({**record, "slowdowns": record["slowdowns"][1:]})
+    return json.dumps({**record, "links": record["links"][1:]})
 
 
 def spoil_number(text: str) -> str:
     record = json.loads(text)
-    record["slowdowns"][2][2] = "fast"
+    record["links"][2]["slowdown"] = "fast"
     return json.dumps(record)
 
 
-@pytest.mark.parametrize("spoil", [spoil_nothing, spoil_version, spoil_pair, spoil_number, lambda _: "[]"])
+def spoil_measurement(text: str) -> str:
+    return (
+        Topology.from_json(text)
+        .with_slowdowns(dict.fromkeys(combinations(range(4), 2), 1.0))
+        .to_json()
+        .replace("1.0", "null")
+    )
+
+
+def spoil_names(text: str) -> str:
+    return text.replace("GPU-", "GPU-0")
+
+
+def spoil_format(text: str) -> str:
+    return json.dumps({"version": 1, "slowdowns": []})
+
+
+@pytest.mark.parametrize(
+    "spoil", [spoil_nothing, spoil_format, spoil_pair, spoil_number, spoil_measurement, spoil_names, lambda _: "[]"]
+)
 def test_a_spoilt_file_is_measured_over(
     tmp_path: Path, log: pytest.LogCaptureFixture, spoil: Callable[[str], str]
 ) -> None:
@@ -184,6 +199,20 @@ def test_a_measurement_that_fails_leaves_what_the_machine_tells(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("slowdown", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_measurement_that_is_no_slowdown_leaves_what_the_machine_tells(tmp_path: Path, slowdown: float) -> None:
+    wrong = dict.fromkeys(combinations(range(4), 2), slowdown)
+
+    assert add_measurement(FLAT, tmp_path, lambda _: wrong) == FLAT
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_single_gpu_has_nothing_to_measure(tmp_path: Path) -> None:
+    single = Topology(FLAT.gpus[:1], ())
+
+    assert add_measurement(single, tmp_path, must_not) == single
+
+
 def test_a_folder_that_cannot_be_written_keeps_nothing_and_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
@@ -205,8 +234,7 @@ def test_the_measuring_process_tells_pairs_in_its_last_line(monkeypatch: pytest.
     [
         (1, "", "no CUDA"),
         (0, "", "Expecting value"),
-        (0, "[[0, 1, NaN]]", "nan is no slowdown"),
-        (0, "[[0, 1, 0]]", "no slowdown"),
+        (0, "[[0, 1]]", "not enough values"),
     ],
 )
 def test_a_measuring_process_that_comes_to_nothing_is_a_value_error(

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from mobius.errors import TransportError
 from mobius.machine.peer_check import PeerCheck, PeerVerdict, send_by_host_if_broken
-from mobius.messages.copy_engine import CopyQueue
+from mobius.messages.cuda_copies import CudaQueue
 from mobius.messages.meeting import Meeting, Told
 from mobius.ranks import allows_peer_copies
 
@@ -52,7 +52,7 @@ class PeerEngine(HostCopyEngine):
         self.written: list[int] = []
         """Bytes of each copy into another device's memory."""
 
-    def new_queue(self) -> CopyQueue:
+    def new_queue(self) -> CudaQueue:
         return PeerQueue(self)
 
     def open_exported(self, handle: bytes) -> int:
@@ -126,7 +126,7 @@ def test_a_copy_that_does_nothing_is_found_though_memory_is_used_again() -> None
                 super().copy(target, source, num_bytes)
 
     class LazyEngine(PeerEngine):
-        def new_queue(self) -> CopyQueue:
+        def new_queue(self) -> CudaQueue:
             return LazyQueue(self)
 
     engines: list[HostCopyEngine] = [LazyEngine(10, frozenset({11})), PeerEngine(11, frozenset({10}))]
@@ -146,7 +146,7 @@ def test_a_copy_that_brings_an_earlier_message_is_found() -> None:
                 self._work.put(lambda: ctypes.memmove(target, earlier, len(earlier)))
 
     class LateEngine(PeerEngine):
-        def new_queue(self) -> CopyQueue:
+        def new_queue(self) -> CudaQueue:
             return LateQueue(self)
 
     engines: list[HostCopyEngine] = [LateEngine(10, frozenset({11})), PeerEngine(11, frozenset({10}))]
@@ -183,7 +183,7 @@ def test_a_copy_that_the_driver_refuses_calls_the_check_off_on_all_ranks() -> No
             super().copy(target, source, num_bytes)
 
     class RefusedEngine(PeerEngine):
-        def new_queue(self) -> CopyQueue:
+        def new_queue(self) -> CudaQueue:
             return RefusedQueue(self)
 
     engines: list[HostCopyEngine] = [PeerEngine(10, frozenset({11})), RefusedEngine(11, frozenset({10}))]
@@ -202,7 +202,7 @@ def test_a_copy_that_never_ends_stops_the_run_with_what_to_set() -> None:
             return False
 
     class DeadEngine(PeerEngine):
-        def new_queue(self) -> CopyQueue:
+        def new_queue(self) -> CudaQueue:
             return DeadQueue(corrupts=False)  # type: ignore[return-value]
 
     engines: list[HostCopyEngine] = [DeadEngine(10 + rank, frozenset({11 - rank})) for rank in range(2)]

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from mobius.memory.streams import Event
-from mobius.messages.copy_engine import CopyEngine, CopyQueue
+from mobius.messages.cuda_copies import CudaCopyEngine, CudaQueue
 from mobius.messages.mailboxes import Inbox, Mailboxes, Outbox, Ring
 from mobius.messages.meeting import Meeting
 
@@ -70,7 +70,7 @@ class Machine:
                 stream.num_done += 1
 
 
-class Point:
+class Point(Event):
     """A point in a stream, for which `waiter` can wait."""
 
     def __init__(self, stream: Stream, waiter: Stream) -> None:
@@ -86,7 +86,7 @@ class Point:
         return self._stream.num_done >= self._number
 
 
-class Queue:
+class Queue(CudaQueue):
     """A copy queue of the machine, beside a compute stream."""
 
     def __init__(self, machine: Machine, compute: Stream, *, ignores: int | None = None) -> None:
@@ -138,7 +138,7 @@ def carry(
     num_messages: int = 12,
     first: int = 0,
     posted_ahead: int = 2,
-    make_queue: Callable[[Machine, Stream], CopyQueue] = Queue,
+    make_queue: Callable[[Machine, Stream], CudaQueue] = Queue,
 ) -> list[bytes]:
     """Send messages over one edge, each made by compute in one of two buffers; what the target's compute then read.
 
@@ -207,7 +207,7 @@ def test_counters_may_run_over(first: int) -> None:
 def test_without_either_counter_messages_would_be_spoilt(ignored: int) -> None:
     """The machine does find what the protocol prevents."""
 
-    def forgetful(machine: Machine, compute: Stream) -> CopyQueue:
+    def forgetful(machine: Machine, compute: Stream) -> CudaQueue:
         return Queue(machine, compute, ignores=ignored)
 
     expected = [contents(number) for number in range(12)]
@@ -242,7 +242,7 @@ def test_two_edges_in_opposite_directions_never_wait_in_a_circle(seed: int) -> N
 
 
 def test_a_message_of_another_size_is_a_bug() -> None:
-    def make_engine() -> CopyEngine:
+    def make_engine() -> CudaCopyEngine:
         raise AssertionError("nothing is made before the edges are tried")
 
     meeting = Meeting(HashStore(), rank=0, num_ranks=2)

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from mobius.errors import TransportError
 from mobius.messages import mailboxes as mailboxes_module
-from mobius.messages.copy_engine import CopyEngine
+from mobius.messages.cuda_copies import CudaCopyEngine
 from mobius.messages.mailboxes import Mailboxes, open_mailboxes
 from mobius.messages.meeting import Meeting, Told, told_text, told_value
 
@@ -35,7 +35,7 @@ def with_mailboxes(
     engines: list[HostCopyEngine],
     work: Callable[[LocalTransport, Mailboxes], None],
     *,
-    makers: dict[int, Callable[[], CopyEngine]] | None = None,
+    makers: dict[int, Callable[[], CudaCopyEngine]] | None = None,
     patience: float = 20.0,
 ) -> list[bool]:
     """Open mailboxes in one thread per engine, work with them and close them; who had some."""

@@ -6,67 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mobius.memory.streams import Event
+from mobius.messages.cuda_copies import CudaCopyEngine
 from mobius.messages.meeting import Meeting, Told, read_all, read_number
 from mobius.messages.transport import ring_edges
-
-
-class CopyQueue(Protocol):
-    """An ordered queue of copies, waits and counters' writes; nothing here makes the host wait."""
-
-    def follow_compute(self) -> None:
-        """Begin what comes next only when the compute enqueued so far is done."""
-
-    def wait_value(self, address: int, value: int) -> None:
-        """Go on only when the uint32 at `address` is not before `value`, cyclically."""
-
-    def write_value(self, address: int, value: int) -> None:
-        """Write a uint32 when all before it is done and can be seen by everybody."""
-
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Copy between two addresses of devices or page-locked host memory."""
-
-    def record(self) -> Event:
-        """The point behind all of the queue so far."""
-
-
-class CopyEngine(Protocol):
-    """One device's copies, and the memory that they work on. Raises RuntimeError where something is not allowed."""
-
-    device_index: int
-    """The number by which all ranks know the device."""
-
-    def reaches(self, device_index: int) -> bool:
-        """Whether this device can write into that one's memory."""
-
-    def new_queue(self) -> CopyQueue:
-        """A queue that nobody else uses."""
-
-    def allocate(self, num_bytes: int) -> int:
-        """Device memory that can be exported; its address."""
-
-    def free(self, address: int) -> None:
-        """Give `allocate`d memory back; no other rank may have it open."""
-
-    def export(self, address: int) -> bytes:
-        """The handle by which another rank opens `allocate`d memory."""
-
-    def open_exported(self, handle: bytes) -> int:
-        """Map another device's memory; its address here."""
-
-    def close_exported(self, address: int) -> None:
-        """Undo `open_exported`."""
-
-    def register(self, address: int, num_bytes: int) -> int:
-        """Page-lock host memory; its address for the device."""
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`, by the host's address."""
 
 
 @dataclass
@@ -77,7 +25,7 @@ class Neighbours:
     """
 
     meeting: Meeting
-    make_engine: Callable[[], CopyEngine]
+    make_engine: Callable[[], CudaCopyEngine]
     device: torch.device
     patience: float
     """Seconds for each event that is waited for."""
@@ -86,7 +34,7 @@ class Neighbours:
         edges = ring_edges(self.meeting.num_ranks)
         self.sources = [source for source, target in edges if target == self.meeting.rank]
         self.targets = [target for source, target in edges if source == self.meeting.rank]
-        self.engine: CopyEngine
+        self.engine: CudaCopyEngine
         self.own, self.opened = ExitStack(), ExitStack()
 
     def start(self, answers: Sequence[Any]) -> int:
