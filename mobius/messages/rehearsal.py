@@ -20,7 +20,6 @@ class RehearsalTransport:
         self,
         *,
         rank: int,
-        num_ranks: int,
         device: torch.device,
         shape: tuple[int, ...],
         dtype: torch.dtype,

@@ -206,7 +206,6 @@ def _rehearse(blueprint: Blueprint, stages: RankStages) -> None:
     config, place = blueprint.config, blueprint.place
     transport = RehearsalTransport(
         rank=place.ranks.rank,
-        num_ranks=place.ranks.num_ranks,
         device=place.device,
         shape=blueprint.message_shape,
         dtype=blueprint.dtype,

@@ -112,7 +112,6 @@ def count_step(
     tokens = torch.randint(0, config.vocab_size, (batch_size, seq_length))
     transport = SingleRankTransport() if plan.num_ranks == 1 else RehearsalTransport(
         rank=rank,
-        num_ranks=plan.num_ranks,
         device=device,
         shape=(batch_size // plan.num_microbatches, seq_length, config.hidden_size),
         dtype=dtype,

@@ -69,9 +69,7 @@ def test_compute_waits_for_the_first_message_when_too_many_are_under_way(
 
 
 def test_a_rehearsal_keeps_as_many_messages_as_a_step() -> None:
-    transport = RehearsalTransport(
-        rank=0, num_ranks=2, device=torch.device("cpu"), shape=SHAPE, dtype=torch.float32, max_sends=3
-    )
+    transport = RehearsalTransport(rank=0, device=torch.device("cpu"), shape=SHAPE, dtype=torch.float32, max_sends=3)
     sent = [torch.zeros(SHAPE) for _ in range(5)]
     for tensor in sent:
         transport.send(tensor, 1)
