@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -195,30 +195,29 @@ class _Call:
     @property
     def leaves(self) -> Sequence[str]:
         """Names of what has a gradient beside the first argument."""
-        weights = dict(zip(self.weights, self.tensors, strict=False))
-        return tuple(make_leaves(weights, self.tapped, num_tokens=1)[1])
+        return tuple(make_leaves(self._sorted(self.tensors)[0], self.tapped, num_tokens=1)[1])
 
     def run(self, tensors: Sequence[Tensor]) -> Results:
         """The output for `tensors`, in a row; what is no tensor is as in this call."""
-        weights = dict(zip(self.weights, tensors, strict=False))
-        inputs, *rest = tensors[len(weights) :]
-        return (self._output(weights, inputs, rest),)
+        return (self._output(*self._sorted(tensors)),)
 
     def differentiate(self, tensors: Sequence[Tensor], gradient: Tensor) -> Results:
         """The output, and gradients of `leaves` and of the first argument."""
-        weights = dict(zip(self.weights, tensors, strict=False))
-        inputs, *rest = tensors[len(weights) :]
+        weights, inputs, rest = self._sorted(tensors)
         inputs = inputs.detach().requires_grad_()
         fixed, leaves = make_leaves(weights, self.tapped, num_tokens=inputs.shape[:-1].numel())
         with torch.enable_grad():
             output = self._output({**fixed, **leaves}, inputs, rest)
         return output.detach(), *torch.autograd.grad(output, [*leaves.values(), inputs], gradient, allow_unused=True)
 
-    def _output(self, weights: Weights, inputs: Tensor, rest: Sequence[Tensor]) -> Tensor:
-        """The output for other tensors; `rest` are buffers and tensors of the arguments."""
-        others = iter(rest)
-        buffers = {name: next(others) for name in self.buffers}
-        arguments = pytree.tree_map_only(Tensor, lambda _: next(others), dict(self.arguments))
+    def _sorted(self, tensors: Sequence[Tensor]) -> tuple[Weights, Tensor, Iterator[Tensor]]:
+        """Weights, the first argument, and the others: buffers and those of `arguments`."""
+        inputs, *rest = tensors[len(self.weights) :]
+        return dict(zip(self.weights, tensors, strict=False)), inputs, iter(rest)
+
+    def _output(self, weights: Weights, inputs: Tensor, rest: Iterator[Tensor]) -> Tensor:
+        buffers = {name: next(rest) for name in self.buffers}
+        arguments = pytree.tree_map_only(Tensor, lambda _: next(rest), dict(self.arguments))
         return cast(Tensor, functional_call(self.module, {**weights, **buffers}, (inputs,), arguments))
 
 
@@ -278,8 +277,7 @@ def _keep_no_inputs(forward: Graph, backward: Graph) -> tuple[int, ...]:
 
 
 def _compile(module: GraphModule) -> Callable[..., Results]:
-    compiled: Callable[..., Results] = torch._inductor.compile(module, _examples(module))
-    return compiled
+    return cast(Callable[..., Results], torch._inductor.compile(module, _examples(module)))
 
 
 def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
@@ -287,15 +285,13 @@ def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
     graph = Graph()
     given = graph.placeholder("tensors")
     given.meta["steal_arg"] = True
-    copies: dict[Any, Any] = {}
-    for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
-        copies[node] = graph.call_function(operator.getitem, (given, position))
+    inputs = enumerate(module.graph.find_nodes(op="placeholder"))
+    copies = {node: graph.call_function(operator.getitem, (given, position)) for position, node in inputs}
     for node in module.graph.nodes:
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     examples: Any = [_examples(module)]
-    compiled: Callable[[list[Tensor]], Results] = torch._inductor.compile(GraphModule(module, graph), examples)
-    return compiled
+    return cast(Callable[..., Results], torch._inductor.compile(GraphModule(module, graph), examples))
 
 
 def _examples(module: GraphModule) -> list[Any]:

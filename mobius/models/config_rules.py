@@ -25,21 +25,18 @@ class Rule:
 
 
 def _integer(low: int, high: int) -> Rule:
-    def allows(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-    return Rule(f"an integer from {low} to {high}", allows)
+    return Rule(f"an integer from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
 
 
 def _number(wanted: str, test: Callable[[float], bool]) -> Rule:
-    return Rule(wanted, lambda value: is_number(value) and test(value))
+    return Rule(wanted, lambda value: _is_number(value) and test(value))
 
 
 def _or_null(rule: Rule) -> Rule:
     return Rule(rule.wanted, lambda value: value is None or rule.allows(value))
 
 
-def is_number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     """Whether a value of a JSON file is a number: neither true nor false, nor one beyond what a float holds."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
@@ -55,7 +52,7 @@ _SHARE = _number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 _POSITIVE = _number("a positive number", lambda value: value > 0)
 _POSITIVE_LIST = Rule(
     "a list of positive numbers",
-    lambda values: isinstance(values, list) and all(is_number(value) and value > 0 for value in values),
+    lambda values: isinstance(values, list) and all(_is_number(value) and value > 0 for value in values),
 )
 
 _WIDEST, _MOST_HEADS = 2**20, 2**14

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import logging
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -26,9 +24,6 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED_FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 """`model_type` of the families whose loss and gradients are proved equal to transformers' own by tests/pipeline."""
-
-_NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
-"""A safetensors file: the length of its header, and a header that names nothing."""
 
 HUB_SECONDS = 10.0
 """Time for the hub to answer before it counts as out of reach."""
@@ -111,36 +106,14 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     except CheckpointError as error:
         raise CheckpointError(f"--model_path {options.model_path}: {error}") from error
     has_weights = folder_has_weights(folder)
-    width = config.hidden_size, config.num_attention_heads
-    for option, field in _SHAPE_OPTIONS.items():
-        wanted, own = getattr(options, option), getattr(config, field)
-        if wanted is None or wanted == own:
-            continue
-        if has_weights and option != "num_layers":
-            text = "--%s %s differs from the checkpoint's %s %s: the checkpoint's is used"
-            logger.warning(text, option, wanted, field, own, extra=SAID_ONCE)
-            continue
-        if has_weights and wanted > own:
-            raise ConfigError(
-                f"--num_layers {wanted} is more than the {own} layers of --model_path {options.model_path}."
-            )
-        if has_weights:
-            text = "--num_layers %s: only the first %s of the checkpoint's %s layers are used"
-            logger.warning(text, wanted, wanted, own, extra=SAID_ONCE)
-        if problems := wrong_fields({field: wanted}, {field}):
-            raise ConfigError(f"--{option} {wanted} describes no model: {problems[0]}.")
-        _set_shape(config, field, wanted)
-    if width != (config.hidden_size, config.num_attention_heads):
-        _fit_heads(config)
+    _apply_options(config, options, has_weights=has_weights)
     if has_weights and config.tie_word_embeddings and has_own_head(folder):
-        logger.warning(
+        text = (
             "%s ties the head to the embedding (tie_word_embeddings), but the checkpoint stores a matrix for each: "
-            "they are trained apart, as transformers loads them, and saved with tie_word_embeddings false",
-            folder / "config.json",
-            extra=SAID_ONCE,
+            "they are trained apart, as transformers loads them, and saved with tie_word_embeddings false"
         )
+        logger.warning(text, folder / "config.json", extra=SAID_ONCE)
         config.tie_word_embeddings = False
-    config._attn_implementation = "sdpa"
     return config
 
 
@@ -199,6 +172,32 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
             )
 
 
+def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weights: bool) -> None:
+    """Apply the shape options as far as the model's weights, if it has any, allow it. Raises ConfigError."""
+    config._attn_implementation = "sdpa"
+    width = config.hidden_size, config.num_attention_heads
+    for option, field in _SHAPE_OPTIONS.items():
+        wanted, own = getattr(options, option), getattr(config, field)
+        if wanted is None or wanted == own:
+            continue
+        if has_weights and option != "num_layers":
+            text = "--%s %s differs from the checkpoint's %s %s: the checkpoint's is used"
+            logger.warning(text, option, wanted, field, own, extra=SAID_ONCE)
+            continue
+        if has_weights and wanted > own:
+            raise ConfigError(
+                f"--num_layers {wanted} is more than the {own} layers of --model_path {options.model_path}."
+            )
+        if has_weights:
+            text = "--num_layers %s: only the first %s of the checkpoint's %s layers are used"
+            logger.warning(text, wanted, wanted, own, extra=SAID_ONCE)
+        if problems := wrong_fields({field: wanted}, {field}):
+            raise ConfigError(f"--{option} {wanted} describes no model: {problems[0]}.")
+        _set_shape(config, field, wanted)
+    if width != (config.hidden_size, config.num_attention_heads):
+        _fit_heads(config)
+
+
 def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
     """Set one dimension, and those that follow from it. Raises ConfigError."""
     layer_types = getattr(config, "layer_types", None)
@@ -247,10 +246,7 @@ def load_planned_config(options: ModelConfig) -> tuple[PretrainedConfig, Path | 
 
 
 def _config_of_shape(name: str, options: ModelConfig, *, has_weights: bool) -> PretrainedConfig:
-    """As read from a folder: whether that has weights decides what the shape options may change."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        (folder / "config.json").write_text(json.dumps(llama_fields(name)), encoding="utf-8")
-        if has_weights:
-            (folder / "model.safetensors").write_bytes(_NO_TENSORS)
-        return load_model_config(folder, options)
+    """As of a folder with or without weights, which decides what the shape options may change."""
+    config: PretrainedConfig = CONFIG_MAPPING["llama"].from_dict(llama_fields(name))
+    _apply_options(config, options, has_weights=has_weights)
+    return config

@@ -10,8 +10,9 @@ They come out of autograd as the gradients of two inputs that nothing reads, the
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +32,15 @@ class TappedLinear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
         """As `nn.Linear`."""
         super().__init__(in_features, out_features, **options)
-        self.register_buffer(INPUT_TAP, None, persistent=False)
-        self.register_buffer(OUTPUT_TAP, None, persistent=False)
+        for tap in (INPUT_TAP, OUTPUT_TAP):
+            self.register_buffer(tap, None, persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         if self.input_tap is None:
             return super().forward(input)
-        output: Tensor = _TappedProduct.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.input_tap, self.output_tap
-        )
-        return output
+        tensors = input, self.weight, self.bias, self.input_tap, self.output_tap
+        return cast(Tensor, _TappedProduct.apply(*tensors))  # type: ignore[no-untyped-call]
 
 
 class _TappedProduct(torch.autograd.Function):
@@ -79,23 +78,21 @@ def linears_called_once(module: nn.Module, run: Callable[[], object], *, num_tok
     Others cannot be tapped: one that is called twice would add up its factors, one that sees only some tokens (experts)
     has other shapes.
     """
-    rows: dict[str, list[int]] = {}
-    linears = {name: child for name, child in module.named_modules() if isinstance(child, TappedLinear)}
+    linears = {child: name for name, child in module.named_modules() if isinstance(child, TappedLinear)}
+    rows: dict[nn.Module, list[int]] = {linear: [] for linear in linears}
 
-    def count(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, inputs: rows.setdefault(name, []).append(inputs[0].shape[:-1].numel())
+    def count(linear: nn.Module, given: tuple[Tensor, ...]) -> None:
+        rows[linear].append(given[0].shape[:-1].numel())
 
-    hooks = [child.register_forward_pre_hook(count(name)) for name, child in linears.items()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for linear in linears:
+            hooks.callback(linear.register_forward_pre_hook(count).remove)
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return tuple(name for name in linears if rows.get(name) == [num_tokens])
+    return tuple(name for linear, name in linears.items() if rows[linear] == [num_tokens])
 
 
 def weight_name(linear: str) -> str:
-    """Name of the weight of the linear called `linear`; the name is empty for the module itself."""
+    """Name of the weight of `linear`, whose name is empty for the module itself."""
     return f"{linear}.weight".removeprefix(".")
 
 
@@ -105,10 +102,7 @@ def tap_names(linear: str) -> tuple[str, str]:
 
 
 def make_taps(weight: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Taps for the input and the output of a linear with this weight [out, in].
-
-    They take no memory: all their elements are one.
-    """
+    """Taps for the input and the output of a linear with this weight [out, in], without memory but for one element."""
     element = torch.empty(1, dtype=weight.dtype, device=weight.device)
     input_tap, output_tap = (element.expand(num_tokens, width) for width in reversed(weight.shape))
     return input_tap.requires_grad_(), output_tap.requires_grad_()

@@ -57,8 +57,7 @@ class LogitsLoss:
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Summed cross entropy, and `factor` times its gradient: softmax minus one at the target, in fp32 throughout."""
-    values = logits.float()
-    slope: Tensor | None = None
+    values, slope = logits.float(), None
     if softcap is not None:
         bounded = torch.tanh(values / softcap)
         values, slope = bounded * softcap, 1.0 - bounded * bounded
@@ -84,15 +83,14 @@ def chunked_cross_entropy(
     chunk_tokens: int,
     logits_loss: LogitsLoss,
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy of shifted `labels` [B, L], summed and divided by `num_targets`, and its gradient.
+    """Cross entropy of shifted `labels` [B, L] for `hidden` [B, L, H] after the final norm, and the gradient of that.
 
     Args:
-        hidden: [B, L, H] after the final norm.
-        num_targets: target tokens of the whole step (all microbatches), not of this microbatch.
+        num_targets: target tokens of the whole step (all microbatches), by which the sum is divided.
         loss_scale: factor on the gradients only (fp16 scaling).
         chunk_tokens: tokens whose logits exist at one time.
 
-    Returns the loss (fp32 scalar, unscaled, no graph) and the gradient of `hidden`, both on `hidden`'s device.
+    Returns the loss (fp32 scalar, unscaled, no graph) and the gradient, both on `hidden`'s device.
     """
     tokens = hidden.detach().view(-1, hidden.shape[-1])
     targets = labels.view(-1)
