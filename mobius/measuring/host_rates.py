@@ -24,22 +24,12 @@ from mobius.optim.kernel import AdamWKernel
 from mobius.plan.profile import CopyRates, Profile
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
+COPY_BYTES, CPU_PARAMETERS = 2**26, 2**25
+"""Copied and updated at a time: 128 MiB of GPU memory for a moment, 0.6 GiB of the host's."""
 PART_SECONDS = 0.15
 UPDATES_WITHIN_STEP = 0.87
 """Share of the measured updates per second that a step reaches, where Python works too: 6.3 of 7.3e9 on one H200, 1.7
 of 2.0e9 for each of four."""
-
-
-@dataclass(frozen=True)
-class Amounts:
-    """Bytes that are copied and parameters that are updated at a time; smaller for tests.
-
-    Copies take 128 MiB of GPU memory for a moment, the CPU's updates 0.6 GiB of the host's.
-    """
-
-    copy_bytes: int = 2**26
-    cpu_parameters: int = 2**25
-    gpu_parameters: int = 2**26
 
 
 @dataclass(frozen=True)
@@ -70,18 +60,13 @@ class HostRates:
 
 
 def measure_host_rates(
-    dtype: torch.dtype,
-    *,
-    device: torch.device,
-    transport: Transport,
-    kernel: AdamWKernel | None,
-    amounts: Amounts = Amounts(),
+    dtype: torch.dtype, *, device: torch.device, transport: Transport, kernel: AdamWKernel | None
 ) -> HostRates:
     """Time copies both ways, updates, and updates beside such copies; gives all memory back."""
     bench = Bench(device, transport, part_seconds=PART_SECONDS)
-    with Copies(device, amounts.copy_bytes) as copies:
-        each_way = amounts.copy_bytes / bench.seconds(copies.both)
-        _, rates = measure_cpu_optimizer(bench, dtype, kernel, amounts.cpu_parameters, copies, each_way=each_way)
+    with Copies(device) as copies:
+        each_way = copies.num_bytes / bench.seconds(copies.both)
+        _, rates = measure_cpu_optimizer(bench, dtype, kernel, copies, each_way=each_way)
     bench.forget()
     return rates
 
@@ -107,9 +92,8 @@ def with_host_rates(profile: Profile, rates: HostRates) -> Profile:
 class Copies:
     """Page-locked and device memory with a stream for each direction, taken within the `with` statement."""
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """`num_bytes` are copied at a time."""
-        self._device, self.num_bytes = device, num_bytes
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.num_bytes = device, COPY_BYTES
         self._streams = [new_stream(device) for _ in range(2)]
 
     def __enter__(self) -> Copies:
@@ -159,20 +143,14 @@ def measure_copies(bench: Bench, copies: Copies) -> CopyRates:
 
 
 def measure_cpu_optimizer(
-    bench: Bench,
-    dtype: torch.dtype,
-    kernel: AdamWKernel | None,
-    num_parameters: int,
-    copies: Copies,
-    *,
-    each_way: float,
+    bench: Bench, dtype: torch.dtype, kernel: AdamWKernel | None, copies: Copies, *, each_way: float
 ) -> tuple[float, HostRates]:
     """Parameters per second that the run's threads update of a streamed stage on one rank alone, and the rates of all.
 
     `each_way` is the rate of `copies` both ways by themselves; on a CPU, which has no copy engines, updates do not
     change it.
     """
-    layout = StageLayout.of({"weight": (num_parameters, 1)})
+    layout = StageLayout.of({"weight": (CPU_PARAMETERS, 1)})
     state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
     state.gradients.fill_(1e-3)
     adamw = FlatAdamW(SETTINGS, kernel)

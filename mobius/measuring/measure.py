@@ -17,7 +17,6 @@ from mobius.measuring.bench import Bench
 from mobius.measuring.host_rates import (
     SETTINGS,
     UPDATES_WITHIN_STEP,
-    Amounts,
     Copies,
     measure_copies,
     measure_cpu_optimizer,
@@ -35,6 +34,8 @@ from mobius.plan.partition import StageCut
 from mobius.plan.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.runtime.stage import StageModule
 
+GPU_PARAMETERS = 2**26
+"""Updated at a time."""
 MESSAGES = 8
 """Sent in a row to a neighbour."""
 
@@ -65,13 +66,11 @@ def measure_profile(
     transport: Transport,
     kernel: AdamWKernel | None,
     messages_through_host: bool = False,
-    amounts: Amounts | None = None,
 ) -> Profile:
     """Time everything; collective over all ranks of `transport`, whose messages must have the shape of the model's.
 
     `kernel` is the CPU optimizer's; None measures torch's. All memory that it takes is given back.
     """
-    amounts = amounts or Amounts()
     bench = Bench(device, transport)
     # Layers of one kind share a module; masks differ by what the family gives them beside the hidden states.
     modules = [id(layer.module) for layer in parts.layers]
@@ -79,11 +78,9 @@ def measure_profile(
     layers = [_layer_seconds(bench.seconds, _layer_work(bench, parts, shape, modules.index(kind))) for kind in kinds]
     launch = measure_launches(bench, parts, shape)
     embedding_forward, embedding_backward, loss = _measure_ends(bench, parts, shape)
-    with Copies(device, amounts.copy_bytes) as memory:
+    with Copies(device) as memory:
         copies = measure_copies(bench, memory)
-        updates_alone, rates = measure_cpu_optimizer(
-            bench, shape.dtype, kernel, amounts.cpu_parameters, memory, each_way=copies.both_down
-        )
+        updates_alone, rates = measure_cpu_optimizer(bench, shape.dtype, kernel, memory, each_way=copies.both_down)
     is_cuda = device.type == "cuda"
     gpu_memory = torch.cuda.get_device_properties(device).total_memory if is_cuda else available_host_bytes()
     profile = Profile(
@@ -100,8 +97,8 @@ def measure_profile(
         copies=copies,
         messages=_measure_messages(bench, parts, shape, is_through_host=messages_through_host),
         cpu_adamw=UPDATES_WITHIN_STEP * updates_alone,
-        gpu_adamw=_measure_gpu_optimizer(bench, shape.dtype, amounts.gpu_parameters),
-        gpu_bandwidth=_measure_gpu_memory(bench, amounts.copy_bytes),
+        gpu_adamw=_measure_gpu_optimizer(bench, shape.dtype),
+        gpu_bandwidth=_measure_gpu_memory(bench, memory.num_bytes),
         gpu_memory=int(bench.mean(gpu_memory)),  # a host's changes from one look to the next
         step_overhead=STEP_OVERHEAD + 2 * bench.seconds(transport.barrier),
         launch=launch,
@@ -196,8 +193,8 @@ def _measure_messages(
     return MessageRates(message.nbytes / seconds, 0.0, is_through_host=is_through_host)
 
 
-def _measure_gpu_optimizer(bench: Bench, dtype: torch.dtype, num_parameters: int) -> float:
-    layout = StageLayout.of({"weight": (num_parameters, 1)})
+def _measure_gpu_optimizer(bench: Bench, dtype: torch.dtype) -> float:
+    layout = StageLayout.of({"weight": (GPU_PARAMETERS, 1)})
     state = ResidentStage(0, layout, dtype=dtype, device=bench.device).state
     adamw = FlatAdamW(SETTINGS, fused=FusedUpdate())
     adamw.warm_up([state])

@@ -18,7 +18,6 @@ from mobius.measuring import host_rates
 from mobius.measuring.bench import MIN_REPEATS, Bench
 from mobius.measuring.host_rates import (
     UPDATES_WITHIN_STEP,
-    Amounts,
     HostRates,
     measure_beside,
     measure_host_rates,
@@ -46,11 +45,11 @@ def estimate(num_ranks: int = 4) -> Profile:
 @pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.bfloat16, 26), (torch.float32, 28)])
 def test_all_ranks_measure_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_bytes: int) -> None:
     monkeypatch.setattr(host_rates, "PART_SECONDS", 0.01)
+    monkeypatch.setattr(host_rates, "COPY_BYTES", 2**16)
+    monkeypatch.setattr(host_rates, "CPU_PARAMETERS", 2**12)
 
     def work(transport: LocalTransport) -> HostRates:
-        return measure_host_rates(
-            dtype, device=torch.device("cpu"), transport=transport, kernel=None, amounts=Amounts(2**16, 2**12)
-        )
+        return measure_host_rates(dtype, device=torch.device("cpu"), transport=transport, kernel=None)
 
     first, second = run_rank_threads(2, work)
     assert first == second

@@ -14,9 +14,8 @@ from harness.local_transport import LocalTransport, run_rank_threads
 from harness.pipelines import FAMILIES
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mobius.measuring import bench
+from mobius.measuring import bench, host_rates, measure
 from mobius.measuring.bench import Bench
-from mobius.measuring.host_rates import Amounts
 from mobius.measuring.measure import MicrobatchShape, measure_launches, measure_profile
 from mobius.measuring.profile_cache import cached_profile, profile_key, profile_path
 from mobius.messages.transport import SingleRankTransport
@@ -26,12 +25,14 @@ from mobius.plan.profile import LayerSeconds, Profile, Source
 
 CPU = torch.device("cpu")
 SHAPE = MicrobatchShape(batch=2, seq_length=8, dtype=torch.float32, loss_chunk_tokens=64)
-SMALL = Amounts(copy_bytes=2**16, cpu_parameters=2**12, gpu_parameters=2**12)
 
 
 @pytest.fixture(autouse=True)
 def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "PART_SECONDS", 0.01)
+    monkeypatch.setattr(host_rates, "COPY_BYTES", 2**16)
+    monkeypatch.setattr(host_rates, "CPU_PARAMETERS", 2**12)
+    monkeypatch.setattr(measure, "GPU_PARAMETERS", 2**12)
 
 
 def parts_of(family: str) -> ModelParts:
@@ -61,7 +62,7 @@ def operations(_: Bench, work: Callable[[], object], **__: object) -> float:
 def test_one_rank_measures_every_kind_of_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bench, "seconds", operations)
     parts = parts_of(family)
-    profile = measure_profile(parts, SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None, amounts=SMALL)
+    profile = measure_profile(parts, SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None)
     assert profile.source is Source.MEASURED
     assert len(profile.kind_of_layer) == len(parts.layers)
     assert len(profile.layer_kinds) == len({id(layer.module) for layer in parts.layers})
@@ -72,7 +73,7 @@ def test_one_rank_measures_every_kind_of_layer(family: str, monkeypatch: pytest.
 
 def test_all_ranks_get_the_same_profile() -> None:
     def measure_rank(transport: LocalTransport) -> Profile:
-        return measure_profile(parts_of("llama"), SHAPE, device=CPU, transport=transport, kernel=None, amounts=SMALL)
+        return measure_profile(parts_of("llama"), SHAPE, device=CPU, transport=transport, kernel=None)
 
     first, second = run_rank_threads(2, measure_rank)
     assert first == second
@@ -82,9 +83,7 @@ def test_all_ranks_get_the_same_profile() -> None:
 
 @pytest.fixture
 def profile() -> Profile:
-    return measure_profile(
-        parts_of("llama"), SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None, amounts=SMALL
-    )
+    return measure_profile(parts_of("llama"), SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None)
 
 
 def never() -> Profile:
@@ -158,9 +157,7 @@ def test_layers_and_loss_count_as_long_as_they_take_within_a_step(monkeypatch: p
         return 2.0
 
     monkeypatch.setattr(Bench, "seconds", of_two_seconds)
-    profile = measure_profile(
-        parts_of("llama"), SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None, amounts=SMALL
-    )
+    profile = measure_profile(parts_of("llama"), SHAPE, device=CPU, transport=SingleRankTransport(), kernel=None)
     (layer,) = profile.layer_kinds
     within = 2.0 / SUSTAINED_SHARE
     assert (layer.forward, layer.recomputed_backward, profile.loss) == (within, within, within)

@@ -13,7 +13,7 @@ from harness.plan_requests import known_shape
 from transformers import AutoConfig
 
 from mobius.config.cli import parse_args
-from mobius.measuring import bench, measure
+from mobius.measuring import bench, host_rates, measure
 from mobius.messages.transport import SingleRankTransport
 from mobius.plan.cards import CARDS, estimate_profile
 from mobius.plan.choice import estimated_profile, settle
@@ -64,8 +64,9 @@ def test_the_measured_profile_is_kept_and_all_ranks_get_the_same(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "PART_SECONDS", 0.01)
-    small = measure.Amounts(copy_bytes=2**16, cpu_parameters=2**12, gpu_parameters=2**12)
-    monkeypatch.setattr(measure, "Amounts", lambda: small)
+    monkeypatch.setattr(host_rates, "COPY_BYTES", 2**16)
+    monkeypatch.setattr(host_rates, "CPU_PARAMETERS", 2**12)
+    monkeypatch.setattr(measure, "GPU_PARAMETERS", 2**12)
     blueprints = [blueprint_of("--num_chunks", "2", "--num_stages", "2", num_ranks=2) for _ in range(2)]
 
     def work(transport: LocalTransport) -> tuple[Profile, bool]:
