@@ -103,19 +103,14 @@ class ModelConfig:
     model_path: str = "meta-llama/Llama-2-7b-hf"
     """Hugging Face id or local folder, or llama-2-7b-hf or llama-2-13b-hf for short. Weights are fine-tuned; a folder
     with only a config.json is trained from fresh ones. A dry run takes the shapes 1b, 7b, 13b, 30b and 70b too."""
-
     num_layers: LayerCount | None = None
     """Layers to use; fewer than the model has are its first ones (a smaller model, simulated). Default: all."""
-
     embedding_dim: Count | None = None
     """Width of the hidden state; shapes a model without weights. Default: the model's own."""
-
     ff_dim: Count | None = None
     """Inner width of the feed-forward part; shapes a model without weights. Default: the model's own."""
-
     num_heads: Count | None = None
     """Attention heads; shapes a model without weights. Default: the model's own."""
-
     dtype: Dtype = Dtype.BF16
     """Format of weights and activations on the GPU; the optimizer always keeps fp32 master weights. bf16 needs no loss
     scaling, fp16 is for GPUs without bf16, fp32 for tests and CPUs: the default on a CPU without bf16 instructions."""
@@ -127,13 +122,10 @@ class DataConfig:
 
     dataset: str = "xsum"
     """Known name (xsum), Hugging Face id, or a local JSON, JSONL or Parquet file or folder."""
-
     seq_length: Annotated[int, Bounds(minimum=2)] = 512
     """Tokens per sequence; longer samples are cut and counted, shorter ones padded."""
-
     max_samples: Count | None = None
     """Samples to use, from the start of the dataset. Default: all."""
-
     preprocessing_num_workers: Annotated[int, Bounds(minimum=1, ceiling=4096)] = 1
     """Processes that tokenize; the result is cached, so that more only shorten the first run."""
 
@@ -144,65 +136,49 @@ class PipelineConfig:
 
     batch_size: Count = 128
     """Sequences per optimizer step, over all microbatches; a multiple of num_chunks."""
-
     num_chunks: ChunkCount | None = 4
     """Microbatches of a batch; at least the number of GPUs keeps all busy, more need less activation memory each.
     auto: by the predicted step time, where the GPU is known."""
-
     num_stages: StageCount | None = 8
     """Pipeline stages, a multiple of the number of ranks (GPUs): stage s runs on rank s modulo ranks. More need less
     GPU memory for weights. auto: by the predicted step time, where the GPU is known."""
-
     use_prefetch: bool = True
     """Load the next stage's weights into a second GPU buffer while this one computes. No effect with no_offload."""
-
     use_offload: bool = True
     """Keep weights that do not fit on the GPU in CPU memory while not in use; no_offload keeps all on the GPU."""
-
     resident_stages: str = "auto"
     """First stages of each GPU that stay there with their optimizer state and are updated there; the others are
     streamed. A number, all, or auto: as many as shorten the step and fit beside the activations that recompute keeps; 0
     on a CPU. Needs use_offload; no_offload is the same as all."""
-
     recompute: Recompute = Recompute.AUTO
     """Whether backward runs each layer's forward again, so that one layer's activations exist at a time. auto: the last
     stages of each rank keep theirs, as far as GPU memory allows. full: all recompute. none: none does, a quarter less
     compute; needs no_offload or resident_stages all, where weights stay in place."""
-
     compile: Compile = Compile.AUTO
     """Run layers and loss under torch.compile, which takes a minute in the first run. auto: on a GPU. Where it fails,
     they run as they are, and a line says so."""
-
     overlap_optimizer: bool = True
     """Update stages in CPU memory while the GPU computes, also into the next step; results are the same to the bit. No
     effect with no_offload, where the GPU updates."""
-
     fp32_gradients: bool = False
     """Hand gradients, always summed in fp32, to the optimizer in fp32 instead of the format of the weights: 2 bytes
     more per parameter where they are kept, and with streamed stages a second fp32 buffer on the GPU."""
-
     copy_messages: bool = True
     """Send activations by the GPUs' copy engines, which take no multiprocessors from compute; over NCCL with
     no_copy_messages, or where a trial at the start fails. No effect with one rank or on a CPU."""
-
     cross_mapping: bool = True
     """Give neighbouring ranks, which load at nearly the same time, GPUs on different PCIe root complexes, as far as the
     machine tells; a line says which. no_cross_mapping, or a list that is not ascending (0,2,1,3): as listed."""
-
     probe_topology: bool = False
     """Measure in a few seconds which GPUs slow each other's loads down, for (virtual) machines that tell it wrongly.
     Later runs on these GPUs know it. No effect with fewer than three ranks."""
-
     device: Device = Device.AUTO
     """auto: CUDA on a machine with GPUs, of which every rank needs its own, otherwise the CPU."""
-
     gpu_memory_limit: Positive | None = None
     """Hard cap on each rank's GPU memory in GiB; a large GPU behaves like a small one. Default: the whole GPU."""
-
     host_memory_limit: Positive | None = None
     """CPU memory for all ranks together in GiB, for machines whose memory grows on demand. Default: what is
     free at the start."""
-
     loss_chunk_tokens: Count = 2048
     """Tokens whose logits exist at one time; 2048 of a 32k vocabulary take 0.25 GiB in fp32, fewer are slower."""
 
@@ -240,31 +216,22 @@ class OptimConfig:
 
     num_iterations: Count = 2
     """Optimizer steps."""
-
     learning_rate: Positive = 1e-5
     """Peak learning rate of AdamW; 1e-5 is a safe choice for fine-tuning all parameters of a pretrained model."""
-
     lr_scheduler_type: LrSchedulerType = LrSchedulerType.COSINE
     """Course of the learning rate after the warm-up; linear and cosine end at zero."""
-
     warmup_steps: NonNegative = 0.03
     """Steps over which the learning rate rises from zero: whole, or below 1 a share of num_iterations (rounded up)."""
-
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay per unit of learning rate; norms and biases have none."""
-
     adam_beta1: DecayRate = 0.9
     """Decay rate of AdamW's mean of gradients, per step."""
-
     adam_beta2: DecayRate = 0.999
     """Decay rate of AdamW's mean of squared gradients, per step."""
-
     adam_epsilon: Positive = 1e-8
     """Added to AdamW's denominator."""
-
     max_grad_norm: NonNegative = 1.0
     """Largest L2 norm of all gradients together, to which larger ones are scaled down; 0 switches clipping off."""
-
     seed: Seed = 42
     """Seed of the data order and of fresh weights."""
 
@@ -283,26 +250,19 @@ class OutputConfig:
 
     save_params: str = "finetune_params.pt"
     """One .pt file with the fine-tuned parameters."""
-
     save_results: str = "test_result.txt"
     """Text summary of the run: settings, seconds, memory."""
-
     save_dir: str = "save_ckpt"
     """Folder of the fine-tuned model in Hugging Face layout, with metrics and the resolved options."""
-
     overwrite_output_dir: bool = False
     """Replace results of an earlier run instead of refusing to start."""
-
     logging_steps: Count = 1
     """Steps between two progress lines; every step is in metrics.jsonl."""
-
     show_actions: bool = False
     """Print the action list of each rank before training."""
-
     trace: bool = False
     """Write trace.json (for ui.perfetto.dev or chrome://tracing) and its picture timeline.png into save_dir: what each
     rank did and when, in steps 3 to 5, or the last three of a shorter run."""
-
     profile_steps: str | None = None
     """Steps to profile with torch, counted from 1, such as 3 or 3-4. Each rank writes a Chrome trace of every operation
     and kernel to save_dir/profile/rankN.json.gz. They are slower, and many make large files. Default: none."""
@@ -321,17 +281,13 @@ class PlanningConfig:
     dry_run: bool = False
     """Print and save the plan of a run (stages, bytes by category, predicted step, whether it fits), and end; needs no
     weights, GPU or torchrun. The exit code is 0 if the run fits, else 1."""
-
     num_ranks: RankCount | None = None
     """Ranks (GPUs) that a dry run plans for. Default: nproc_per_node, or the visible GPUs; 2 without any."""
-
     card: str | None = None
     """GPU that a dry run plans for, such as H200 or RTX4090 (scripts/simulate.py --help lists them). Default: the one
     that is here; without any, the CPU."""
-
     plan_output: str = "plan.json"
     """File in which a dry run saves its plan. Not in save_dir, which a run wants empty."""
-
     plan: str | None = None
     """Plan to train by, from a dry run or the save_dir of a run: stages, chunks, batch, residency, slots, kept
     activations."""
@@ -344,10 +300,8 @@ class LaunchConfig:
     cuda_visible_devices: str | None = None
     """GPUs in the order of the ranks, such as 0,2,1,3; of an ascending list, cross_mapping chooses the order. Ignored
     without GPUs. Default: all."""
-
     master_port: Port = 29502
     """TCP port where the ranks of the run meet; two runs on a machine need two ports."""
-
     nproc_per_node: RankCount | None = None
     """Ranks (processes, one per GPU). Default: one for each listed GPU, or for all; 2 without GPUs."""
 

@@ -1,8 +1,7 @@
 """Owns the command that train.sh executes: how many processes, on which GPUs, with how many threads each.
 
-`python -m mobius.config.launch FOLDER [CONFIG.yaml] [options...]` prints the command with a NUL after every word, so
-that the shell can take it over without reading it; FOLDER is where the user stands, which paths of YAML files are
-relative to.
+`python -m mobius.config.launch FOLDER [CONFIG.yaml] [options...]` prints the command with a NUL after every word, for
+the shell to take over unread; FOLDER is where the user stands.
 """
 
 import os
@@ -14,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from mobius.config.cli import read_command_line, resolve
 from mobius.config.config import Config, Device
@@ -22,8 +20,6 @@ from mobius.config.validation import validate
 from mobius.errors import ConfigError
 from mobius.log import printable
 from mobius.ranks import omp_num_threads, visible_devices
-
-_DEFAULT_CONFIG: Final = "configs/fine_tune.yaml"
 
 
 @dataclass(frozen=True)
@@ -64,8 +60,8 @@ def count_gpus(device_folder: Path = Path("/dev"), *, nvidia_smi: str = "nvidia-
 
 
 def count_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """CPU cores that this process may use: those it may run on, and no more than the container's share of time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores that this process may use: those it may run on, as far as the container's share of time goes."""
+    cores = len(os.sched_getaffinity(0))
     if quota_file.is_file():
         quota, period = quota_file.read_text(encoding="ascii").split()
         if quota != "max":
@@ -88,8 +84,7 @@ def place(config: Config, machine: Machine, *, is_device_list_typed: bool) -> Pl
             raise ConfigError(f"`--device cuda`: {reason}; use --device cpu, or auto")
         return Placement(config.launch.nproc_per_node or len(_names(asked)) or 2)
 
-    absent = [name for name in listed if name.isdecimal() and int(name) >= machine.num_gpus]
-    if absent:
+    if absent := [name for name in listed if name.isdecimal() and int(name) >= machine.num_gpus]:
         source = "CUDA_VISIBLE_DEVICES" if inherited is not None else "`--cuda_visible_devices`"
         raise ConfigError(
             f"{source} lists GPU {', '.join(absent)}, but this machine has {machine.num_gpus}, numbered from 0; "
@@ -112,14 +107,14 @@ def torchrun_command(
     options: Sequence[str], config: Config, placement: Placement, machine: Machine, *, config_path: str
 ) -> list[str]:
     """The words of the command; `options` go to main.py as typed, behind them the file they are read over."""
+    processes = placement.num_processes
     words = ["env"]
     if machine.omp_num_threads is None:
-        words.append(f"OMP_NUM_THREADS={max(1, machine.num_cores // placement.num_processes)}")
+        words.append(f"OMP_NUM_THREADS={max(1, machine.num_cores // processes)}")
     if placement.cuda_visible_devices is not None:
         words.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
-    words += [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", str(placement.num_processes)]
-    words += ["--master_port", str(config.launch.master_port)]
-    return [*words, "main.py", *options, "--config", config_path]
+    words += [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", str(processes)]
+    return [*words, "--master_port", str(config.launch.master_port), "main.py", *options, "--config", config_path]
 
 
 def check_port(port: int) -> None:
@@ -138,8 +133,7 @@ def check_port(port: int) -> None:
 def find_config(path: str, caller_folder: Path) -> str:
     """A YAML path as main.py needs it, which runs in the project's folder while the user stands elsewhere.
 
-    The user's folder is searched first, then the project's; a path found in neither, or that nothing can have, stays
-    the user's.
+    The user's folder is searched first, then the project's; a path found in neither stays the user's.
     """
     beside_caller = caller_folder / path
     is_in_project = caller_folder == Path.cwd() or (os.path.isfile(path) and not os.path.isfile(beside_caller))
@@ -155,7 +149,7 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, machine: Machi
         return [sys.executable, "main.py", "--help"], None
     if positional is not None and command_line.config_path is not None:
         raise ConfigError(f"two YAML files are given, {positional} and --config {command_line.config_path}; keep one")
-    config_path = find_config(positional or command_line.config_path or _DEFAULT_CONFIG, caller_folder)
+    config_path = find_config(positional or command_line.config_path or "configs/fine_tune.yaml", caller_folder)
     command_line.config_path = config_path
     config = resolve(command_line)
     placement = place(config, machine, is_device_list_typed="cuda_visible_devices" in command_line.values)

@@ -88,15 +88,14 @@ def _parse(text: str, path: str) -> yaml.Node | None:
 
 def to_yaml(config: Config) -> str:
     """All options of a config as a flat YAML file with a heading per section; `--config` reads it back unchanged."""
-    blocks = []
-    for section, title in section_titles().items():
-        values = {
-            name: "auto" if value is None and options()[name].allows_auto else getattr(value, "value", value)
-            for name, value in option_values(config).items()
-            if options()[name].section == section
-        }
-        blocks.append(f"# {title}\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10_000))
-    return "\n".join(blocks)
+    sections: dict[str, dict[str, OptionValue]] = {section: {} for section in section_titles()}
+    for name, value in option_values(config).items():
+        written = "auto" if value is None and options()[name].allows_auto else getattr(value, "value", value)
+        sections[options()[name].section][name] = written
+    return "\n".join(
+        f"# {section_titles()[section]}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10_000)}"
+        for section, values in sections.items()
+    )
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -130,11 +129,10 @@ def _put_mapping(result: Source, path: str, root: yaml.MappingNode) -> None:
             result.problems.append(f"{place}: `{excerpt(key)}` is already set on line {lines[key]}; keep one")
             continue
         lines[key] = line
-        spelling = spellings().get(key)
-        if spelling is None:
+        if spelling := spellings().get(key):
+            _put_yaml_value(result, spelling, value_node, place=place)
+        else:
             result.reject_unknown(f"{place}: unknown key `{excerpt(key)}`", key)
-            continue
-        _put_yaml_value(result, spelling, value_node, place=place)
 
 
 def _put_yaml_value(result: Source, spelling: Spelling, node: yaml.Node, *, place: str) -> None:
