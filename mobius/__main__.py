@@ -11,10 +11,7 @@ from mobius.log import setup_logging
 from mobius.ranks import Ranks, prepare_environment
 
 ECHO_SECONDS = 3.0
-"""Time that a rank other than the first waits before it tells an error.
-
-An error that all ranks share is then told once: the end of the first rank has ended the others.
-"""
+"""Time for the first rank, which tells an error that all share, to end the others before they tell it too."""
 
 
 def main() -> None:
@@ -29,7 +26,7 @@ def main() -> None:
         end_with_launcher()
         interruption.watch(speaks=ranks.is_first)
         setup_logging(rank)
-        # Imported behind the watch, because Ctrl-C may come while they load; torch only where it is needed.
+        # Imported behind the watch, because Ctrl-C may come while they load.
         from mobius.config.cli import given_options, parse_args
 
         config = parse_args(sys.argv[1:], num_ranks=ranks.num_ranks)

@@ -10,9 +10,7 @@ _SHOWN: Final = 60
 
 def excerpt(text: str, most: int = _SHOWN) -> str:
     """`text` itself, or its two ends with three dots between them where it is longer than `most`."""
-    if len(text) <= most:
-        return text
-    return f"{text[: most - most // 3]}...{text[len(text) - most // 3 :]}"
+    return text if len(text) <= most else f"{text[: most - most // 3]}...{text[len(text) - most // 3 :]}"
 
 
 def quoted(value: object, most: int = _SHOWN) -> str:
@@ -27,6 +25,5 @@ def quoted(value: object, most: int = _SHOWN) -> str:
 def listed(names: Iterable[str]) -> str:
     """Names joined with commas, each short, and no more than a line holds; `(none)` if there are none."""
     every = list(names)
-    shown = [excerpt(name) for name in every[:12]]
-    more = len(every) - len(shown)
-    return ", ".join([*shown, *([f"and {more} more"] if more else [])]) or "(none)"
+    more = [f"and {len(every) - 12} more"] if len(every) > 12 else []
+    return ", ".join([*map(excerpt, every[:12]), *more]) or "(none)"

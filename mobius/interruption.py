@@ -32,7 +32,7 @@ _ERROR_SECONDS: Final = 0.3
 _PR_SET_PDEATHSIG: Final = 1
 
 _being_started: Final = threading.Lock()
-"""Held while a worker process is started; processes are the whole program's, and so is this."""
+"""Held while a worker process is started."""
 
 
 class Standing:
@@ -86,14 +86,13 @@ class Interruption:
             self._sender = None
 
     def goes_first(self) -> None:
-        """Return if an error of now has nothing to do with a signal; else the process ends here, by the signal."""
+        """Return if no signal has caused the error of now; else the process ends here, by the signal."""
         if self._sender is not None and self._has_come.wait(_ERROR_SECONDS):
             threading.Event().wait()
         self.stand_down()
 
     def _end_at_signal(self, receiver: socket.socket, speaks: bool) -> None:
-        received = receiver.recv(1)
-        if not received:  # closed: the watch is over
+        if not (received := receiver.recv(1)):  # closed: the watch is over
             return
         self._has_come.set()
         _being_started.acquire(timeout=5)  # the start of a worker may hold an interruption up, not stop it
@@ -101,19 +100,17 @@ class Interruption:
             text = f"interrupted ({signal.Signals(received[0]).name}) {self._standing.clear()}\n"
             # The line that standard error is in may have "^C" or a progress bar in it.
             start = "\r\x1b[K" if os.isatty(2) else "\n" if getattr(tqdm, "_instances", ()) else ""
-            with contextlib.suppress(
-                OSError
-            ):  # not through `logging` or sys.stderr: the main thread may hold their locks
-                os.write(2, (start + text).encode())
+            with contextlib.suppress(OSError):
+                os.write(2, (start + text).encode())  # the main thread may hold the locks of sys.stderr and `logging`
         else:
             time.sleep(_FIRST_RANK_SECONDS)
         os._exit(EXIT_CODE)
 
 
 def end_with_launcher() -> None:
-    """Let the system kill this process when torchrun, which started it, has ended: nobody else would end it.
+    """Let Linux kill this process when torchrun, which started it, has ended.
 
-    A launcher that ends before this call is noticed when the ranks meet: it has the store for that. Linux only.
+    A launcher that ends before this call is noticed when the ranks meet in its store.
     """
     if is_started_by_torchrun():
         _end_with(os.getppid())
@@ -123,8 +120,7 @@ def end_with_parent() -> None:
     """In a worker of `multiprocessing`: leave Ctrl-C to the parent, and end when it ends. Linux only for the latter."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    parent = parent_of_worker()
-    if parent is not None:
+    if (parent := parent_of_worker()) is not None:
         _end_with(parent)
 
 
@@ -139,8 +135,7 @@ def _end_with(parent: int) -> None:
 def workers_not_interrupted() -> Iterator[None]:
     """Start worker processes within: Ctrl-C does not reach them before they say by `end_with_parent` what it does.
 
-    It reaches this process all the same, in the thread of its `Interruption`, which lets a worker be sent what it is to
-    do: one that gets half of it would tell that at length.
+    It reaches this process all the same, whose `Interruption` lets a worker be sent its whole task first.
     """
     name_parent_to_workers()
     with _being_started:

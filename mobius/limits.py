@@ -8,14 +8,13 @@ INCOMING_EDGES = 2
 """Edges on which a rank receives messages: from the ranks before and behind."""
 NUM_MAILBOXES = 2
 """Mailboxes of each edge: one is filled while the other is emptied."""
-SENDS_BEYOND_MICROBATCHES = 2
 
 
 def max_sends_under_way(num_microbatches: int) -> int:
     """Sent messages that a rank keeps at most; before the next one, compute waits for the first of them.
 
     No receiver is ever further behind than the microbatches of one stage (a test reads that off the schedules), so
-    that compute does not wait in a steady pipeline. Without a bound the host, which is as much as a thousand launches
-    ahead of the GPU, kept every message of half a step: 4 GiB of 11 for Llama-2-7B at 64 x 512.
+    that compute does not wait in a steady pipeline. Without a bound the host, as much as a thousand launches ahead of
+    the GPU, kept every message of half a step: 4 GiB of 11 for Llama-2-7B at 64 x 512.
     """
-    return num_microbatches + SENDS_BEYOND_MICROBATCHES
+    return num_microbatches + 2

@@ -31,9 +31,7 @@ def setup_logging(rank: int) -> None:
     handler = _BarSafeHandler(rank)
     handler.addFilter(lambda record: rank == 0 or not getattr(record, "is_said_once", False))
     root = logging.getLogger()
-    for earlier in [old for old in root.handlers if isinstance(old, _BarSafeHandler)]:
-        root.removeHandler(earlier)
-    root.addHandler(handler)
+    root.handlers = [*(old for old in root.handlers if not isinstance(old, _BarSafeHandler)), handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("mobius").setLevel(logging.INFO)
     for name in _NOISY_LIBRARIES:

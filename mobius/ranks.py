@@ -106,10 +106,7 @@ def forbid_peer_copies() -> None:
 
 
 def separate_device_queues() -> None:
-    """Give each stream a hardware queue of its own, as far as there are some; call it before CUDA starts.
-
-    Streams that share one hold each other up, and one that waits for a neighbour must not hold up what it needs.
-    """
+    """Give each stream a hardware queue of its own, so that none waits behind another; call it before CUDA starts."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # the most there are; the default is 8
 
 

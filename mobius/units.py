@@ -16,24 +16,17 @@ def bytes_text(num_bytes: float, *, digits: int = 1) -> str:
 
 def bytes_sum(parts: Sequence[tuple[str, int]]) -> str:
     """`weights 3.50 + messages 0.02 = 3.52 GiB`; the sum's unit is every part's, but for those it would make zero."""
-    total = sum(num_bytes for _, num_bytes in parts)
-    total_text = bytes_text(total, digits=2)
-    size = next((size for name, size in _UNITS if total_text.endswith(name)), 1)
-    shown = [
-        f"{name} {num_bytes / size:.2f}"
-        if num_bytes == 0 or _shows(num_bytes / size, 2)
-        else f"{name} {bytes_text(num_bytes, digits=2)}"
-        for name, num_bytes in parts
-    ]
-    return f"{' + '.join(shown)} = {total_text}"
+    total = bytes_text(sum(num_bytes for _, num_bytes in parts), digits=2)
+    size = next((size for name, size in _UNITS if total.endswith(name)), 1)
+
+    def shown(num_bytes: int) -> str:
+        in_unit = f"{num_bytes / size:.2f}"
+        return bytes_text(num_bytes, digits=2) if num_bytes and float(in_unit) == 0 else in_unit
+
+    return f"{' + '.join(f'{name} {shown(num_bytes)}' for name, num_bytes in parts)} = {total}"
 
 
 def gib_cell(num_bytes: int) -> str:
     """A cell of a table in GiB: two digits behind the point, and `<0.01` for what they would make zero."""
-    gib = num_bytes / GIB
-    return "<0.01" if num_bytes and not _shows(gib, 2) else f"{gib:.2f}"
-
-
-def _shows(value: float, digits: int) -> bool:
-    """Whether anything is left of a number that is rounded."""
-    return round(abs(value), digits) > 0
+    text = f"{num_bytes / GIB:.2f}"
+    return "<0.01" if num_bytes and float(text) == 0 else text

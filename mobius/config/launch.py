@@ -103,20 +103,6 @@ def place(config: Config, machine: Machine, *, is_device_list_typed: bool) -> Pl
     return Placement(num_processes, "", f"{problem}: training on the CPU (use --nproc_per_node {num_devices} for GPUs)")
 
 
-def torchrun_command(
-    options: Sequence[str], config: Config, placement: Placement, machine: Machine, *, config_path: str
-) -> list[str]:
-    """The words of the command; `options` go to main.py as typed, behind them the file they are read over."""
-    processes = placement.num_processes
-    words = ["env"]
-    if machine.omp_num_threads is None:
-        words.append(f"OMP_NUM_THREADS={max(1, machine.num_cores // processes)}")
-    if placement.cuda_visible_devices is not None:
-        words.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
-    words += [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", str(processes)]
-    return [*words, "--master_port", str(config.launch.master_port), "main.py", *options, "--config", config_path]
-
-
 def check_port(port: int) -> None:
     """Raise ConfigError if another program listens on `port`, which torchrun would tell in forty lines."""
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
@@ -155,7 +141,14 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, machine: Machi
     placement = place(config, machine, is_device_list_typed="cuda_visible_devices" in command_line.values)
     validate(config, placement.num_processes)
     check_port(config.launch.master_port)
-    return torchrun_command(options, config, placement, machine, config_path=config_path), placement.notice
+    num_processes, words = placement.num_processes, ["env"]
+    if machine.omp_num_threads is None:
+        words.append(f"OMP_NUM_THREADS={max(1, machine.num_cores // num_processes)}")
+    if placement.cuda_visible_devices is not None:
+        words.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
+    words += [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", str(num_processes)]
+    words += ["--master_port", str(config.launch.master_port)]
+    return [*words, "main.py", *options, "--config", config_path], placement.notice
 
 
 def main(argv: Sequence[str]) -> int:
