@@ -9,6 +9,7 @@ import torch
 
 from mobius.messages.transport import Transport
 
+Work = Callable[[], object]
 PART_SECONDS = 0.4
 MIN_REPEATS, WARM_UP = 3, 2
 
@@ -25,7 +26,7 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def seconds(self, work: Callable[[], object]) -> float:
+    def seconds(self, work: Work) -> float:
         """Mean seconds of `work` on all ranks at once, run back to back as within a step."""
         repeats = self.warm_up(work)
         start = time.perf_counter()
@@ -34,7 +35,7 @@ class Bench:
         self.synchronize()
         return self.mean((time.perf_counter() - start) / repeats)
 
-    def warm_up(self, work: Callable[[], object]) -> int:
+    def warm_up(self, work: Work) -> int:
         """How often `work` is to be repeated from now on, which all ranks do at once; the device is idle then."""
         for _ in range(WARM_UP):
             work()
@@ -43,7 +44,7 @@ class Bench:
         self.transport.barrier()
         return repeats
 
-    def launch_seconds(self, work: Callable[[], object]) -> float:
+    def launch_seconds(self, work: Work) -> float:
         """Seconds that the host takes to enqueue `work` while nothing keeps it, the mean of all ranks; 0 on a CPU."""
         if self.device.type != "cuda":
             return 0.0
@@ -57,7 +58,7 @@ class Bench:
         self.synchronize()
         return self.mean(min(times))
 
-    def seconds_alone(self, work: Callable[[], object]) -> float:
+    def seconds_alone(self, work: Work) -> float:
         """Mean over the ranks of the seconds that each takes while the others wait."""
         own = 0.0
         for rank in range(self.transport.num_ranks):
@@ -67,7 +68,7 @@ class Bench:
         self.transport.barrier()
         return self.mean(own)
 
-    def _seconds_once(self, work: Callable[[], object]) -> float:
+    def _seconds_once(self, work: Work) -> float:
         self.synchronize()
         start = time.perf_counter()
         work()

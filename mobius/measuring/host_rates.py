@@ -7,13 +7,13 @@ updated parameters per second and rank (docs/decisions.md). So a run measures at
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from mobius.measuring.bench import MIN_REPEATS, Bench
+from mobius.measuring.bench import MIN_REPEATS, Bench, Work
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import StageState
@@ -154,23 +154,19 @@ def measure_cpu_optimizer(
     state = HostArena({0: layout}, dtype=dtype, register=False).states[0]
     state.gradients.fill_(1e-3)
     adamw = FlatAdamW(SETTINGS, kernel)
-
-    def update() -> None:
-        update_once(adamw, state)
-
+    update = partial(update_once, adamw, state)
     alone, together = bench.seconds_alone(update), bench.seconds(update)
     beside, meanwhile = together, each_way
     if bench.device.type == "cuda":
         # Enough that the copies outlast the updates, which are as long as the bench's parts.
         long = 2 * max(bench.part_seconds, MIN_REPEATS * together)
         beside, meanwhile = measure_beside(bench, update, copies, int(long * each_way / copies.num_bytes) + 1)
-    sizes = [tensor.element_size() for tensor in state.tensors]
-    moved = 2 * sum(sizes) - state.gradients.element_size()
+    moved = 2 * sum(tensor.element_size() for tensor in state.tensors) - state.gradients.element_size()
     count = layout.num_elements
     return count / alone, HostRates(each_way, count / together, count / beside, meanwhile, moved)
 
 
-def measure_beside(bench: Bench, update: Callable[[], None], copies: Copies, num_copies: int) -> tuple[float, float]:
+def measure_beside(bench: Bench, update: Work, copies: Copies, num_copies: int) -> tuple[float, float]:
     """Seconds of `update` beside that many copies both ways, and the bytes per second that these moved each way."""
     repeats = bench.warm_up(update)
     ends: list[Event] = []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mobius.machine.available import available_host_bytes
-from mobius.measuring.bench import Bench
+from mobius.measuring.bench import Bench, Work
 from mobius.measuring.host_rates import (
     SETTINGS,
     UPDATES_WITHIN_STEP,
@@ -34,10 +34,8 @@ from mobius.plan.partition import StageCut
 from mobius.plan.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.runtime.stage import StageModule
 
-GPU_PARAMETERS = 2**26
-"""Updated at a time."""
-MESSAGES = 8
-"""Sent in a row to a neighbour."""
+GPU_PARAMETERS, MESSAGES = 2**26, 8
+"""Updated at a time, and sent in a row to a neighbour."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def measure_profile(
         embedding_backward=embedding_backward,
         loss=loss / SUSTAINED_SHARE,
         copies=copies,
-        messages=_measure_messages(bench, parts, shape, is_through_host=messages_through_host),
+        messages=_message_rates(bench, parts, shape, is_through_host=messages_through_host),
         cpu_adamw=UPDATES_WITHIN_STEP * updates_alone,
         gpu_adamw=_measure_gpu_optimizer(bench, shape.dtype),
         gpu_bandwidth=_measure_gpu_memory(bench, memory.num_bytes),
@@ -115,20 +113,18 @@ def measure_launches(bench: Bench, parts: ModelParts, shape: MicrobatchShape) ->
     Compiling the layer comes on top, where that is not done yet.
     """
     work = _layer_work(bench, parts, shape, 0)
-    for each in work:  # the first call of each makes its kernels
-        each()
+    for each in work:
+        each()  # makes its kernels
     return _layer_seconds(bench.launch_seconds, work)
 
 
-def _layer_seconds(
-    seconds: Callable[[Callable[[], object]], float], work: Sequence[Callable[[], object]]
-) -> LayerSeconds:
+def _layer_seconds(seconds: Callable[[Work], float], work: Sequence[Work]) -> LayerSeconds:
     """The seconds of `_layer_work`; a forward that keeps its graph counts as one that does not."""
     forward, both, recomputed = map(seconds, work)
     return LayerSeconds(forward, max(both - forward, 0.0), recomputed)
 
 
-def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int) -> Sequence[Callable[[], object]]:
+def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int) -> Sequence[Work]:
     """A stage of one layer on a microbatch, with random weights: forward, with a kept graph both ways, recomputed."""
     span = StageCut(0, index, index + 1, is_first=False, is_last=False)
     arguments = LayerInputs(parts, device=bench.device, dtype=shape.dtype)(shape.seq_length)
@@ -172,9 +168,7 @@ def _memory_of(stage: StageModule, dtype: torch.dtype, device: torch.device) -> 
     return layout.views(weights), layout.views(torch.zeros(layout.num_elements, device=device))
 
 
-def _measure_messages(
-    bench: Bench, parts: ModelParts, shape: MicrobatchShape, *, is_through_host: bool
-) -> MessageRates:
+def _message_rates(bench: Bench, parts: ModelParts, shape: MicrobatchShape, *, is_through_host: bool) -> MessageRates:
     """Messages round the ring, all edges at once; their latency is in the rate, at their real size."""
     transport = bench.transport
     if transport.num_ranks == 1:
