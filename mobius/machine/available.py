@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_STATUS = Path("/proc/self/status")
-
 
 def available_host_bytes(root: Path = Path("/")) -> int:
     """Bytes that may still be taken: the lesser of MemAvailable and the rest of the cgroup's limit.
@@ -36,12 +34,12 @@ def _cgroup_left(folder: Path, limit_file: str, usage_file: str) -> int | None:
 
 def peak_host_bytes() -> int:
     """The largest resident set of this process so far, mapped files included."""
-    return _line_bytes(_STATUS, "VmHWM")
+    return _line_bytes(Path("/proc/self/status"), "VmHWM")
 
 
 def own_host_bytes() -> int:
     """The resident set of this process now, mapped files included."""
-    return _line_bytes(_STATUS, "VmRSS")
+    return _line_bytes(Path("/proc/self/status"), "VmRSS")
 
 
 def _line_bytes(file: Path, field: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,28 +78,20 @@ def settle_dtype(config: Config, ranks: Ranks, *, given: Collection[str] | None)
     return settle_on_cpus(config, given=given, tells=ranks.is_first)
 
 
-def settle_on_cpus(
-    config: Config,
-    *,
-    given: Collection[str] | None,
-    tells: bool = True,
-    flags: Callable[[], frozenset[str]] = cpu_flags,
-    measure: Callable[[Dtype], float] = slowdown,
-) -> Config:
+def settle_on_cpus(config: Config, *, given: Collection[str] | None, tells: bool = True) -> Config:
     """The config in the format in which a run on CPUs computes.
 
     fp32 instead of a default that the CPU has no instructions for; a format that was asked for stays, with a warning
-    that tells by how much `measure` finds it slower. `tells`: one rank speaks for all.
+    that tells by how much it is slower. `tells`: one rank speaks for all.
     """
     dtype = config.model.dtype
-    if dtype is Dtype.FP32 or INSTRUCTIONS[dtype] & flags():
+    if dtype is Dtype.FP32 or INSTRUCTIONS[dtype] & cpu_flags():
         return config
     if given is not None and "dtype" not in given:
         if tells:
             logger.info("computing in fp32: this CPU has no instructions for %s (--dtype %s insists)", dtype, dtype)
         return replace(config, model=replace(config.model, dtype=Dtype.FP32))
-    factor = measure(dtype) if tells else 1.0
-    if factor >= _WORTH_TELLING:
+    if tells and (factor := slowdown(dtype)) >= _WORTH_TELLING:
         logger.warning(
             "--dtype %s: this CPU has no instructions for it; products of matrices take %.2g times as long as in fp32, "
             "as measured now. --dtype fp32 is faster here.",

@@ -114,7 +114,7 @@ def best_order(topology: Topology, *, num_microbatches: int) -> tuple[int, ...]:
     order: tuple[int, ...] = ()
     while len(order) < costs.num_gpus:  # rank by rank the GPU that adds least
         order = costs.best_of([(*order, gpu) for gpu in indices if gpu not in order])[1]
-    best = min(costs.best_of([order]), costs.best_of([tuple(indices)]))
+    best = costs.best_of([tuple(indices), order])
     while True:  # exchange two ranks' GPUs as long as the score falls
         swapped = costs.best_of([_swap(best[1], one, other) for one, other in combinations(indices, 2)])
         if swapped >= best:

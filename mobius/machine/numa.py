@@ -16,12 +16,16 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mobius.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+
+MAX_CPUS = 2**16
+"""More CPUs than any kernel knows: a larger number in a list is an error, not a CPU."""
 
 
 def bind_to_gpu_node(
@@ -48,10 +52,6 @@ def bind_to_gpu_node(
     place = places[ranks.rank]
     logger.info("rank %d: GPU %s, NUMA node %d, %d CPUs", ranks.rank, place.address, place.node, len(share))
     return share
-
-
-MAX_CPUS = 2**16
-"""More CPUs than any kernel knows: a larger number in a list is an error, not a CPU."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,10 @@ def share_cpus(
     `siblings` has the CPUs of each CPU's core, itself included; a CPU that it lacks is a core of its own. A share is
     empty if there are fewer cores than shares.
     """
-    cores: dict[int, set[int]] = {}
-    for cpu in cpus:
-        cores.setdefault(min(siblings.get(cpu, {cpu})), set()).add(cpu)
-    names = sorted(cores)
+    cores = {cpu: min(siblings.get(cpu, {cpu})) for cpu in cpus}  # named by the first of their CPUs
+    names = sorted(set(cores.values()))
     taken = names[len(names) * index // num_shares : len(names) * (index + 1) // num_shares]
-    return frozenset(cpu for name in taken for cpu in cores[name])
+    return frozenset(cpu for cpu, core in cores.items() if core in taken)
 
 
 def cut_shares(
@@ -108,16 +106,15 @@ def cut_shares(
     shares = []
     for rank, place in enumerate(places):
         ranks_on_node = [other for other, its in enumerate(places) if its.node == place.node]
-        share = share_cpus(
-            place.cpus & allowed, siblings, num_shares=len(ranks_on_node), index=ranks_on_node.index(rank)
-        )
+        cpus = place.cpus & allowed
+        share = share_cpus(cpus, siblings, num_shares=len(ranks_on_node), index=ranks_on_node.index(rank))
         if not share or 2 * len(share) * len(places) < len(allowed):
             raise ValueError(
-                f"GPU {place.address} is on NUMA node {place.node}, which has {len(place.cpus & allowed)} of the "
+                f"GPU {place.address} is on NUMA node {place.node}, which has {len(cpus)} of the "
                 f"{len(allowed)} CPUs for {len(ranks_on_node)} of the {len(places)} ranks"
             )
         shares.append(share)
-    if sum(len(share) for share in shares) > len(frozenset().union(*shares)):
+    if sum(map(len, shares)) > len(frozenset().union(*shares)):
         raise ValueError("the NUMA nodes of the GPUs share CPUs")
     return shares
 
@@ -129,13 +126,11 @@ def gpu_addresses(indices: Iterable[int]) -> list[str]:
     """
     addresses = []
     for index in indices:
-        properties = torch.cuda.get_device_properties(index)
-        # torch's stubs do not have them.
-        numbers = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-        known = [number for number in numbers if isinstance(number, int)]
-        if len(known) < len(numbers):
-            raise ValueError(f"torch {torch.__version__} does not tell the PCI address of a GPU")
-        domain, bus, device = known
+        properties: Any = torch.cuda.get_device_properties(index)  # torch's stubs do not have all of them
+        try:
+            domain, bus, device = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+        except AttributeError:
+            raise ValueError(f"torch {torch.__version__} does not tell the PCI address of a GPU") from None
         addresses.append(f"{domain:04x}:{bus:02x}:{device:02x}.0")  # a GPU's function is always 0
     return addresses
 
@@ -154,7 +149,7 @@ def read_places(addresses: Sequence[str], root: Path) -> list[GpuPlace]:
 
 def num_nodes(root: Path = Path("/")) -> int:
     """NUMA nodes of the machine; 1 if the kernel does not tell. `root` is for tests."""
-    return max(1, sum(1 for _ in root.glob("sys/devices/system/node/node[0-9]*")))
+    return max(1, len(list(root.glob("sys/devices/system/node/node[0-9]*"))))
 
 
 def read_siblings(cpus: Iterable[int], root: Path) -> dict[int, frozenset[int]]:
@@ -163,10 +158,8 @@ def read_siblings(cpus: Iterable[int], root: Path) -> dict[int, frozenset[int]]:
     for cpu in cpus:
         file = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         with contextlib.suppress(OSError, ValueError):
-            found = parse_cpu_list(file.read_text())
-            if cpu in found:
-                siblings[cpu] = found
-    return siblings
+            siblings[cpu] = parse_cpu_list(file.read_text())
+    return {cpu: found for cpu, found in siblings.items() if cpu in found}
 
 
 def _launcher_cpus() -> frozenset[int]:

@@ -17,13 +17,7 @@ class RehearsalTransport:
     """Takes memory as the real transport does, but every message is zeros and none leaves the rank."""
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        device: torch.device,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        max_sends: int,
+        self, *, rank: int, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, max_sends: int
     ) -> None:
         """`shape` and `dtype` are those of every activation and activation gradient.
 

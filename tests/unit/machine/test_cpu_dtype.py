@@ -25,8 +25,10 @@ SMALL = """--model_path model --dataset data.jsonl --device cpu --num_stages 2 -
 
 def settled(flags: frozenset[str], *argv: str, factor: float = 30.4) -> Dtype:
     config = parse_args(argv, num_ranks=1)
-    found = settle_on_cpus(config, given=given_options(argv), flags=lambda: flags, measure=lambda _: factor)
-    return found.model.dtype
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_dtype, "cpu_flags", lambda: flags)
+        patch.setattr(cpu_dtype, "slowdown", lambda _: factor)
+        return settle_on_cpus(config, given=given_options(argv)).model.dtype
 
 
 @pytest.fixture
@@ -68,15 +70,15 @@ def test_a_format_in_a_yaml_file_is_asked_for(tmp_path: Path, log: pytest.LogCap
     assert settled(OLD, "--config", str(file), "--fp32") is Dtype.FP32
 
 
-def test_only_the_first_rank_measures_and_tells_and_all_come_to_the_same(log: pytest.LogCaptureFixture) -> None:
+def test_only_the_first_rank_measures_and_tells_and_all_come_to_the_same(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(dtype: Dtype) -> float:
         raise AssertionError("one rank measures for all")
 
-    config = Config()
-    found = [
-        settle_on_cpus(config, given=given, tells=False, flags=lambda: OLD, measure=never).model.dtype
-        for given in ((), ("dtype",), None)
-    ]
+    monkeypatch.setattr(cpu_dtype, "cpu_flags", lambda: OLD)
+    monkeypatch.setattr(cpu_dtype, "slowdown", never)
+    found = [settle_on_cpus(Config(), given=given, tells=False).model.dtype for given in ((), ("dtype",), None)]
     assert found == [Dtype.FP32, Dtype.BF16, Dtype.BF16]
     assert log.messages == []
 
@@ -110,7 +112,7 @@ def test_the_price_of_a_format_is_measured_in_an_instant() -> None:
 def test_runs_and_dry_runs_settle_alike_and_leave_what_they_took(
     log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settle_on_cpus, "__kwdefaults__", {**settle_on_cpus.__kwdefaults__, "flags": lambda: OLD})
+    monkeypatch.setattr(cpu_dtype, "cpu_flags", lambda: OLD)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     argv = SMALL.split()
     dry = [*argv, "--dry_run", "--num_ranks", "1"]
