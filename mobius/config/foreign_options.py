@@ -1,7 +1,6 @@
 """Owns what to tell a user who gives an option of another trainer: what to use here, or that there is no such thing.
 
-The names are those of transformers' TrainingArguments, TRL's SFTConfig, LLaMA-Factory and DeepSpeed. Names that this
-program takes itself are in `options.py`.
+The names are those of transformers' TrainingArguments, TRL's SFTConfig, LLaMA-Factory and DeepSpeed.
 """
 
 import re
@@ -27,7 +26,7 @@ def _read(table: str) -> Mapping[str, ForeignOption]:
     return found
 
 
-_TABLE: Final = """
+FOREIGN_OPTIONS: Final = _read("""
 num_train_epochs num_epochs epochs n_epochs -> num_iterations
     use --num_iterations, the number of steps: epochs x samples / --batch_size
 per_device_train_batch_size per_gpu_train_batch_size train_micro_batch_size_per_gpu micro_batch_size
@@ -159,7 +158,5 @@ rope_scaling resize_vocab use_cache use_fast_tokenizer rope_theta
     not available; the model's own config.json says it (--model_path)
 profile profiler tensorboard_trace
     use --trace, or --profile_steps
-"""
-
-FOREIGN_OPTIONS: Final = _read(_TABLE)
+""")
 """Name, in small letters with underscores -> what to tell."""

@@ -1,11 +1,13 @@
 """Owns the table of options made from the config's fields: names, spellings, types, texts."""
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import enum
 import functools
 import inspect
+import itertools
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,7 +33,6 @@ _NO_NAMES: Final = (*_NUMBERS_OR_WORDS, "cuda_visible_devices")
 _SAME_WORD: Final = 0.7
 """Likeness of a word and its misspelling: letters left out, doubled or swapped leave more, min and max less."""
 _SURELY_ALIKE: Final = 0.85
-_FLAGS: Final[Mapping[str, Mapping[str, OptionValue]]] = {"dtype": {dtype.value: dtype for dtype in Dtype}}
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,8 @@ class Option:
         if isinstance(value, str) and (self.choices or self.value_type is str):
             return self.from_text(value)
         if self.value_type is float and isinstance(value, int | float) and not isinstance(value, bool):
-            try:
+            with contextlib.suppress(OverflowError):
                 return float(value)
-            except OverflowError as error:
-                raise ValueError(value) from error
         # bool is a subclass of int, but `batch_size: true` is a mistake.
         if isinstance(value, bool | int) and type(value) is self.value_type:
             return value
@@ -161,7 +160,7 @@ def options() -> Mapping[str, Option]:
         texts = _field_texts(section)
         hints = typing.get_type_hints(section, include_extras=True)
         for known in dataclasses.fields(section):
-            default = typing.cast(OptionValue, known.default)
+            default: Any = known.default
             kind = _take_apart(hints[known.name])
             found[known.name] = Option(known.name, section_name, texts[known.name], default, *kind)
     return found
@@ -177,7 +176,7 @@ def spellings() -> Mapping[str, Spelling]:
             found += [Spelling(option.name, option, True, True), Spelling(negative, option, True, False)]
         else:
             found += [Spelling(name, option) for name in (option.name, *_ALIASES.get(option.name, ()))]
-            found += [Spelling(name, option, True, value) for name, value in _FLAGS.get(option.name, {}).items()]
+            found += [Spelling(dtype.value, option, True, dtype) for dtype in Dtype if option.name == "dtype"]
     return {spelling.name: spelling for spelling in found}
 
 
@@ -233,7 +232,7 @@ def _field_texts(section: type) -> dict[str, str]:
     (definition,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef)
     texts = {}
-    for statement, following in zip(definition.body, definition.body[1:], strict=False):
+    for statement, following in itertools.pairwise(definition.body):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             assert isinstance(following, ast.Expr), f"{section.__name__}.{statement.target.id} has no text under it"
             texts[statement.target.id] = " ".join(ast.literal_eval(following.value).split())

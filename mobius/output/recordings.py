@@ -1,4 +1,4 @@
-"""Owns what a run records of itself when asked to: `--trace` and `--profile_steps`. Without them nothing is made here.
+"""Owns what a run records of itself when asked to.
 
 --trace           trace.json and timeline.png: few steps of all ranks, every action with its name
 --profile_steps   profile/rank0.json.gz, ...: the chosen steps of one rank each, every kernel (torch.profiler)
@@ -37,19 +37,14 @@ class Recordings:
     def __init__(self, config: Config, *, rank: int, device: torch.device, folder: Path) -> None:
         """`folder` takes the files; it need not exist before the first step."""
         self._folder, self._rank = folder, rank
-        self._recorder: SpanRecorder | None = None
-        watches: list[StepWatch] = []
-        if config.output.trace:
-            self._recorder = SpanRecorder(device, traced_steps(config.optim.num_iterations))
-            watches.append(self._recorder.step)
-        if config.output.profiled_steps:
-            path = folder / "profile" / f"rank{rank}.json.gz"
-            watches.append(StepProfiler(device, config.output.profiled_steps, path).step)
+        self._recorder = (
+            SpanRecorder(device, traced_steps(config.optim.num_iterations)) if config.output.trace else None
+        )
+        self.spans: Spans = self._recorder or NO_SPANS
+        watches: list[StepWatch] = [self._recorder.step] if self._recorder else []
+        if steps := config.output.profiled_steps:
+            watches.append(StepProfiler(device, steps, folder / "profile" / f"rank{rank}.json.gz").step)
         self.watches = tuple(watches)
-
-    @property
-    def spans(self) -> Spans:
-        return self._recorder or NO_SPANS
 
     def write(self, facts: TraceFacts, transport: Transport) -> None:
         """Leave trace.json and timeline.png, if they are wanted; collective, after the last step. Synchronizes.
@@ -72,7 +67,6 @@ class Recordings:
             logger.info("trace of steps %d to %d: trace.json, timeline.png", trace.steps[0], trace.steps[-1])
 
     def _write_or_warn(self, write: Callable[[], None]) -> bool:
-        """Whether `write` could write."""
         try:
             write()
         except OSError as error:

@@ -115,7 +115,7 @@ def merge_parts(folder: Path, facts: TraceFacts) -> Trace:
     rows = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
     for part in parts:
         part.unlink()
-    return Trace(facts, tuple(tuple(_span(**row) for row in own) for own in rows))
+    return Trace(facts, tuple(tuple(LaneSpan(**row | {"lane": Lane(row["lane"])}) for row in own) for own in rows))
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -146,10 +146,6 @@ def read_trace(path: Path) -> Trace:
 
 def _part(folder: Path, rank: int) -> Path:
     return folder / f"trace.rank{rank}.json"
-
-
-def _span(*, lane: str, **fields: Any) -> LaneSpan:
-    return LaneSpan(lane=Lane(lane), **fields)
 
 
 def _events(rank: int, spans: Sequence[LaneSpan], origin: float, facts: TraceFacts) -> Iterator[dict[str, Any]]:
