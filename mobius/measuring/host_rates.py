@@ -173,12 +173,12 @@ def measure_beside(bench: Bench, update: Work, copies: Copies, num_copies: int) 
     for _ in range(num_copies):
         copies.both()
         ends += copies.mark()
-    num_before = sum(end.query() for end in ends)  # the first go while the others are started, beside no update
+    num_before = sum(end.is_completed() for end in ends)  # the first go while the others are started, beside no update
     start = time.perf_counter()
     for _ in range(repeats):
         update()
     seconds = time.perf_counter() - start
-    num_done = sum(end.query() for end in ends) - num_before
+    num_done = sum(end.is_completed() for end in ends) - num_before
     bench.synchronize()
     return bench.mean(seconds / repeats), bench.mean(copies.num_bytes * max(num_done, 1) / 2 / seconds)
 

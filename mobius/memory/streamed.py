@@ -204,4 +204,4 @@ class StreamedStage:
             for piece in pieces:
                 piece()
         else:
-            self._updates.submit(self._stage, pieces, can_begin=arrival.query)
+            self._updates.submit(self._stage, pieces, can_begin=arrival.is_completed)

@@ -21,7 +21,7 @@ class Event:
     def synchronize(self) -> None:
         """Make the host wait for the point."""
 
-    def query(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether the point has been reached; nobody waits."""
         return True
 
@@ -56,7 +56,7 @@ class CudaEvent(Event):
     def synchronize(self) -> None:
         self._event.synchronize()
 
-    def query(self) -> bool:
+    def is_completed(self) -> bool:
         is_reached: bool = self._event.query()
         return is_reached
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from mobius.errors import TransportError, first_line
 from mobius.memory.spans import NO_SPANS, Spans
-from mobius.messages.mailboxes import CopiedMessage, Mailboxes
+from mobius.memory.streams import Event
+from mobius.messages.mailboxes import Mailboxes
 from mobius.messages.transport import ring_edges
 from mobius.schedule.lanes import Lane
 
@@ -42,7 +43,7 @@ def _edge_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
     return options
 
 
-_Message: TypeAlias = dist.Work | CopiedMessage
+_Message: TypeAlias = dist.Work | Event
 """A message under way: `wait` makes the current stream (on a CPU: the host) wait for it, `is_completed` nobody."""
 
 

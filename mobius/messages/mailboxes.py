@@ -95,21 +95,6 @@ class Inbox:
         return queue.record()
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedMessage:
-    """A message under way; it fits where a process group's work does."""
-
-    event: Event
-
-    def wait(self) -> None:
-        """Make the current stream wait for it."""
-        self.event.wait()
-
-    def is_completed(self) -> bool:
-        """Whether it is through; nobody waits."""
-        return self.event.query()
-
-
 def open_mailboxes(
     meeting: Meeting,
     make_engine: Callable[[], CudaCopyEngine],
@@ -149,17 +134,17 @@ class Mailboxes(Neighbours):
         self._probe: Tensor
         self._received: dict[int, tuple[Tensor, Event]] = {}
 
-    def post_receive(self, buffer: Tensor, source: int) -> CopiedMessage:
+    def post_receive(self, buffer: Tensor, source: int) -> Event:
         """Announce the next message of `source`; the caller keeps `buffer` until it has waited for the message."""
         assert buffer.nbytes == self.message_bytes
         assert buffer.is_contiguous()
-        return CopiedMessage(self._inboxes[source].post(buffer.data_ptr()))
+        return self._inboxes[source].post(buffer.data_ptr())
 
-    def send(self, tensor: Tensor, target: int) -> CopiedMessage:
+    def send(self, tensor: Tensor, target: int) -> Event:
         """Start sending; the caller keeps `tensor` until the message has left."""
         assert tensor.nbytes == self.message_bytes
         assert tensor.is_contiguous()
-        return CopiedMessage(self._outboxes[target].send(tensor.data_ptr()))
+        return self._outboxes[target].send(tensor.data_ptr())
 
     def close(self) -> None:
         """Give all memory back when every message has been received; collective over all ranks."""

@@ -62,7 +62,7 @@ class Neighbours:
     def comes(self, event: Event) -> bool:
         """Whether the event comes within the patience; looks again and again, so that nothing holds this rank up."""
         end = time.monotonic() + self.patience
-        while not event.query():
+        while not event.is_completed():
             if time.monotonic() > end:
                 return False
             time.sleep(0.0002)

@@ -32,7 +32,7 @@ class HostEvent(Event):
     def synchronize(self) -> None:
         assert self._reached.wait(60), "a message never came"
 
-    def query(self) -> bool:
+    def is_completed(self) -> bool:
         return self._reached.is_set()
 
 

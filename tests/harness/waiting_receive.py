@@ -23,7 +23,7 @@ separate_device_queues()
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mobius.memory.streams import Event  # noqa: E402
+from mobius.memory.streams import CudaEvent, Event  # noqa: E402
 from mobius.messages.cuda_copies import CudaCopyEngine  # noqa: E402
 from mobius.messages.mailboxes import Inbox, Outbox, Ring  # noqa: E402
 from mobius.messages.shared_memory import SharedMemory  # noqa: E402
@@ -53,10 +53,10 @@ def main() -> None:
     done = _work(streams, hosts, devices)
     end = time.monotonic() + SECONDS
     # The first two sends find a mailbox.
-    while time.monotonic() < end and not all(event.query() for event in [*done, *events[2:4]]):
+    while time.monotonic() < end and not all(event.is_completed() for event in [*done, *events[2:4]]):
         time.sleep(0.01)
-    held = [number for number, event in enumerate(done) if not event.query()]
-    num_waiting = sum(not event.query() for event in events)
+    held = [number for number, event in enumerate(done) if not event.is_completed()]
+    num_waiting = sum(not event.is_completed() for event in events)
     if held:
         for shared in _kept:  # lets every message pass, whatever it carries
             shared.write_word(0, 2**30)
@@ -93,7 +93,7 @@ def _work(streams: list[torch.cuda.Stream], hosts: list[Tensor], devices: list[T
             device.copy_(host, non_blocking=True)
             device.add_(1)
             host.copy_(device, non_blocking=True)
-            events.append(stream.record_event())
+            events.append(CudaEvent(stream))
     return events
 
 

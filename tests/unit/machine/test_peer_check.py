@@ -198,7 +198,7 @@ def test_a_copy_that_never_ends_stops_the_run_with_what_to_set() -> None:
             return NeverEvent()
 
     class NeverEvent:
-        def query(self) -> bool:
+        def is_completed(self) -> bool:
             return False
 
     class DeadEngine(PeerEngine):

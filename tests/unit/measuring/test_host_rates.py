@@ -107,7 +107,7 @@ class CopiesOnTheirWay:
         self.num_started += 2
 
     def mark(self) -> list[SimpleNamespace]:
-        return [SimpleNamespace(query=self.has_ended) for _ in range(2)]
+        return [SimpleNamespace(is_completed=self.has_ended) for _ in range(2)]
 
     def has_ended(self) -> bool:
         self.num_queries += 1

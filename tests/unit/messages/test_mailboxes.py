@@ -77,12 +77,12 @@ class Point(Event):
         self._stream, self._number, self._waiter = stream, stream.num_given, waiter
 
     def wait(self) -> None:
-        self._waiter.waiting.append(Operation(ready=self.query))
+        self._waiter.waiting.append(Operation(ready=self.is_completed))
 
     def synchronize(self) -> None:
         raise AssertionError("the host waits for nothing")
 
-    def query(self) -> bool:
+    def is_completed(self) -> bool:
         return self._stream.num_done >= self._number
 
 
@@ -95,7 +95,7 @@ class Queue(CudaQueue):
         self._ignores = ignores
 
     def follow_compute(self) -> None:
-        self._stream.waiting.append(Operation(ready=Point(self._compute, self._stream).query))
+        self._stream.waiting.append(Operation(ready=Point(self._compute, self._stream).is_completed))
 
     def wait_value(self, address: int, value: int) -> None:
         assert 0 <= value < 2**32

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mobius.memory.streams import Event
 from mobius.messages.distributed import DistributedTransport
-from mobius.messages.mailboxes import CopiedMessage
 from mobius.messages.rehearsal import RehearsalTransport
 
 SHAPE = (1, 2, 3)
@@ -21,21 +21,21 @@ class SlowMailboxes:
         self.sent: list[Tensor] = []
         self.waited: list[int] = []
 
-    def send(self, tensor: Tensor, target: int) -> CopiedMessage:
+    def send(self, tensor: Tensor, target: int) -> Event:
         self.sent.append(tensor)
         number, mailboxes = len(self.sent) - 1, self
 
-        class Never:
+        class Never(Event):
             def wait(self) -> None:
                 mailboxes.waited.append(number)
 
-            def query(self) -> bool:
+            def is_completed(self) -> bool:
                 return False
 
             def synchronize(self) -> None:
                 raise AssertionError("the host does not wait")
 
-        return CopiedMessage(Never())  # type: ignore[arg-type]
+        return Never()
 
     def close(self) -> None:
         pass
