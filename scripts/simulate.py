@@ -99,6 +99,8 @@ def requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[PlanRe
     )
     found = []
     for model, card, gpus, pcie, limit in combinations:
+        if model and Path(model[-1]).name == "config.json":  # its folder is meant
+            model = [*model[:-1], str(Path(model[-1]).parent)]
         machine = Machine(
             gpus * arguments.nodes,
             find_card(card),

@@ -44,6 +44,15 @@ def test_the_table_has_a_row_per_combination() -> None:
     assert errors == ""
 
 
+def test_the_path_of_a_config_json_stands_for_its_folder(capsys: Captured) -> None:
+    (folder,) = (path.parent for path in (ROOT / "assets").rglob("config.json"))
+    rows = []
+    for model in (folder, folder / "config.json"):
+        assert simulate.main([*SMALL, "--model_path", str(model)]) == 0
+        rows.append(capsys.readouterr().out)
+    assert rows[0] == rows[1]
+
+
 def test_the_options_of_a_run_count_and_a_wrong_one_is_told_as_there(capsys: Captured) -> None:
     def step(*arguments: str) -> float:
         assert simulate.main([*SMALL, *arguments]) == 0
