@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from mobius.data.formats import Turn
 from mobius.errors import DataError, first_line
-from mobius.excerpt import excerpt
+from mobius.excerpt import excerpt, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,6 @@ MOST_SECONDS: Final = 20.0
 """CPU time for one conversation; a template takes milliseconds."""
 _MOST_CHARACTERS: Final = 1 << 20
 """Longest rendered text, beside a hundred times its turns."""
-_SHOWN_ROLES: Final = 8
 
 
 class _UnusableError(Exception):
@@ -47,9 +46,9 @@ def render(
         return text
     except Exception as error:  # a template is foreign code and raises what it likes
         if type(error) is TemplateError:  # what `raise_exception` in a template raises; broken ones raise subclasses
-            shown = [*(turn.role.value for turn in turns[:_SHOWN_ROLES]), *["..."][: len(turns) > _SHOWN_ROLES]]
+            roles = listed(turn.role for turn in turns)
             raise DataError(
-                f"{where}: the tokenizer's chat template refuses the conversation ({', '.join(shown)}): "
+                f"{where}: the tokenizer's chat template refuses the conversation ({roles}): "
                 f"{excerpt(str(error), 400)}. Change the order or the roles of the turns"
             ) from error
         raise DataError(

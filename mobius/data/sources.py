@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -31,6 +31,11 @@ class Record:
 
     fields: Mapping[str, object]
     where: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fields, dict):
+            kind = type(self.fields).__name__
+            raise DataError(f"{self.where}: a record must be a JSON object with named columns, not {kind}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +117,20 @@ def _open_files(place: Path) -> Source:
 
     def read() -> Iterator[Record]:
         for path in files:
-            with _explained(path):
+            try:
                 yield from _READERS[path.suffix.lower()](path)
+            except UnicodeDecodeError as error:
+                with path.open("rb") as file:  # the decoder knows the place in its buffer only
+                    lines = enumerate(file, start=1)
+                    number = next(number for number, line in lines if line.decode("utf-8", "ignore").encode() != line)
+                raise DataError(
+                    f"{path}, line {number}: is not UTF-8 text ({error.reason}); convert the file to UTF-8"
+                ) from error
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from error
 
     is_counted = all(path.suffix.lower() == ".jsonl" for path in files)
     return Source(str(place), digest.hexdigest(), num_lines if is_counted else None, read)
-
-
-def _as_record(value: object, where: str) -> Record:
-    if not isinstance(value, dict):
-        raise DataError(f"{where}: a record must be a JSON object with named columns, not {type(value).__name__}")
-    return Record(value, where)
 
 
 def _parse_json(text: str, path: Path, line: int | None = None) -> Any:
@@ -148,7 +156,7 @@ def _read_json(path: Path) -> Iterator[Record]:
             pass
     if start == "[":
         values = _parse_json(path.read_text(encoding="utf-8-sig"), path)
-        yield from (_as_record(value, f"{path}, record {index}") for index, value in enumerate(values))
+        yield from (Record(value, f"{path}, record {index}") for index, value in enumerate(values))
     else:
         yield from _read_json_lines(path)
 
@@ -157,7 +165,7 @@ def _read_json_lines(path: Path) -> Iterator[Record]:
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _as_record(_parse_json(line, path, number), f"{path}, line {number}")
+                yield Record(_parse_json(line, path, number), f"{path}, line {number}")
 
 
 def _read_csv(path: Path) -> Iterator[Record]:
@@ -195,25 +203,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         raise DataError(f"{path}: cannot be read as Parquet after {index} records: {reason}") from error
 
 
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Name the file, and the line, when its bytes are not text or cannot be had."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        with path.open("rb") as file:  # the decoder knows the place in its buffer only
-            lines = enumerate(file, start=1)
-            number = next(number for number, line in lines if line.decode("utf-8", "ignore").encode() != line)
-        raise DataError(
-            f"{path}, line {number}: is not UTF-8 text ({error.reason}); convert the file to UTF-8"
-        ) from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from error
-
-
-_READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
-    ".json": _read_json, ".jsonl": _read_json_lines, ".csv": _read_csv, ".parquet": _read_parquet
-}  # fmt: skip
+_READERS = {".json": _read_json, ".jsonl": _read_json_lines, ".csv": _read_csv, ".parquet": _read_parquet}
 _SUFFIXES = ", ".join(_READERS)
 
 

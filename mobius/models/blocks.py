@@ -77,10 +77,7 @@ class ModelParts:
     """A causal language model as blocks: embedding, layers, norm, head; and its own initialization."""
 
     def __init__(self, config: PretrainedConfig, device: torch.device, *, compiled: bool = False) -> None:
-        """Build the blocks of `config`, buffers on `device`; `compiled` runs layers, norm and loss as graphs.
-
-        Raises CheckpointError for a model of another build.
-        """
+        """`compiled` runs layers, norm and loss as graphs. Raises CheckpointError for a model of another build."""
         self.config = config
         with _described_by(config), torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -154,10 +151,9 @@ class ModelParts:
     def _make_buffers_real(self, device: torch.device) -> None:
         """Give every buffer storage on `device` and let the model fill it: meta buffers have no values."""
         for module in self.model.modules():
-            buffers = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-            for name in buffers:
-                module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-            if buffers:
+            on_meta = [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+            module._buffers.update({name: torch.empty_like(buffer, device=device) for name, buffer in on_meta})
+            if on_meta:
                 with torch.no_grad():
                     self.model._init_weights(module)
 
@@ -192,16 +188,15 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 class LayerInputs:
     """Makes and keeps what each layer gets beside its hidden states (mask, rotary embeddings), by sequence length.
 
-    The family's own forward makes them: it is run once per length with recorders in the layers' places, so masks by
-    layer kind, scaled and sliding variants are exactly transformers' own. Right padding with causal attention needs no
-    padding mask.
+    The family's own forward makes them, run once per length with recorders in the layers' places: masks by layer kind,
+    scaled and sliding variants are transformers' own. Right padding with causal attention needs no padding mask.
     """
 
     def __init__(self, parts: ModelParts, *, device: torch.device, dtype: torch.dtype) -> None:
         self._config, self._device, self._dtype = parts.config, device, dtype
+        self._recorders = [_Recorder() for _ in parts.layers]
         self._base = copy.copy(getattr(parts.model, parts.model.base_model_prefix))
         self._base._modules = dict(self._base._modules)
-        self._recorders = [_Recorder() for _ in parts.layers]
         for name, module in list(self._base._modules.items()):
             if isinstance(module, nn.ModuleList):
                 self._base._modules[name] = nn.ModuleList(self._recorders)

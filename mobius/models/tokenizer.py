@@ -17,7 +17,6 @@ from mobius.models.base_files import read_json_object, shown, told
 
 _SETTINGS, _BACKEND = "tokenizer_config.json", "tokenizer.json"
 _TEXT = "A text."
-_JSON_FILES = (_SETTINGS, _BACKEND, "special_tokens_map.json", "added_tokens.json")
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
@@ -99,20 +98,21 @@ def _panics_kept_quiet() -> Iterator[None]:
 
 def _reason(folder: Path, error: BaseException) -> str:
     """Words that name the first file that is broken by itself, or those whose values do not do."""
-    present = [name for name in _JSON_FILES if (folder / name).is_file()]
-    for name in present:
-        try:
-            read_json_object(folder / name, may_repeat=True)
-        except CheckpointError as broken:
-            return str(broken)
-    if _BACKEND in present:
-        try:
-            Tokenizer.from_file(str(folder / _BACKEND)).encode(_TEXT)
-        except BaseException as broken:
-            if not _is_of_the_tokenizer(broken):
-                raise
-            return f"{folder / _BACKEND} is no tokenizer: {first_line(broken):.400}. Get the file anew."
-    settings = [str(folder / name) for name in present if name != _BACKEND]
+    names = (_BACKEND, _SETTINGS, "special_tokens_map.json", "added_tokens.json")
+    backend, *others = (folder / name for name in names)
+    try:
+        for path in (backend, *others):
+            if path.is_file():
+                read_json_object(path, may_repeat=True)
+        if backend.is_file():
+            Tokenizer.from_file(str(backend)).encode(_TEXT)
+    except CheckpointError as broken:
+        return str(broken)
+    except BaseException as broken:
+        if not _is_of_the_tokenizer(broken):
+            raise
+        return f"{backend} is no tokenizer: {first_line(broken):.400}. Get the file anew."
+    settings = [str(path) for path in others if path.is_file()]
     if settings:
         return f"{' or '.join(settings)} has values that no tokenizer can be made of: {told(error)}"
     return f"{folder} has no tokenizer that transformers can load: {told(error)}"

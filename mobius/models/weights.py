@@ -162,22 +162,23 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
     for name, shape in shapes.items():
         checkpoint.find_shaped(name, shape)
     # An adapter's, for example; Mistral's own copy of the model is known.
-    read = {tensor.path for tensor in stored.values()}
-    others = [path.name for path in sorted(folder.glob("*.safetensors")) if path not in read]
-    if unread := [name for name in others if not name.startswith("consolidated")]:
-        text = "%s: %d safetensors file(s) are not part of the model and not read: %s"
-        logger.warning(text, folder, len(unread), _first_three(unread), extra=SAID_ONCE)
+    others = {*folder.glob("*.safetensors")} - {tensor.path for tensor in stored.values()}
+    unread = sorted(path.name for path in others if not path.name.startswith("consolidated"))
+    _warn(folder, "%d safetensors file(s) are not part of the model and not read", unread)
     left_out = parts.layers[0].prefix.removesuffix("0.") if options.num_layers is not None else "\0"
-    if unexpected := [name for name in unknown if not _HARMLESS.search(name) and not name.startswith(left_out)]:
-        text = (
-            "%s: %d of the checkpoint's %d tensors do not belong to the model of its config.json and are neither "
-            "trained nor saved: %s"
-        )
-        logger.warning(text, folder, len(unexpected), len(stored), _first_three(unexpected), extra=SAID_ONCE)
+    _warn(
+        folder,
+        f"%d of the checkpoint's {len(stored)} tensors do not belong to the model of its config.json and are neither "
+        "trained nor saved",
+        [name for name in unknown if not _HARMLESS.search(name) and not name.startswith(left_out)],
+    )
 
 
-def _first_three(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+def _warn(folder: Path, text: str, names: Sequence[str]) -> None:
+    """Warn of the first of `names`, if there are any; `text` gets their number."""
+    if names:
+        shown_names = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        logger.warning(f"%s: {text}: %s", folder, len(names), shown_names, extra=SAID_ONCE)
 
 
 def _refuse_quantized(folder: Path, own: Iterable[StoredTensor], unknown: Iterable[str]) -> None:
