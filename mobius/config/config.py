@@ -55,45 +55,17 @@ Positive = Annotated[float, Bounds(above=0)]
 NonNegative = Annotated[float, Bounds(minimum=0)]
 DecayRate = Annotated[float, Bounds(minimum=0, below=1)]
 
-
-class Dtype(StrEnum):
-    """Number format of the working weights and activations."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-
-
-class Device(StrEnum):
-    """Kind of device that a run computes on."""
-
-    AUTO = "auto"
-    CUDA = "cuda"
-    CPU = "cpu"
-
-
-class Compile(StrEnum):
-    """Whether layers run as compiled graphs."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-
-class Recompute(StrEnum):
-    """Choice of the layers that run their forward again in backward."""
-
-    AUTO = "auto"
-    FULL = "full"
-    NONE = "none"
-
-
-class LrSchedulerType(StrEnum):
-    """Course of the learning rate after the warm-up."""
-
-    LINEAR = "linear"
-    COSINE = "cosine"
-    CONSTANT = "constant"
+# What is typed is a member's name in small letters.
+Dtype = StrEnum("Dtype", ["BF16", "FP16", "FP32"])
+"""Number format of the working weights and activations."""
+Device = StrEnum("Device", ["AUTO", "CUDA", "CPU"])
+"""Kind of device that a run computes on."""
+Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
+"""Whether layers run as compiled graphs."""
+Recompute = StrEnum("Recompute", ["AUTO", "FULL", "NONE"])
+"""Choice of the layers that run their forward again in backward."""
+LrSchedulerType = StrEnum("LrSchedulerType", ["LINEAR", "COSINE", "CONSTANT"])
+"""Course of the learning rate after the warm-up."""
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,6 @@ class Machine:
     visible_devices: str | None = None
     omp_num_threads: int | None = None
 
-    @classmethod
-    def here(cls) -> "Machine":
-        """Look at this machine and this process's environment."""
-        return cls(count_gpus(), count_cores(), visible_devices(), omp_num_threads())
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -154,7 +149,8 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, machine: Machi
 def main(argv: Sequence[str]) -> int:
     """Print the command, or the problem on standard error; returns the exit code."""
     try:
-        command, notice = launch_command(argv[1:], Path(argv[0]), Machine.here())
+        machine = Machine(count_gpus(), count_cores(), visible_devices(), omp_num_threads())
+        command, notice = launch_command(argv[1:], Path(argv[0]), machine)
     except ConfigError as error:
         sys.stderr.write(f"{printable(str(error), sys.stderr)}\n")
         return error.exit_code

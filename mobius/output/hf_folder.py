@@ -1,8 +1,7 @@
 """Owns the files of a fine-tuned model: the Hugging Face folder of safetensors, and the single `.pt` file made from it.
 
-Each rank hands in a function that reads one of its parameters; no rank ever holds the whole model.
-
-Format of the index: https://huggingface.co/docs/safetensors and `save_pretrained` of transformers.
+Each rank hands in a function that reads one of its parameters; no rank ever holds the whole model. Format of the index:
+https://huggingface.co/docs/safetensors and `save_pretrained` of transformers.
 """
 
 import io

@@ -46,10 +46,7 @@ class StepMetrics:
 
 
 class MetricsLog:
-    """The file `metrics.jsonl`: one JSON object per step, readable up to the last step at any time.
-
-    Lines that a full disk does not take wait in memory for the next step: the file never has half a line.
-    """
+    """The file `metrics.jsonl`: a whole line of JSON per step; those that a full disk does not take wait in memory."""
 
     def __init__(self, path: Path) -> None:
         """`path` is appended to; it is opened with the first step."""
@@ -60,7 +57,7 @@ class MetricsLog:
         self._has_warned = False
 
     def append(self, metrics: StepMetrics) -> None:
-        """Write one line. Numbers that JSON does not have are strings that `float` reads: "nan", "inf", "-inf"."""
+        """Write one line; numbers that JSON does not have become strings that `float` reads: "nan", "inf", "-inf"."""
         self._waiting.append(json.dumps(_as_json(asdict(metrics)), allow_nan=False).encode() + b"\n")
         try:
             self._write()

@@ -141,7 +141,10 @@ class OutputFolder:
             raise
         sync_to_disk(self.save_dir.parent)
         if had_older:
-            _remove(self._replaced)
+            (self._replaced / "config.json").unlink(
+                missing_ok=True
+            )  # first: a kill here leaves nothing that looks whole
+            shutil.rmtree(self._replaced)
 
     def _settle_interrupted_commit(self) -> None:
         """Bring what a killed run left into order, as the table above says; raises CheckpointError where it may not."""
@@ -278,26 +281,11 @@ def _is_empty(folder: Path) -> bool:
     return folder.is_dir() and not _names(folder)
 
 
-def _has_weights(names: list[str]) -> bool:
-    return any(name.endswith(".safetensors") for name in names)
-
-
 def _is_complete(folder: Path) -> bool:
-    """Whether `folder` holds a whole model: config.json is written behind the check of the weights, and removed first.
-
-    A model of another origin counts too.
-    """
-    names = _names(folder)
-    return "config.json" in names and _has_weights(names)
+    """Whether `folder` holds a whole model, also of another origin: config.json comes last and is removed first."""
+    return (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
 
 
 def _is_torn(folder: Path) -> bool:
     """Whether `folder` is what a run leaves that ends in the middle of making it, or of removing it."""
-    names = _names(folder)
-    return _is_empty(folder) or _has_weights(names) or not _RUN_FILES.isdisjoint(names)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a model, config.json first: what a kill in between leaves is not taken for a complete one."""
-    (folder / "config.json").unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    return _is_empty(folder) or any(folder.glob("*.safetensors")) or not _RUN_FILES.isdisjoint(_names(folder))
