@@ -30,23 +30,6 @@ _STEP: Final = 1000
 """More than all NVLinks of a ring together, which only decide between orders with equal steps."""
 _MOST_NVLINKS: Final = 36
 
-Score = tuple[int, int, int]
-"""The costs of an order: less is better, and a number counts only where all before it are equal.
-
-overlap: over all pairs of ranks, how much their GPUs share (in percent, see `share`) times how long both load at once.
-By the looped schedule each rank starts its next load P microbatches after the last, P = max(microbatches, ranks), and
-rank r starts r microbatches after rank 0. Two ranks d apart therefore start d and P - d microbatches from each other; a
-load of length L overlaps the other's by max(0, L - d) + max(0, L - (P - d)). L depends on the machine, so every length
-up to P counts alike, and the mean over L is ((P - d)^2 + d^2) / 2P: most between neighbours, and between the ends of
-the ring where P = N. Backward is the mirror image and gives the same.
-
-slow links: over all neighbours in the ring, 0 for NVLink (more links first), then P2P through one switch (1), one host
-bridge (2), one node (3) or between nodes (4), and 5 for messages through host memory; in thousandths.
-
-displacement: the ranks' distances from the order in which the devices are listed. Of equal orders the one with the
-lower indices in front is taken.
-"""
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -71,52 +54,63 @@ def _link_cost(link: Link) -> int:
     return _HOST_STEPS * _STEP
 
 
-class _Costs:
-    """Scores of orders of one machine's GPUs, many at a time."""
+def score_orders(topology: Topology, num_microbatches: int, orders: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """The costs, int64 [orders, 3], of orders of one length; where GPUs are still to follow, of those so far.
 
-    def __init__(self, topology: Topology, num_microbatches: int) -> None:
-        self.num_gpus = len(topology.gpus)
-        self._period = max(num_microbatches, self.num_gpus)
-        self._shares, self._links = np.zeros((2, self.num_gpus, self.num_gpus), dtype=np.int64)
-        for link in topology.links:
-            ends = [link.first, link.second], [link.second, link.first]
-            self._shares[ends], self._links[ends] = share(link), _link_cost(link)
+    Less is better, and a number counts only where all before it are equal:
 
-    def scores(self, orders: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-        """The scores, int64 [orders, 3], of orders of one length; where GPUs are still to follow, of those so far."""
-        columns = np.array(orders, dtype=np.int64).T
-        length = len(columns)
-        scores = np.zeros((3, len(orders)), dtype=np.int64)
-        for one, other in combinations(range(length), 2):
-            weight = (self._period - (other - one)) ** 2 + (other - one) ** 2
-            scores[0] += weight * self._shares[columns[one], columns[other]]
-        # Two ranks, or an order that is not closed yet, have no edge from the last to the first.
-        edges = length if length == self.num_gpus > 2 else length - 1
-        for rank in range(edges):
-            scores[1] += self._links[columns[rank], columns[(rank + 1) % length]]
-        scores[2] = np.abs(columns - np.arange(length)[:, None]).sum(axis=0)
-        return scores.T
+    overlap: over all pairs of ranks, how much their GPUs share (percent, see `share`) times how long both load at once.
+    By the looped schedule each rank starts its next load P microbatches after the last, P = max(microbatches, ranks),
+    and rank r starts r microbatches after rank 0. Two ranks d apart therefore start d and P - d microbatches from each
+    other; a load of length L overlaps the other's by max(0, L - d) + max(0, L - (P - d)). L depends on the machine, so
+    every length up to P counts alike, and the mean over L is ((P - d)^2 + d^2) / 2P: most between neighbours, and
+    between the ends of the ring where P = N. Backward is the mirror image and gives the same.
 
-    def best_of(self, orders: Sequence[tuple[int, ...]]) -> tuple[Score, tuple[int, ...]]:
-        """The least score and the first order that has it."""
-        scores = self.scores(orders)
-        best = int(np.lexsort(scores.T[::-1])[0])  # stable: the first of equals
-        overlap, slow_links, displacement = scores[best].tolist()
-        return (overlap, slow_links, displacement), orders[best]
+    slow links: over all neighbours in the ring, 0 for NVLink (more links first), then P2P through one switch (1), one
+    host bridge (2), one node (3) or between nodes (4), and 5 for messages through host memory; in thousandths.
+
+    displacement: the ranks' distances from the order in which the devices are listed.
+    """
+    num_gpus = len(topology.gpus)
+    period = max(num_microbatches, num_gpus)
+    shares, costs = np.zeros((2, num_gpus, num_gpus), dtype=np.int64)
+    for link in topology.links:
+        ends = [link.first, link.second], [link.second, link.first]
+        shares[ends], costs[ends] = share(link), _link_cost(link)
+    columns = np.array(orders, dtype=np.int64).T
+    length = len(columns)
+    scores = np.zeros((3, len(orders)), dtype=np.int64)
+    for one, other in combinations(range(length), 2):
+        weight = (period - (other - one)) ** 2 + (other - one) ** 2
+        scores[0] += weight * shares[columns[one], columns[other]]
+    # Two ranks, or an order that is not closed yet, have no edge from the last to the first.
+    for rank in range(length if length == num_gpus > 2 else length - 1):
+        scores[1] += costs[columns[rank], columns[(rank + 1) % length]]
+    scores[2] = np.abs(columns - np.arange(length)[:, None]).sum(axis=0)
+    return scores.T
 
 
 def best_order(topology: Topology, *, num_microbatches: int) -> tuple[int, ...]:
-    """The order with the least score, `order[rank]` the index of the rank's GPU; exact for up to 8 GPUs."""
-    costs = _Costs(topology, num_microbatches)
-    indices = range(costs.num_gpus)
-    if costs.num_gpus <= MAX_EXACT_GPUS:
-        return costs.best_of(list(permutations(indices)))[1]
+    """The order with the least score, `order[rank]` the index of the rank's GPU; exact for up to 8 GPUs.
+
+    Of equal orders it is the one with the lower indices in front.
+    """
+
+    def best_of(orders: Sequence[tuple[int, ...]]) -> tuple[list[int], tuple[int, ...]]:
+        """The least score and the first order that has it."""
+        scores = score_orders(topology, num_microbatches, orders)
+        best = int(np.lexsort(scores.T[::-1])[0])  # stable: the first of equals
+        return scores[best].tolist(), orders[best]
+
+    indices = range(len(topology.gpus))
+    if len(indices) <= MAX_EXACT_GPUS:
+        return best_of(list(permutations(indices)))[1]
     order: tuple[int, ...] = ()
-    while len(order) < costs.num_gpus:  # rank by rank the GPU that adds least
-        order = costs.best_of([(*order, gpu) for gpu in indices if gpu not in order])[1]
-    best = costs.best_of([tuple(indices), order])
+    while len(order) < len(indices):  # rank by rank the GPU that adds least
+        order = best_of([(*order, gpu) for gpu in indices if gpu not in order])[1]
+    best = best_of([tuple(indices), order])
     while True:  # exchange two ranks' GPUs as long as the score falls
-        swapped = costs.best_of([_swap(best[1], one, other) for one, other in combinations(indices, 2)])
+        swapped = best_of([_swap(best[1], one, other) for one, other in combinations(indices, 2)])
         if swapped >= best:
             return best[1]
         best = swapped
@@ -138,19 +132,17 @@ def choose_order(topology: Topology, *, num_microbatches: int, names: Sequence[s
     own = tuple(range(num_gpus))
     if num_gpus < 3:
         return Choice(own, None)  # one or two ranks are the same in any order
-    reason = topology.unknown
-    if reason is not None:
-        return Choice(own, f"devices in their own order {','.join(names)}: {reason} (--probe_topology measures)")
+    listed = ",".join(names)
+    if topology.unknown is not None:
+        return Choice(own, f"devices in their own order {listed}: {topology.unknown} (--probe_topology measures)")
     best = best_order(topology, num_microbatches=num_microbatches)
-    (overlap, slow_links, _), (own_overlap, own_slow_links, _) = (
-        _Costs(topology, num_microbatches).scores([best, own]).tolist()
-    )
-    if (overlap, slow_links) >= (own_overlap, own_slow_links):
-        return Choice(own, _why_no_change(topology, names))
+    score, own_score = score_orders(topology, num_microbatches, [best, own])[:, :2].tolist()
+    if score >= own_score:
+        return Choice(own, _why_no_change(topology, listed))
     shown = ",".join(names[gpu] for gpu in best)
-    why = "more neighbouring ranks are on fast links" if overlap == own_overlap else _why(topology, best, own)
+    why = "more neighbouring ranks are on fast links" if score[0] == own_score[0] else _why(topology, best, own)
     if is_given:
-        return Choice(own, f"devices in the given order {','.join(names)}; {shown} is better: {why}")
+        return Choice(own, f"devices in the given order {listed}; {shown} is better: {why}")
     guess = "" if num_gpus <= MAX_EXACT_GPUS else f" (not every order of {num_gpus} devices was looked at)"
     return Choice(best, f"devices in the order {shown}: {why}{guess}")
 
@@ -176,11 +168,10 @@ def _neighbour_shares(topology: Topology, order: Sequence[int]) -> list[int]:
     return [percent for percent in shares if percent]
 
 
-def _why_no_change(topology: Topology, names: Sequence[str]) -> str | None:
+def _why_no_change(topology: Topology, listed: str) -> str | None:
     """A line where all pairs look alike, which may be wrong: virtual machines show such trees."""
     is_flat = len({(share(link), _link_cost(link)) for link in topology.links}) == 1
     is_plain = topology.links[0].ancestor not in (Ancestor.PIX, Ancestor.PXB) and not topology.links[0].num_nvlinks
     if topology.is_measured or not is_flat or not is_plain:
         return None
-    listed = ",".join(names)
     return f"devices in their own order {listed}: no two are told to share more than others (--probe_topology measures)"
