@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,9 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mobius.machine.numa import gpu_addresses, read_places
 from mobius.machine.topology import Topology
@@ -45,17 +46,12 @@ def measure_slowdowns(num_gpus: int, time_loads: TimeLoads) -> Slowdowns:
 
     N + N(N - 1)/2 measurements.
     """
-    alone = [_median_times(time_loads, (gpu,))[0] for gpu in range(num_gpus)]
-    found = {}
-    for pair in combinations(range(num_gpus), 2):
-        together = _median_times(time_loads, pair)
-        found[pair] = max(seconds / alone[gpu] for gpu, seconds in zip(pair, together, strict=True))
-    return found
 
+    def median_times(*gpus: int) -> NDArray[np.float64]:
+        return np.median([time_loads(gpus) for _ in range(NUM_LOADS)], axis=0)
 
-def _median_times(time_loads: TimeLoads, gpus: tuple[int, ...]) -> list[float]:
-    runs = [time_loads(gpus) for _ in range(NUM_LOADS)]
-    return [statistics.median(run[place] for run in runs) for place in range(len(gpus))]
+    alone = np.concatenate([median_times(gpu) for gpu in range(num_gpus)])
+    return {pair: float(max(median_times(*pair) / alone[list(pair)])) for pair in combinations(range(num_gpus), 2)}
 
 
 def add_measurement(topology: Topology, folder: Path, measure: Callable[[int], Slowdowns]) -> Topology:

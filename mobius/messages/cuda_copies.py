@@ -66,9 +66,9 @@ class CudaDriver:
             function.argtypes, function.restype = arguments, c_int
 
     def allocate(self, num_bytes: int) -> int:
-        """Take device memory; its address."""
+        """Take device memory that can be exported; its address."""
         address = c_uint64()
-        self.call("cuMemAlloc_v2", byref(address), num_bytes)
+        self.call("cuMemAlloc_v2", byref(address), -(-num_bytes // _EXPORT_GRANULE) * _EXPORT_GRANULE)
         return address.value
 
     def free(self, address: int) -> None:
@@ -141,10 +141,6 @@ class CudaCopyEngine(CudaDriver):
         """A queue that nobody else uses."""
         # Streams of high priority come from a pool of their own, and share no hardware queue with compute and copies.
         return CudaQueue(torch.cuda.Stream(self._device, priority=-1), self)
-
-    def allocate(self, num_bytes: int) -> int:
-        """Take device memory that can be exported; its address."""
-        return super().allocate(-(-num_bytes // _EXPORT_GRANULE) * _EXPORT_GRANULE)
 
 
 class CudaQueue:

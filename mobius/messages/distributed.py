@@ -80,23 +80,17 @@ class DistributedTransport:
         }
         self._posted: defaultdict[int, deque[tuple[Tensor, _Message]]] = defaultdict(deque)
         self._sent: deque[tuple[Tensor, _Message]] = deque()
-        self._warm()
-        self._mailboxes = mailboxes() if mailboxes is not None else None
-
-    def _warm(self) -> None:
-        """Use every edge once, in one order.
-
-        Communicators connect at their first message, and must not do so in a circle.
-        """
-        token = torch.ones(8, device=self._device)
+        # Every edge is used once, in one order: communicators connect at their first message, and not in a circle.
+        token = torch.ones(8, device=device)
         for (source, target), group in self._edges.items():
-            if self.rank == source:
+            if rank == source:
                 dist.send(token, target, group=group)
-            elif self.rank == target:
+            elif rank == target:
                 dist.recv(token, source, group=group)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if backend == "nccl":
+            torch.cuda.synchronize(device)
         self.barrier()
+        self._mailboxes = mailboxes() if mailboxes is not None else None
 
     def post_receive(self, source: int) -> None:
         """Start receiving into a new buffer; it may begin once compute that is enqueued already is done."""

@@ -6,8 +6,6 @@ import ctypes
 import mmap
 import os
 
-_WORD = ctypes.c_uint32
-
 
 class SharedMemory:
     """One mapping of shared memory in this process; `close` ends it."""
@@ -49,7 +47,7 @@ class SharedMemory:
 
     def write_word(self, offset: int, value: int) -> None:
         """Let the host write a uint32."""
-        _WORD.from_address(self.address + offset).value = value
+        ctypes.c_uint32.from_address(self.address + offset).value = value
 
     def close(self) -> None:
         """Unmap; nobody may use the address any more."""
