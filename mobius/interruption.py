@@ -133,10 +133,7 @@ def _end_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def workers_not_interrupted() -> Iterator[None]:
-    """Start worker processes within: Ctrl-C does not reach them before they say by `end_with_parent` what it does.
-
-    It reaches this process all the same, whose `Interruption` lets a worker be sent its whole task first.
-    """
+    """Start worker processes within: Ctrl-C, which this process still gets, waits for their `end_with_parent`."""
     name_parent_to_workers()
     with _being_started:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

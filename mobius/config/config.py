@@ -149,8 +149,7 @@ class PipelineConfig:
     gpu_memory_limit: Positive | None = None
     """Hard cap on each rank's GPU memory in GiB; a large GPU behaves like a small one. Default: the whole GPU."""
     host_memory_limit: Positive | None = None
-    """CPU memory for all ranks together in GiB, for machines whose memory grows on demand. Default: what is
-    free at the start."""
+    """CPU memory of all ranks together in GiB, if it grows on demand. Default: what is available at the start."""
     loss_chunk_tokens: Count = 2048
     """Tokens whose logits exist at one time; 2048 of a 32k vocabulary take 0.25 GiB in fp32, fewer are slower."""
 
@@ -261,8 +260,7 @@ class PlanningConfig:
     plan_output: str = "plan.json"
     """File in which a dry run saves its plan. Not in save_dir, which a run wants empty."""
     plan: str | None = None
-    """Plan to train by, from a dry run or the save_dir of a run: stages, chunks, batch, residency, slots, kept
-    activations."""
+    """Plan to train by, of a dry run or in a save_dir: stages, chunks, batch, residency, slots, kept activations."""
 
 
 @dataclass(frozen=True)

@@ -57,11 +57,8 @@ def count_gpus(device_folder: Path = Path("/dev"), *, nvidia_smi: str = "nvidia-
 def count_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """CPU cores that this process may use: those it may run on, as far as the container's share of time goes."""
     cores = len(os.sched_getaffinity(0))
-    if quota_file.is_file():
-        quota, period = quota_file.read_text(encoding="ascii").split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
+    quota, period = quota_file.read_text(encoding="ascii").split() if quota_file.is_file() else ("max", "1")
+    return cores if quota == "max" else min(cores, max(1, int(quota) // int(period)))
 
 
 def place(config: Config, machine: Machine, *, is_device_list_typed: bool) -> Placement:
@@ -111,16 +108,6 @@ def check_port(port: int) -> None:
             ) from None
 
 
-def find_config(path: str, caller_folder: Path) -> str:
-    """A YAML path as main.py needs it, which runs in the project's folder while the user stands elsewhere.
-
-    The user's folder is searched first, then the project's; a path found in neither stays the user's.
-    """
-    beside_caller = caller_folder / path
-    is_in_project = caller_folder == Path.cwd() or (os.path.isfile(path) and not os.path.isfile(beside_caller))
-    return path if is_in_project else str(beside_caller)
-
-
 def launch_command(arguments: Sequence[str], caller_folder: Path, machine: Machine) -> tuple[list[str], str | None]:
     """train.sh's arguments -> the command to execute, and a line for the user if something needs saying."""
     options = list(arguments)
@@ -130,7 +117,10 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, machine: Machi
         return [sys.executable, "main.py", "--help"], None
     if positional is not None and command_line.config_path is not None:
         raise ConfigError(f"two YAML files are given, {positional} and --config {command_line.config_path}; keep one")
-    config_path = find_config(positional or command_line.config_path or "configs/fine_tune.yaml", caller_folder)
+    path = positional or command_line.config_path or "configs/fine_tune.yaml"
+    # main.py runs in the project's folder. A path that is there and where the user stands, or in neither, is the user's.
+    is_in_project = caller_folder == Path.cwd() or (os.path.isfile(path) and not os.path.isfile(caller_folder / path))
+    config_path = path if is_in_project else str(caller_folder / path)
     command_line.config_path = config_path
     config = resolve(command_line)
     placement = place(config, machine, is_device_list_typed="cuda_visible_devices" in command_line.values)

@@ -29,7 +29,6 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
 """Other names of an option that take the same values."""
 _NUMBERS_OR_WORDS: Final = ("resident_stages", "profile_steps")
 """Texts that may be a whole number, which YAML then reads as one."""
-_NO_NAMES: Final = (*_NUMBERS_OR_WORDS, "cuda_visible_devices")
 _SAME_WORD: Final = 0.7
 """Likeness of a word and its misspelling: letters left out, doubled or swapped leave more, min and max less."""
 _SURELY_ALIKE: Final = 0.85
@@ -64,7 +63,7 @@ class Option:
     @property
     def is_name(self) -> bool:
         """Whether the text names something: a file, a folder, or what may be one."""
-        return self.value_type is str and self.name not in _NO_NAMES
+        return self.value_type is str and self.name not in (*_NUMBERS_OR_WORDS, "cuda_visible_devices")
 
     @property
     def allows_auto(self) -> bool:
@@ -133,10 +132,7 @@ class Source:
         self.unreadable.add(spelling.option.name)
 
     def reject_unknown(self, problem: str, name: str, begun: str | None = None) -> None:
-        """Record a name that is no option; what it was probably meant for counts as given, but not usable.
-
-        `begun` is a spelling that `name` begins, if there is one.
-        """
+        """Record a name that is no option but may begin the spelling `begun`; what it was meant for is unreadable."""
         if foreign := FOREIGN_OPTIONS.get(name.replace("-", "_").lower()):
             self.problems.append(f"{problem}: {foreign.answer}")
             self.unreadable.update(foreign.instead)

@@ -74,8 +74,8 @@ def _unusable_name(name: str) -> str | None:
     except RuntimeError:
         return "begins with the home of a user that there is not; write ./ before it if it is a file's name"
     if longest > _NAME_BYTES or whole > _PATH_BYTES:
-        at_most = f"{longest} bytes of at most {_NAME_BYTES}, the whole {whole} of at most {_PATH_BYTES}"
-        return f"is too long: its longest part has {at_most}"
+        parts = f"its longest part has {longest} bytes of at most {_NAME_BYTES}"
+        return f"is too long: {parts}, the whole {whole} of at most {_PATH_BYTES}"
     return None
 
 

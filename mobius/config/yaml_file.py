@@ -26,8 +26,7 @@ _PLAIN_KINDS: Final = ("null", "bool", "int", "float", "str")
 
 def read_yaml(path: str) -> Source:
     """Read a flat mapping of option names; problems carry the file's name and the line."""
-    result = Source()
-    shown = excerpt(path, _SHOWN_OF_PATH)
+    result, shown = Source(), excerpt(path, _SHOWN_OF_PATH)
     try:
         root = _parse(_read_text(path), shown)
     except ConfigError as error:
@@ -45,8 +44,8 @@ def _read_text(path: str) -> str:
     """The file's text; raises ConfigError. A pipe or device could have no end, and each rank reads it anew."""
     shown, file = excerpt(path, _SHOWN_OF_PATH), Path(path)
     try:
-        is_known = file.is_file() or file.is_dir() or file == Path(os.devnull)  # a folder has a message of its own
-        if file.exists() and not is_known:
+        # A folder has a message of its own.
+        if file.exists() and not (file.is_file() or file.is_dir() or file == Path(os.devnull)):
             raise OSError(errno.EINVAL, "it is not a file but a pipe or device")
         with file.open("rb") as opened:
             content = opened.read(_MOST_BYTES + 1)
@@ -156,10 +155,7 @@ def _put_yaml_value(result: Source, spelling: Spelling, node: yaml.Node, *, plac
 
 
 def _plain_value(node: yaml.Node) -> OptionValue:
-    """The value of a word or number; raises ValueError for all else.
-
-    Lists and mappings are not made at all: no option takes one, and aliases can make them endless.
-    """
+    """The value of a word or number; ValueError for lists and mappings, which are not made: aliases can be endless."""
     kind = node.tag.removeprefix(_TAG)
     if not isinstance(node, yaml.ScalarNode) or kind not in _PLAIN_KINDS:
         raise ValueError(node.tag)

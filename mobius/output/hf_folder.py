@@ -91,9 +91,7 @@ def write_shards(folder: Path, shards: Sequence[Shard], rank: int, read: Callabl
     `read` gives a parameter's values as a contiguous CPU tensor, best a view of where they live: views are written
     without a copy. What it allocates is held for one shard at a time. Raises CheckpointError.
     """
-    for shard in shards:
-        if shard.owner_rank != rank:
-            continue
+    for shard in (shard for shard in shards if shard.owner_rank == rank):
         path = folder / shard.file_name
         with _told_as("write", path):
             save_file({name: read(name) for name in shard.names}, path, metadata={"format": "pt"})
@@ -116,10 +114,9 @@ def write_index(folder: Path, shards: Sequence[Shard], parameters: Sequence[Save
 
 
 def write_model_files(folder: Path, base: BaseFiles, model_config: PretrainedConfig, *, dtype: torch.dtype) -> None:
-    """Write what transformers needs besides the weights; raises CheckpointError.
+    """Write what transformers needs besides the weights, which have `dtype`; raises CheckpointError.
 
-    These are the base's own files, byte by byte, and its configuration with the fields that the run changed; `dtype` is
-    that of the saved weights.
+    These are the base's own files, byte by byte, and its configuration with the fields that the run changed.
     """
     fields = {**base.config, **changed_fields(base.config, model_config)}
     # Older versions of transformers read the one name, newer ones write the other.

@@ -144,8 +144,8 @@ class StepPicture:
         for text, group in groupby(bars, key=lambda bar: bar.text.partition(".")[0]):
             members = list(group)
             if 2 * sum(self._font_size(bar) < self.smallest_font for bar in members) > len(members):
-                first, last = members[0], members[-1]
-                row = Bar(first.start, last.start + last.length - first.start, text, first.colour)
+                start, end = members[0].start, members[-1].start + members[-1].length
+                row = Bar(start, end - start, text, members[0].colour)
                 # A text over gaps would seem to name what fills them.
                 members = [row] if sum(bar.length for bar in members) > _FILLED_SHARE * row.length else members
             labelled += members
@@ -155,10 +155,7 @@ class StepPicture:
 def lane_bars(
     spans: Iterable[LaneSpan], step: Schedule | TraceFacts, *, origin: float = 0, scale: float = 1
 ) -> dict[Lane, list[Bar]]:
-    """Bars of one rank's lanes in units of 1 / `scale` of the spans' unit, from `origin` on.
-
-    Steps, batches and receives (the neighbour's sends) are not drawn.
-    """
+    """Bars of one rank's lanes, `scale` units long for one of the spans; none for steps, batches and receives."""
     bars: dict[Lane, list[Bar]] = {}
     for span in spans:
         action = take_apart(span.name)

@@ -49,10 +49,7 @@ class Trace:
         return sorted({span.step for spans in self.spans for span in spans if span.lane is Lane.STEP})
 
     def choose_step(self, step: int | None) -> int:
-        """`step`, or without one the second: the first may warm up, and the last of a run has no step behind it.
-
-        Raises ConfigError if there is no such step.
-        """
+        """`step`, or without one the second, for the first may warm up; raises ConfigError if there is no such step."""
         if not self.steps or (step is not None and step not in self.steps):
             known = f"steps {', '.join(map(str, self.steps))}" if self.steps else "no steps"
             raise ConfigError(f"the trace has {known}" + ("" if step is None else f", not step {step}"))
