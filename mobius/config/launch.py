@@ -118,7 +118,7 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, machine: Machi
     if positional is not None and command_line.config_path is not None:
         raise ConfigError(f"two YAML files are given, {positional} and --config {command_line.config_path}; keep one")
     path = positional or command_line.config_path or "configs/fine_tune.yaml"
-    # main.py runs in the project's folder. A path that is there and where the user stands, or in neither, is the user's.
+    # main.py runs in the project's folder; a path that is there and where the user stands, or nowhere, is the user's.
     is_in_project = caller_folder == Path.cwd() or (os.path.isfile(path) and not os.path.isfile(caller_folder / path))
     config_path = path if is_in_project else str(caller_folder / path)
     command_line.config_path = config_path
