@@ -39,26 +39,26 @@ def has_gpus(wanted: Device, ranks: Ranks) -> bool:
     return True
 
 
-def choose_device(wanted: Device, ranks: Ranks, order: Sequence[int] | None = None) -> torch.device:
+def choose_device(wanted: Device, ranks: Ranks, order: Sequence[int]) -> torch.device:
     """The device of this rank, which is then torch's current one; `order[rank]` is the index of a rank's GPU.
 
-    Without `order` rank r has GPU r. Raises GpuMemoryError like `has_gpus`.
+    Raises GpuMemoryError like `has_gpus`.
     """
     if not has_gpus(wanted, ranks):
         return torch.device("cpu")
-    device = torch.device("cuda", ranks.local_rank if order is None else order[ranks.rank])
+    device = torch.device("cuda", order[ranks.rank])
     torch.cuda.set_device(device)
     return device
 
 
-def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int] | None = None) -> None:
+def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int]) -> None:
     """Give this rank its CPUs, near its GPU where the machine tells which those are, and a thread on each of them.
 
     Call it on the main thread before the stages' host memory is made. torchrun sets OMP_NUM_THREADS=1 where the user
     has set nothing, which would make AdamW as slow as one core; a larger number is the user's own and stays, unless the
     rank is bound to fewer CPUs. `order` is as in `choose_device`.
     """
-    bound = bind_to_gpu_node(ranks, order=order) if device.type == "cuda" else None
+    bound = bind_to_gpu_node(ranks, order) if device.type == "cuda" else None
     wanted = omp_num_threads() or 1
     if bound is not None and (wanted == 1 or wanted > len(bound)):
         torch.set_num_threads(len(bound))

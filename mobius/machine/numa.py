@@ -28,18 +28,16 @@ MAX_CPUS = 2**16
 """More CPUs than any kernel knows: a larger number in a list is an error, not a CPU."""
 
 
-def bind_to_gpu_node(
-    ranks: Ranks, root: Path = Path("/"), *, order: Sequence[int] | None = None
-) -> frozenset[int] | None:
+def bind_to_gpu_node(ranks: Ranks, order: Sequence[int], root: Path = Path("/")) -> frozenset[int] | None:
     """Keep this process to its share of the CPUs of its GPU's node; returns the CPUs that it is bound to.
 
     None, with a line that tells why, if the machine does not tell the node of every rank's GPU or the shares would be
     too small. A rank that its launcher has bound otherwise keeps its CPUs. `order[rank]` is the index of the rank's
-    GPU; without it rank r has GPU r. Call it on the main thread before the stages' memory is made; threads that exist
-    already are bound too. `root` is for tests.
+    GPU. Call it on the main thread before the stages' memory is made; threads that exist already are bound too. `root`
+    is for tests.
     """
     try:
-        places = read_places(gpu_addresses(range(ranks.num_ranks) if order is None else order), root)
+        places = read_places(gpu_addresses(order), root)
         own, common = os.sched_getaffinity(0), _launcher_cpus()
         share = cut_shares(places, read_siblings(common, root), allowed=common)[ranks.rank]
         if not share <= own:

@@ -35,13 +35,13 @@ def send_by_host_if_broken(
     make_engine: Callable[[], CudaCopyEngine],
     *,
     device: torch.device,
-    order: Sequence[int] | None = None,
+    order: Sequence[int],
     sizes: Sequence[int] = SIZES,
 ) -> None:
     """Try the copies between neighbours' GPUs, and switch them off on all ranks if any arrives wrong; collective.
 
     Before NCCL starts: it reads the switch once. Nothing is tried where the user has switched them off. `order[rank]`
-    is the index of a rank's GPU; without it rank r has GPU r.
+    is the index of a rank's GPU.
     """
     if not allows_peer_copies():
         return
@@ -54,7 +54,7 @@ def send_by_host_if_broken(
         logger.info("copies from GPU to GPU were not checked: %s", verdict.problem)
     elif verdict.broken:
         names = device_names(visible_devices(), meeting.num_ranks)
-        shown = names if order is None else [names[index] for index in order]
+        shown = [names[index] for index in order]
         logger.warning(
             "copies from %s arrive with other contents than were sent: all messages between GPUs go through host "
             "memory, as with NCCL_P2P_DISABLE=1",

@@ -36,8 +36,8 @@ class Place:
 
     ranks: Ranks
     device: torch.device
-    device_order: tuple[int, ...] | None
-    """The index of every rank's GPU; None: no GPUs, or only one rank."""
+    device_order: tuple[int, ...]
+    """The index of every rank's GPU, if there are GPUs."""
     meeting: Meeting | None
     """Where ranks with GPUs can meet before they have communicators."""
 
@@ -98,7 +98,7 @@ def draw_blueprint(
     if pipeline.copy_messages:
         separate_device_queues()
     meeting = meet_at_store(ranks) if ranks.num_ranks > 1 and has_gpus(pipeline.device, ranks) else None
-    device_order = order_devices(config, ranks.num_ranks, meeting) if meeting is not None else None
+    device_order = order_devices(config, ranks.num_ranks, meeting) if meeting else tuple(range(ranks.num_ranks))
     device = choose_device(pipeline.device, ranks, device_order)
     check_dtype(config.model.dtype, device)
     free_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)

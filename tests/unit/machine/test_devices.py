@@ -24,17 +24,17 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_gpus")
 def test_auto_is_the_cpu_where_there_is_no_gpu() -> None:
-    assert choose_device(Device.AUTO, Ranks(1, 2, 1)) == CPU
+    assert choose_device(Device.AUTO, Ranks(1, 2, 1), range(2)) == CPU
 
 
 def test_the_cpu_is_had_whatever_else_there_is() -> None:
-    assert choose_device(Device.CPU, Ranks(99, 100, 99)) == CPU
+    assert choose_device(Device.CPU, Ranks(99, 100, 99), range(100)) == CPU
 
 
 @pytest.mark.usefixtures("without_gpus")
 def test_cuda_asked_for_and_absent_is_told_with_what_to_do() -> None:
     with pytest.raises(GpuMemoryError) as caught:
-        choose_device(Device.CUDA, Ranks(0, 2, 0))
+        choose_device(Device.CUDA, Ranks(0, 2, 0), range(2))
 
     message = str(caught.value)
     assert "2 ranks need one GPU each, but torch sees 0" in message
@@ -43,7 +43,7 @@ def test_cuda_asked_for_and_absent_is_told_with_what_to_do() -> None:
 
 def test_more_ranks_than_gpus_are_told_on_any_machine() -> None:
     with pytest.raises(GpuMemoryError, match=r"10000 ranks need one GPU each, but torch sees \d+"):
-        choose_device(Device.CUDA, Ranks(0, 10_000, 0))
+        choose_device(Device.CUDA, Ranks(0, 10_000, 0), range(10_000))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_rank_computes_with_its_share_of_the_cores_unless_the_user_says_otherw
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
 
-    set_host_threads(Ranks(0, num_ranks, 0), CPU)
+    set_host_threads(Ranks(0, num_ranks, 0), CPU, range(num_ranks))
 
     assert numbers == expected
 
@@ -84,10 +84,10 @@ def test_a_rank_that_is_bound_computes_on_every_cpu_it_is_bound_to_and_on_no_mor
 ) -> None:
     numbers: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
-    monkeypatch.setattr(devices, "bind_to_gpu_node", lambda _, *, order: frozenset({4, 5, 6}))
+    monkeypatch.setattr(devices, "bind_to_gpu_node", lambda _, order: frozenset({4, 5, 6}))
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
 
-    set_host_threads(Ranks(0, 2, 0), torch.device("cuda", 0))
+    set_host_threads(Ranks(0, 2, 0), torch.device("cuda", 0), (0, 1))
 
     assert numbers == expected
 
@@ -97,7 +97,7 @@ def test_on_the_cpu_no_gpu_is_asked_where_it_is(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(devices, "bind_to_gpu_node", asked.append)
 
-    set_host_threads(Ranks(0, 1, 0), CPU)
+    set_host_threads(Ranks(0, 1, 0), CPU, (0,))
 
     assert asked == []
 
@@ -109,7 +109,7 @@ def test_ranks_get_their_devices_in_the_order_that_was_chosen(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
 
     chosen = [choose_device(Device.AUTO, Ranks(rank, 4, rank), (0, 2, 1, 3)) for rank in range(4)]
-    listed = [choose_device(Device.AUTO, Ranks(rank, 4, rank)) for rank in range(4)]
+    listed = [choose_device(Device.AUTO, Ranks(rank, 4, rank), range(4)) for rank in range(4)]
 
     assert [device.index for device in chosen] == [0, 2, 1, 3]
     assert [device.index for device in listed] == [0, 1, 2, 3]
@@ -119,7 +119,7 @@ def test_ranks_get_their_devices_in_the_order_that_was_chosen(monkeypatch: pytes
 def test_a_rank_is_bound_near_the_device_that_the_order_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[object] = []
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(devices, "bind_to_gpu_node", lambda _, *, order: orders.append(order))
+    monkeypatch.setattr(devices, "bind_to_gpu_node", lambda _, order: orders.append(order))
 
     set_host_threads(Ranks(1, 4, 1), torch.device("cuda", 2), (0, 2, 1, 3))
 

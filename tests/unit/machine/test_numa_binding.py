@@ -81,7 +81,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def test_every_rank_is_bound_to_its_own_cores_beside_its_gpu_and_says_so(
     machine: Machine, root: Path, log: pytest.LogCaptureFixture
 ) -> None:
-    shares = [bind_to_gpu_node(Ranks(rank, 4, rank), root) for rank in range(4)]
+    shares = [bind_to_gpu_node(Ranks(rank, 4, rank), range(4), root) for rank in range(4)]
 
     expected = [{*range(4), *range(16, 20)}, {*range(4, 8), *range(20, 24)}]
     expected += [{*range(8, 12), *range(24, 28)}, {*range(12, 16), *range(28, 32)}]
@@ -95,8 +95,8 @@ def test_gpus_go_in_the_order_in_which_torch_sees_them(
 ) -> None:
     see_gpus(monkeypatch, "0001:ab:00.0", "0000:2a:00.0")  # CUDA_VISIBLE_DEVICES=3,1
 
-    bind_to_gpu_node(Ranks(0, 2, 0), root)
-    bind_to_gpu_node(Ranks(1, 2, 1), root)
+    bind_to_gpu_node(Ranks(0, 2, 0), range(2), root)
+    bind_to_gpu_node(Ranks(1, 2, 1), range(2), root)
 
     assert machine.bound == [{*range(8, 16), *range(24, 32)}, {*range(8), *range(16, 24)}]
 
@@ -106,7 +106,7 @@ def test_ranks_are_bound_near_the_gpus_that_the_chosen_order_gives_them(
 ) -> None:
     order = (0, 2, 1, 3)  # ranks 0 and 2 on node 0, ranks 1 and 3 on node 1
 
-    shares = [bind_to_gpu_node(Ranks(rank, 4, rank), root, order=order) for rank in range(4)]
+    shares = [bind_to_gpu_node(Ranks(rank, 4, rank), order, root) for rank in range(4)]
 
     on_node = [{*range(4), *range(16, 20)}, {*range(4, 8), *range(20, 24)}]
     on_other = [{*range(8, 12), *range(24, 28)}, {*range(12, 16), *range(28, 32)}]
@@ -118,7 +118,7 @@ def test_ranks_are_bound_near_the_gpus_that_the_chosen_order_gives_them(
 def test_a_container_s_cpus_are_the_ones_that_are_shared(machine: Machine, root: Path) -> None:
     machine.own = machine.launcher = set(range(12))  # no second threads, and half of node 1
 
-    shares = [bind_to_gpu_node(Ranks(rank, 4, rank), root) for rank in range(4)]
+    shares = [bind_to_gpu_node(Ranks(rank, 4, rank), range(4), root) for rank in range(4)]
 
     assert shares == [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9}, {10, 11}]
 
@@ -126,7 +126,7 @@ def test_a_container_s_cpus_are_the_ones_that_are_shared(machine: Machine, root:
 def test_a_rank_that_its_launcher_bound_to_the_whole_node_gets_its_share_of_it(machine: Machine, root: Path) -> None:
     machine.own = {*range(8), *range(16, 24)}  # torchrun --numa-binding=node
 
-    assert bind_to_gpu_node(Ranks(1, 4, 1), root) == {*range(4, 8), *range(20, 24)}
+    assert bind_to_gpu_node(Ranks(1, 4, 1), range(4), root) == {*range(4, 8), *range(20, 24)}
 
 
 def test_a_rank_that_its_launcher_bound_otherwise_keeps_what_it_has(
@@ -134,7 +134,7 @@ def test_a_rank_that_its_launcher_bound_otherwise_keeps_what_it_has(
 ) -> None:
     machine.own = {4, 5, 6}  # taskset, or a scheduler's own shares
 
-    assert bind_to_gpu_node(Ranks(0, 4, 0), root) == {4, 5, 6}
+    assert bind_to_gpu_node(Ranks(0, 4, 0), range(4), root) == {4, 5, 6}
 
     assert machine.bound == []
     assert log.messages == ["rank 0 keeps the 3 CPUs that its launcher bound it to"]
@@ -144,7 +144,7 @@ def test_a_machine_that_tells_no_cores_is_bound_by_cpu_numbers(machine: Machine,
     for cpu in EVERY_CPU:
         (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").write_text("nonsense" if cpu else "5")
 
-    assert bind_to_gpu_node(Ranks(0, 4, 0), root) == set(range(8))
+    assert bind_to_gpu_node(Ranks(0, 4, 0), range(4), root) == set(range(8))
     assert machine.bound == [set(range(8))]
 
 
@@ -167,7 +167,7 @@ def test_what_the_machine_does_not_tell_of_one_gpu_leaves_all_ranks_unbound_with
     if content is not None:
         path.write_text(content)
 
-    assert [bind_to_gpu_node(Ranks(rank, 4, rank), root) for rank in range(4)] == [None] * 4
+    assert [bind_to_gpu_node(Ranks(rank, 4, rank), range(4), root) for rank in range(4)] == [None] * 4
 
     assert machine.bound == []
     assert log.messages[0].startswith("ranks are not bound to NUMA nodes: ")
@@ -177,7 +177,7 @@ def test_what_the_machine_does_not_tell_of_one_gpu_leaves_all_ranks_unbound_with
 def test_bytes_that_are_no_text_leave_the_rank_unbound(machine: Machine, root: Path) -> None:
     (root / "sys/bus/pci/devices/0000:17:00.0/local_cpulist").write_bytes(b"\xff\xfe")
 
-    assert bind_to_gpu_node(Ranks(0, 4, 0), root) is None
+    assert bind_to_gpu_node(Ranks(0, 4, 0), range(4), root) is None
     assert machine.bound == []
 
 
@@ -186,7 +186,7 @@ def test_a_torch_that_does_not_tell_addresses_leaves_the_rank_unbound(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H200", pci_bus_id=23))
 
-    assert bind_to_gpu_node(Ranks(0, 4, 0), root) is None
+    assert bind_to_gpu_node(Ranks(0, 4, 0), range(4), root) is None
     assert machine.bound == []
     assert "does not tell the PCI address" in log.messages[0]
 
@@ -199,7 +199,7 @@ def test_a_kernel_that_forbids_binding_leaves_the_rank_unbound(
 
     monkeypatch.setattr(os, "sched_setaffinity", forbidden)
 
-    assert bind_to_gpu_node(Ranks(0, 4, 0), root) is None
+    assert bind_to_gpu_node(Ranks(0, 4, 0), range(4), root) is None
     assert machine.bound == []
     assert "Operation not permitted" in log.messages[0]
 
@@ -245,7 +245,7 @@ def test_threads_that_exist_and_threads_to_come_are_bound_too_but_not_those_with
         thread.start()
     started.wait()
 
-    bound = bind_to_gpu_node(Ranks(0, 1, 0), root)
+    bound = bind_to_gpu_node(Ranks(0, 1, 0), range(1), root)
 
     late = threading.Thread(target=lambda: seen.update(late=os.sched_getaffinity(0)))
     late.start()
