@@ -28,9 +28,8 @@ class Batch:
 class Batches:
     """Endless iterator over shuffled samples.
 
-    The epochs' permutations, each a function of (seed, epoch), form one endless stream of samples, and step k takes the
-    positions [k * batch_size, (k + 1) * batch_size) of it: a batch may span epochs, a small dataset repeats, and any
-    step can be reached by arithmetic.
+    The epochs' permutations, each a function of (seed, epoch), form one stream, of which step k takes the positions
+    [k * batch_size, (k + 1) * batch_size): a batch may span epochs, a small dataset repeats, any step can be sought.
     """
 
     def __init__(
@@ -57,9 +56,12 @@ class Batches:
         input_ids = np.full((self._batch_size, self._seq_length), self._pad_token_id, dtype=np.int64)
         labels = np.full_like(input_ids, IGNORED_LABEL)
         num_tokens = 0
-        first = self._step * self._batch_size
-        for row, position in enumerate(range(first, first + self._batch_size)):
-            tokens, is_target = self._tokenized.sample(self._sample_index(position))
+        for row in range(self._batch_size):
+            epoch, place = divmod(self._step * self._batch_size + row, len(self._tokenized))
+            if epoch != self._epoch:
+                generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
+                self._epoch, self._permutation = epoch, generator.permutation(len(self._tokenized))
+            tokens, is_target = self._tokenized.sample(int(self._permutation[place]))
             length = len(tokens)
             assert length <= self._seq_length, f"a sample of {length} tokens in a batch of {self._seq_length}"
             input_ids[row, :length] = tokens
@@ -68,12 +70,3 @@ class Batches:
         labels[:, 0] = IGNORED_LABEL  # nothing predicts the first token
         self._step += 1
         return Batch(input_ids, labels, int(np.count_nonzero(labels != IGNORED_LABEL)), num_tokens)
-
-    def _sample_index(self, position: int) -> int:
-        """The sample at a position of the endless stream."""
-        epoch, place = divmod(position, len(self._tokenized))
-        if epoch != self._epoch:
-            generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-            self._permutation = generator.permutation(len(self._tokenized))
-            self._epoch = epoch
-        return int(self._permutation[place])

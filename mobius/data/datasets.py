@@ -39,10 +39,7 @@ _SHOWN_CHARACTERS = 1200
 
 @dataclass(frozen=True, slots=True)
 class SampleCounts:
-    """Numbers of records: `read` = `kept` + `dropped` (no trainable token) + `empty` (no text).
-
-    `cut` are those among the kept that lost tokens.
-    """
+    """Numbers of records: `read` = `kept` (`cut` of them lost tokens) + `dropped` (without a target) + `empty`."""
 
     read: int
     kept: int
@@ -78,13 +75,12 @@ def prepare_dataset(
     show_progress: bool = False,
     show_downloads: bool = False,
 ) -> PreparedData:
-    """Tokenize a dataset, or map what an earlier run or another rank has tokenized.
+    """Tokenize the first `max_samples` records, or map from `cache_dir` what another run or rank has tokenized.
 
     Every rank calls this before a process group exists: the first to come tokenizes while the others wait for its lock,
     so no collective times out. With `show_progress` on all ranks there is one bar, of the rank that tokenizes;
-    downloads are every rank's, so only one should show them. `max_samples` are the first records read.
-    The arrays returned are memory-mapped from `cache_dir`, found by the content of dataset, tokenizer and this package.
-    Raises DataError if the dataset is missing, broken, empty or without a trainable token.
+    downloads are every rank's, so only one should show them. Raises DataError if the dataset is missing, broken, empty
+    or without a trainable token.
     """
     source = open_source(dataset, show_progress=show_downloads)
     encoder = SampleEncoder(tokenizer, seq_length=seq_length)
@@ -218,5 +214,4 @@ def _start_worker(_: object, encoder: SampleEncoder) -> None:
 
 
 def _work(chunk: Chunk) -> list[Encoded]:
-    (encoder,) = _worker_state
-    return [encoder.encode(*sample) for sample in chunk]
+    return [_worker_state[0].encode(*sample) for sample in chunk]

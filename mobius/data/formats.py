@@ -53,16 +53,14 @@ Sample = Conversation | Completion | Document
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """`parse` gets a record that has the `required` columns and raises DataError without a place: the caller adds it.
-
-    `is_packed`: samples are joined and cut into full rows, instead of one sample to a row.
-    """
+    """Columns and their meaning: `parse` gets a record with the `required` ones; its DataError names no place."""
 
     name: str
     required: tuple[str, ...]
     optional: tuple[str, ...]
     parse: Callable[[Mapping[str, object]], Sample]
     is_packed: bool = False
+    """Whether samples are joined and cut into full rows, instead of one sample to a row."""
 
     def describe(self) -> str:
         """Name and columns, the optional ones in brackets, for messages."""
@@ -70,10 +68,7 @@ class RecordFormat:
 
 
 def recognize(columns: Sequence[str], where: str) -> RecordFormat:
-    """The first format whose required columns are all there; `where` names the record for the message.
-
-    Raises DataError that lists the columns found and the formats accepted.
-    """
+    """The first format whose required columns are all there. Raises DataError that names `where`."""
     for record_format in FORMATS:
         if set(columns).issuperset(record_format.required):
             return record_format
@@ -122,9 +117,7 @@ def _system_turns(record: Mapping[str, object]) -> list[Turn]:
 
 
 def _items(record: Mapping[str, object], column: str) -> Sequence[object]:
-    value = record.get(column)
-    if value is None:
-        return ()
+    value = () if record.get(column) is None else record[column]
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise DataError(f"`{column}` must be a list, not {type(value).__name__}")
     return value

@@ -21,8 +21,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TRAIN_SPLIT = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)", re.IGNORECASE)
 # Dataset cards and their companions are JSON too, but hold no records.
 _NOT_RECORDS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-_HASH_BLOCK_BYTES = 1 << 22
-_HUB_ID_CHARACTERS = 96  # the Hub's own limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,8 @@ def open_source(dataset: str, *, show_progress: bool = False) -> Source:
             f"{given}: cannot be looked up: {getattr(error, 'strerror', None) or first_line(error)}"
         ) from error
     hub_id = KNOWN_DATASETS.get(dataset, dataset)
-    if path.suffix.lower() in _READERS or not _HUB_ID.fullmatch(hub_id) or len(hub_id) > _HUB_ID_CHARACTERS:
+    is_hub_id = _HUB_ID.fullmatch(hub_id) and len(hub_id) <= 96  # the Hub's own limit
+    if path.suffix.lower() in _READERS or not is_hub_id:
         raise DataError(
             f"{given}: there is no file or folder {excerpt(str(path.absolute()), 300)}. Give an "
             f"existing file ({_SUFFIXES}), a folder of such files, or a dataset on the Hugging Face Hub such as "
@@ -107,7 +106,7 @@ def _open_files(place: Path) -> Source:
         try:
             digest.update(f"{suffix} {path.stat().st_size}\n".encode())
             with path.open("rb") as file:
-                while more := file.read(_HASH_BLOCK_BYTES):
+                while more := file.read(1 << 22):
                     block = more
                     digest.update(block)
                     num_lines += block.count(b"\n")

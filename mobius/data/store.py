@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from mobius.errors import DataError
 
-TokenIds = npt.NDArray[np.int32]
-TargetMask = npt.NDArray[np.bool_]
-Row = tuple[TokenIds, TargetMask]
+Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
+"""Token ids, and whether each is a target."""
 
 _ARRAYS = ("input_ids", "is_target", "offsets")
 _FACTS = "facts.json"
@@ -27,8 +26,8 @@ _FACTS = "facts.json"
 class TokenizedDataset:
     """Samples of different lengths in flat arrays: sample i is `[offsets[i], offsets[i + 1])` of the other two."""
 
-    input_ids: TokenIds
-    is_target: TargetMask
+    input_ids: npt.NDArray[np.int32]
+    is_target: npt.NDArray[np.bool_]
     offsets: npt.NDArray[np.int64]
 
     @classmethod

@@ -32,10 +32,7 @@ class Note(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Rows of a record (none if it has no trainable token); `is_cut` if tokens were lost to seq_length.
-
-    A document is one row of any length, which `pack` cuts.
-    """
+    """Rows of a record; `is_cut` if tokens were lost to seq_length. A document is one long row, which `pack` cuts."""
 
     rows: tuple[Row, ...]
     is_empty: bool = False
@@ -76,12 +73,9 @@ class SampleEncoder:
         return Encoded((), is_empty=True)
 
     def _encode_conversation(self, turns: Sequence[Turn], where: str) -> Encoded:
-        asking = (index for index, turn in enumerate(turns) if turn.role in (Role.USER, Role.TOOL))
-        answered = [
-            index
-            for index in range(next(asking, len(turns)), len(turns))
-            if turns[index].role is Role.ASSISTANT and turns[index].content.strip()
-        ]
+        asked = next((index for index, turn in enumerate(turns) if turn.role in (Role.USER, Role.TOOL)), len(turns))
+        answers = ((index, turn) for index, turn in enumerate(turns) if turn.role is Role.ASSISTANT)
+        answered = [index for index, turn in answers if index > asked and turn.content.strip()]
         if not answered:
             return Encoded(())
         if self._tokenizer.chat_template is None:
@@ -206,19 +200,17 @@ def fit(exchanges: Sequence[ExchangeIds], seq_length: int) -> tuple[list[Exchang
 def share_length(num_prompt: int, num_target: int, seq_length: int) -> tuple[int, int]:
     """Numbers of tokens of prompt and target to keep when both together exceed seq_length.
 
-    Whichever needs at most half stays whole and the other takes the rest; if both need more, each gets half.
+    One that needs at most half stays whole, and the other takes the rest; if both need more, each gets half.
     """
     num_target = min(num_target, max(seq_length - seq_length // 2, seq_length - num_prompt))
     return seq_length - num_target, num_target
 
 
 def pack(documents: Iterable[Row], seq_length: int) -> list[Row]:
-    """Join documents, which end with the end-of-sequence token, and cut them into rows of seq_length, the last shorter.
-
-    A last row of a single token is left out: nothing predicts a row's first token.
-    """
+    """Join documents, each with its end-of-sequence token, and cut them into rows of seq_length, the last shorter."""
     ids = np.concatenate([row[0] for row in documents] or [np.empty(0, np.int32)])
     blocks = [ids[first : first + seq_length] for first in range(0, len(ids), seq_length)]
+    # A single token is no row: nothing predicts a row's first one.
     return [(block, np.ones(len(block), dtype=np.bool_)) for block in blocks if len(block) > 1]
 
 

@@ -94,10 +94,11 @@ class ModelParts:
         self.norm = norm_block.compile("norms") if compiled else norm_block
         head = _block("lm_head.", cast(nn.Module, model.get_output_embeddings()))
         self.head = replace(head, tapped=("",)) if isinstance(head.module, TappedLinear) else head
-        self.layers = _layer_blocks(f"{layers}.", cast(nn.ModuleList, model.get_submodule(layers)), compiled)
+        arguments = LayerInputs(self, device=device, dtype=torch.float32)(_PROBE_TOKENS)
+        _check_rotary(config, arguments)
+        self.layers = tuple(self._layer_blocks(layers, arguments, compiled=compiled))
         self.is_tied = bool(config.tie_word_embeddings)
         self.logits_loss = LogitsLoss(softcap=getattr(config, "final_logit_softcapping", None), compiled=compiled)
-        self.layers = self._with_taps(device)
 
     @property
     def tied_names(self) -> tuple[str, str] | None:
@@ -134,19 +135,22 @@ class ModelParts:
             )
         return [f"{prefix}.{name}" for name in modules]
 
-    def _with_taps(self, device: torch.device) -> tuple[Block, ...]:
-        """The layers, each with the names of its linears that one forward calls once, on all of its tokens."""
-        arguments = LayerInputs(self, device=device, dtype=torch.float32)(_PROBE_TOKENS)
-        _check_rotary(self.config, arguments)
+    def _layer_blocks(self, prefix: str, arguments: LayerArguments, *, compiled: bool) -> Iterator[Block]:
+        """One block per layer, with the names of its linears that one forward calls once, on all of its tokens.
+
+        Layers with equal signatures get the module of the first of them.
+        """
         hidden = torch.empty(1, _PROBE_TOKENS, self.config.hidden_size, device="meta")
-        tapped: dict[nn.Module, tuple[str, ...]] = {}
-        for layer, own in zip(self.layers, arguments, strict=True):
-            if layer.module not in tapped:
+        templates: dict[tuple[Any, ...], Block] = {}
+        for (index, layer), own in zip(self.model.get_submodule(prefix).named_children(), arguments, strict=True):
+            signature = _signature(layer)
+            if signature not in templates:
                 on_meta = tree_map_only(Tensor, lambda value: value.to("meta"), own)
-                run = partial(layer.module, hidden, **on_meta)
                 with _described_by(self.config):
-                    tapped[layer.module] = linears_called_once(layer.module, run, num_tokens=_PROBE_TOKENS)
-        return tuple(replace(layer, tapped=tapped[layer.module]) for layer in self.layers)
+                    tapped = linears_called_once(layer, partial(layer, hidden, **on_meta), num_tokens=_PROBE_TOKENS)
+                template = replace(_block("", layer), tapped=tapped)
+                templates[signature] = template.compile("layers") if compiled else template
+            yield replace(templates[signature], prefix=f"{prefix}.{index}.")
 
     def _make_buffers_real(self, device: torch.device) -> None:
         """Give every buffer storage on `device` and let the model fill it: meta buffers have no values."""
@@ -160,19 +164,6 @@ class ModelParts:
 
 def _block(prefix: str, module: nn.Module) -> Block:
     return Block(prefix, module, {name: tuple(p.shape) for name, p in module.named_parameters()})
-
-
-def _layer_blocks(prefix: str, layers: nn.ModuleList, compiled: bool) -> tuple[Block, ...]:
-    """One block per layer; layers with equal signatures get the module of the first of them."""
-    templates: dict[tuple[Any, ...], Block] = {}
-    blocks = []
-    for index, layer in enumerate(layers):
-        block = _block(f"{prefix}{index}.", layer)
-        signature = _signature(layer)
-        if signature not in templates:
-            templates[signature] = block.compile("layers") if compiled else block
-        blocks.append(replace(templates[signature], prefix=block.prefix))
-    return tuple(blocks)
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
@@ -194,11 +185,12 @@ class LayerInputs:
 
     def __init__(self, parts: ModelParts, *, device: torch.device, dtype: torch.dtype) -> None:
         self._config, self._device, self._dtype = parts.config, device, dtype
-        self._recorders = [_Recorder() for _ in parts.layers]
+        self._recorders: list[_Recorder] = []
         self._base = copy.copy(getattr(parts.model, parts.model.base_model_prefix))
         self._base._modules = dict(self._base._modules)
         for name, module in list(self._base._modules.items()):
             if isinstance(module, nn.ModuleList):
+                self._recorders = [_Recorder() for _ in module]
                 self._base._modules[name] = nn.ModuleList(self._recorders)
             elif module is parts.norm.module:
                 self._base._modules[name] = nn.Identity()

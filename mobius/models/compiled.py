@@ -44,10 +44,7 @@ _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 class CompiledFunction(Generic[Parameters, Result]):
-    """A function under torch.compile: one graph per shape and per grad mode, whatever tensors are passed in.
-
-    The first call of each kind compiles, which takes seconds to a minute.
-    """
+    """A function under torch.compile: one graph per shape and grad mode; compiling one takes up to a minute."""
 
     def __init__(self, function: Callable[Parameters, Result], *, name: str) -> None:
         """`name` is what a message calls it, in the plural."""
@@ -242,10 +239,7 @@ def _compile_function(
 
 
 def _split(call: _Call, inputs: Tensor) -> _SplitGraphs:
-    """Trace `call.differentiate` for a gradient like `inputs`, cut it, and compile both parts.
-
-    What is cheap to make again is not kept; the cut is torch's partitioner's, as under torch.compile.
-    """
+    """`call.differentiate` for a gradient like `inputs`, cut by torch's partitioner as under torch.compile."""
 
     # By this name the partitioner tells the gradient from other inputs; it sees what is cheap in small operations only.
     def joint(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Results:

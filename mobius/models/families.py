@@ -194,8 +194,14 @@ def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weight
         if problems := wrong_fields({field: wanted}, {field}):
             raise ConfigError(f"--{option} {wanted} describes no model: {problems[0]}.")
         _set_shape(config, field, wanted)
-    if width != (config.hidden_size, config.num_attention_heads):
-        _fit_heads(config)
+    is_width_new = width != (config.hidden_size, config.num_attention_heads)
+    if is_width_new and config.model_type in ("llama", "mistral", "qwen2"):  # there a head's width follows from both
+        if config.hidden_size % (2 * config.num_attention_heads):  # even: rotary embeddings turn pairs
+            raise ConfigError(
+                f"--embedding_dim {config.hidden_size} does not divide into {config.num_attention_heads} attention "
+                f"heads (--num_heads) of equal, even width. Use a multiple of {2 * config.num_attention_heads}."
+            )
+        config.head_dim = config.hidden_size // config.num_attention_heads
 
 
 def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
@@ -212,18 +218,6 @@ def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
     setattr(config, field, value)
     if field == "num_hidden_layers" and layer_types is not None:
         config.layer_types = [layer_types[layer % len(layer_types)] for layer in range(value)]
-
-
-def _fit_heads(config: PretrainedConfig) -> None:
-    """Let the width of a head follow from the hidden size, in the families where it does. Raises ConfigError."""
-    if config.model_type not in ("llama", "mistral", "qwen2"):
-        return
-    if config.hidden_size % (2 * config.num_attention_heads):  # even: rotary embeddings turn pairs
-        raise ConfigError(
-            f"--embedding_dim {config.hidden_size} does not divide into {config.num_attention_heads} attention heads "
-            f"(--num_heads) of equal, even width. Use a multiple of {2 * config.num_attention_heads}."
-        )
-    config.head_dim = config.hidden_size // config.num_attention_heads
 
 
 def load_planned_config(options: ModelConfig) -> tuple[PretrainedConfig, Path | None]:

@@ -25,6 +25,13 @@ class AutogradGraph:
     """Name within the block -> a leaf of the graph: parameters, and taps where a product makes the gradient."""
     output: Tensor
 
+    def backward(self, gradient: Tensor) -> tuple[Gradients, Tensor]:
+        """Gradients of the leaves, and that of the inputs, or `gradient` where the inputs are token ids."""
+        sources = [*self.leaves.values(), *([self.inputs] if self.inputs.requires_grad else [])]
+        results = torch.autograd.grad(self.output, sources, gradient, allow_unused=True)
+        found = dict(zip(self.leaves, results, strict=False))
+        return found, results[-1] if self.inputs.requires_grad else gradient
+
 
 BlockGraph = AutogradGraph | KeptActivations
 """A forward with all that `backward` needs of it, and its `output`."""
@@ -64,17 +71,9 @@ def backward(block: Block, graph: BlockGraph, gradients: Views, gradient: Tensor
 
     `gradient` is that of the graph's output. Token ids have no gradient: then `gradient` is returned.
     """
-    if isinstance(graph, KeptActivations):
-        found, input_gradient = graph.backward(gradient)
-        _add(block, found, gradients)
-        return input_gradient
-    sources = [*graph.leaves.values(), *([graph.inputs] if graph.inputs.requires_grad else [])]
-    results = torch.autograd.grad(graph.output, sources, gradient, allow_unused=True)
-    _add(block, dict(zip(graph.leaves, results, strict=False)), gradients)
-    if not graph.inputs.requires_grad:
-        return gradient
-    assert results[-1] is not None
-    return results[-1]
+    found, input_gradient = graph.backward(gradient)
+    _add(block, found, gradients)
+    return input_gradient
 
 
 def recomputed_backward(

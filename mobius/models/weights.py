@@ -54,10 +54,7 @@ class WeightSource(Protocol):
 
 
 def folder_has_weights(folder: Path) -> bool:
-    """Whether the folder holds safetensors weights; a bare configuration does not.
-
-    Raises CheckpointError for weights in the pickled `.bin` format, which is not read.
-    """
+    """Whether the folder holds safetensors. Raises CheckpointError for weights in the pickled `.bin` format instead."""
     if any(folder.glob("*.safetensors")):
         return True
     if pickled := sorted(folder.glob("*.bin")):
@@ -79,10 +76,8 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def read(self, rows: slice | None = None) -> Tensor:
-        """The tensor or some of its rows. Raises CheckpointError.
-
-        Its file is opened anew each time: an open one keeps every page that was touched in this process's memory.
-        """
+        """The tensor or some of its rows. Raises CheckpointError."""
+        # Opened anew each time: an open file keeps every page that was touched in this process's memory.
         with _opened(self.path, f"cannot read {self.name!r}") as file:
             return cast(Tensor, file.get_tensor(self.name) if rows is None else file.get_slice(self.name)[rows])
 
@@ -103,10 +98,7 @@ def _read_header(path: Path) -> list[StoredTensor]:
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of the checkpoint in `folder`, by name; the files are those that transformers would take.
-
-    Raises CheckpointError for an index or a file that is broken, missing, or not what the index says.
-    """
+    """Tensors of the checkpoint in `folder`, by name; the files are those that transformers would take."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not single.is_file() and index.is_file():
         return _read_indexed(folder, index)
@@ -200,10 +192,7 @@ def _refuse_quantized(folder: Path, own: Iterable[StoredTensor], unknown: Iterab
 
 
 def has_own_head(folder: Path) -> bool:
-    """Whether the checkpoint stores an embedding and another matrix as its head, which transformers then leaves untied.
-
-    Reads both if both are stored, up to the first difference.
-    """
+    """Whether the checkpoint stores an embedding and another matrix as its head: transformers leaves these untied."""
     stored = _read_headers(folder)
     if EMBEDDING not in stored or HEAD not in stored:
         return False
@@ -224,10 +213,7 @@ class CheckpointWeights:
     """Parameters from a folder of safetensors, one file or sharded; only what is asked for is read."""
 
     def __init__(self, folder: Path, aliases: Mapping[str, str], *, dtype: torch.dtype = torch.float32) -> None:
-        """Index `folder`; `aliases` maps a name to another one that it may be stored under (tied weights).
-
-        `dtype` is what values will be cast to, and must hold them.
-        """
+        """Index `folder`; `aliases` tells tied names; values must fit into `dtype`. Raises CheckpointError."""
         self._folder, self._dtype = folder, dtype
         self._aliases = {**aliases, **{other: name for name, other in aliases.items()}}
         self.stored = _read_headers(folder)
@@ -252,11 +238,7 @@ class CheckpointWeights:
         return tensor
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Read one tensor.
-
-        Raises CheckpointError if it is missing, has another shape than `shape`, or a value that is not finite or that
-        the working dtype cannot hold.
-        """
+        """The tensor. Raises CheckpointError as `find_shaped`, and for a value that is not finite or does not fit."""
         stored = self.find_shaped(name, shape)
         tensor = stored.read()
         # The extremes tell it of all: a NaN makes both of them NaN, and rounding keeps the order. One pass without a
@@ -292,8 +274,7 @@ def _describe_misfits(tensor: Tensor, dtype: torch.dtype) -> str:
 class InitialWeights:
     """Parameters drawn by transformers' own initialization of the family, for a model without weights.
 
-    Each leaf module is seeded by its name, so values do not depend on how the model is cut or on how many ranks there
-    are.
+    Each leaf module is seeded by its name: values do not depend on how the model is cut, or on the number of ranks.
     """
 
     def __init__(self, parts: ModelParts, *, seed: int) -> None:
