@@ -118,6 +118,7 @@ class StepPicture:
         for bar in bars:
             if bar.length == 0:
                 axes.plot([bar.start], [middle], marker="d", markersize=4.5, color=bar.colour, linestyle="")
+                continue
             # White between neighbours, but not instead of them where they are thin.
             edge = 0.0 if lane is Lane.WAIT else min(0.6, 0.1 * bar.length * self._points_per_unit)
             axes.barh(
