@@ -114,12 +114,8 @@ class ModuleGraphs:
         with torch.no_grad():
             call = self._call(weights, tapped, inputs, arguments)
             tensors = [*call.tensors, gradient]
-
-            def make() -> tuple[Callable[..., Results], Sequence[str]]:
-                graph = _compile_function(lambda given: call.differentiate(given[:-1], given[-1])[1:], tensors)
-                return graph, call.leaves
-
-            made = self._graph(("both", call.key, _kind(gradient)), make)
+            key = "both", call.key, _kind(gradient)
+            made = self._graph(key, lambda: (_compile_function(call.gradients, tensors), call.leaves))
             return None if made is None else _named(made[1], made[0](*tensors))
 
     def keep(
@@ -206,6 +202,10 @@ class _Call:
         with torch.enable_grad():
             output = self._output({**fixed, **leaves}, inputs, rest)
         return output.detach(), *torch.autograd.grad(output, [*leaves.values(), inputs], gradient, allow_unused=True)
+
+    def gradients(self, tensors: Sequence[Tensor]) -> Results:
+        """Gradients of `leaves` and of the first argument; the last of `tensors` is that of the output."""
+        return self.differentiate(tensors[:-1], tensors[-1])[1:]
 
     def _sorted(self, tensors: Sequence[Tensor]) -> tuple[Weights, Tensor, Iterator[Tensor]]:
         """Weights, the first argument, and the others: buffers and those of `arguments`."""

@@ -84,8 +84,8 @@ _RULES: Mapping[str, Rule] = {
 }
 
 _ALSO_READ = (
-    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window_pattern"),
-    "num_labels",
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+    *("sliding_window_pattern", "num_labels"),
 )
 """Fields that the classes of all families take though they do not declare them."""
 
@@ -113,11 +113,8 @@ def wrong_fields(fields: Mapping[str, Any], known: Collection[str]) -> list[str]
     if isinstance(vocab_size, int):
         # A negative row of the embedding counts from its end, as in torch; older checkpoints say -1.
         rules["pad_token_id"] = _or_null(_integer(-vocab_size, max(vocab_size, 1) - 1))
-    problems = [
-        _complaint(name, read[name], rule)
-        for name, rule in rules.items()
-        if name in read and not rule.allows(read[name])
-    ]
+    given = [(name, read[name], rule) for name, rule in rules.items() if name in read]
+    problems = [_complaint(name, value, rule) for name, value, rule in given if not rule.allows(value)]
     kinds, num_layers = read.get("layer_types"), read.get("num_hidden_layers")
     if isinstance(kinds, list) and isinstance(num_layers, int) and len(kinds) != num_layers:
         problems.append(f"'layer_types' names {len(kinds)} layers, 'num_hidden_layers' is {num_layers}")

@@ -30,7 +30,6 @@ class TappedLinear(nn.Linear):
     """[tokens, out_features]; its gradient is that of the output."""
 
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
-        """As `nn.Linear`."""
         super().__init__(in_features, out_features, **options)
         for tap in (INPUT_TAP, OUTPUT_TAP):
             self.register_buffer(tap, None, persistent=False)

@@ -98,8 +98,8 @@ def _panics_kept_quiet() -> Iterator[None]:
 
 def _reason(folder: Path, error: BaseException) -> str:
     """Words that name the first file that is broken by itself, or those whose values do not do."""
-    names = (_BACKEND, _SETTINGS, "special_tokens_map.json", "added_tokens.json")
-    backend, *others = (folder / name for name in names)
+    backend = folder / _BACKEND
+    others = [folder / name for name in (_SETTINGS, "special_tokens_map.json", "added_tokens.json")]
     try:
         for path in (backend, *others):
             if path.is_file():
