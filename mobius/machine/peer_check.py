@@ -17,8 +17,8 @@ import torch
 
 from mobius.errors import TransportError
 from mobius.machine.device_order import device_names
-from mobius.messages.cuda_copies import CudaCopyEngine, CudaQueue
-from mobius.messages.meeting import Meeting, Told, read_all, read_numbers, read_told, take_together
+from mobius.messages.cuda_copies import CudaQueue
+from mobius.messages.meeting import Told, read_all, read_numbers, read_told, take_together
 from mobius.messages.neighbours import Neighbours
 from mobius.ranks import allows_peer_copies, forbid_peer_copies, visible_devices
 
@@ -28,38 +28,6 @@ SIZES = (4 * 2**10, 2**20, 64 * 2**20)
 """Bytes of the messages: one page, some, and more than buffers on the way can hide."""
 PATIENCE_SECONDS = 20.0
 _FILLING = 0xA5
-
-
-def send_by_host_if_broken(
-    meeting: Meeting,
-    make_engine: Callable[[], CudaCopyEngine],
-    *,
-    device: torch.device,
-    order: Sequence[int],
-    sizes: Sequence[int] = SIZES,
-) -> None:
-    """Try the copies between neighbours' GPUs, and switch them off on all ranks if any arrives wrong; collective.
-
-    Before NCCL starts: it reads the switch once. Nothing is tried where the user has switched them off. `order[rank]`
-    is the index of a rank's GPU.
-    """
-    if not allows_peer_copies():
-        return
-    verdict = PeerCheck(meeting, make_engine, device).run(sizes)
-    if verdict.broken:
-        forbid_peer_copies()
-    if meeting.rank != 0:
-        return
-    if verdict.problem is not None:
-        logger.info("copies from GPU to GPU were not checked: %s", verdict.problem)
-    elif verdict.broken:
-        names = device_names(visible_devices(), meeting.num_ranks)
-        shown = [names[index] for index in order]
-        logger.warning(
-            "copies from %s arrive with other contents than were sent: all messages between GPUs go through host "
-            "memory, as with NCCL_P2P_DISABLE=1",
-            ", ".join(f"GPU {shown[source]} to GPU {shown[target]}" for source, target in verdict.broken),
-        )
 
 
 @dataclass(frozen=True)
@@ -76,14 +44,39 @@ def _read_handles(told: Any) -> dict[str, bytes]:
     return {source: bytes.fromhex(handle) for source, handle in told.items()}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PeerCheck(Neighbours):
     """One check of the copies between GPUs that reach each other; it raises TransportError if a copy does not end."""
 
     patience: float = PATIENCE_SECONDS
+    sizes: Sequence[int] = SIZES
 
-    def run(self, sizes: Sequence[int] = SIZES) -> PeerVerdict:
-        """Send a message of each of `sizes` over every edge; collective.
+    def send_by_host_if_broken(self, order: Sequence[int]) -> None:
+        """Try the copies, and switch them off on all ranks if any arrives wrong; collective.
+
+        Before NCCL starts: it reads the switch once. Nothing is tried where the user has switched them off.
+        `order[rank]` is the index of a rank's GPU.
+        """
+        if not allows_peer_copies():
+            return
+        verdict = self.run()
+        if verdict.broken:
+            forbid_peer_copies()
+        if self.meeting.rank != 0:
+            return
+        if verdict.problem is not None:
+            logger.info("copies from GPU to GPU were not checked: %s", verdict.problem)
+        elif verdict.broken:
+            names = device_names(visible_devices(), self.meeting.num_ranks)
+            shown = [names[index] for index in order]
+            logger.warning(
+                "copies from %s arrive with other contents than were sent: all messages between GPUs go through host "
+                "memory, as with NCCL_P2P_DISABLE=1",
+                ", ".join(f"GPU {shown[source]} to GPU {shown[target]}" for source, target in verdict.broken),
+            )
+
+    def run(self) -> PeerVerdict:
+        """Send a message of each of the sizes over every edge; collective.
 
         Takes up to four messages of GPU memory, and gives it back. A problem on one rank calls it off on all.
         """
@@ -91,9 +84,8 @@ class PeerCheck(Neighbours):
         self._incoming: dict[int, int] = {}
         self._outgoing: dict[int, int] = {}
         self._broken: set[int] = set()
-        offer = partial(self._offer, max(sizes))
-        steps: list[Callable[[list[Any]], Told]] = [self.start, self.reach, offer, self._accept]
-        for number, size in enumerate(sizes):
+        steps: list[Callable[[list[Any]], Told]] = [self.start, self.reach, self._offer, self._accept]
+        for number, size in enumerate(self.sizes):
             steps += [partial(step, number, size) for step in (self._overwrite, self._send, self._compare)]
         steps.append(lambda _: sorted(self._broken))
         outcome = take_together(self.meeting, steps)
@@ -109,13 +101,13 @@ class PeerCheck(Neighbours):
         self._queue = self.engine.new_queue()
         return device_index
 
-    def _offer(self, num_bytes: int, answers: Sequence[Any]) -> Told:
+    def _offer(self, answers: Sequence[Any]) -> Told:
         """Make the memory that others write into; its handle for each source, by the source's number."""
         reached = read_all(answers, read_numbers)
         handles = {}
         for source in self.sources:
             if self.meeting.rank in reached[source]:
-                self._incoming[source], handles[str(source)] = self.make_memory(num_bytes)
+                self._incoming[source], handles[str(source)] = self.make_memory(max(self.sizes))
         return handles
 
     def _accept(self, answers: Sequence[Any]) -> None:

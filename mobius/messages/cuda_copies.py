@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mobius.memory.streams import CudaEvent, Event
+from mobius.ranks import allows_peer_copies
 
 _EXPORT_GRANULE = 2 * 2**20
 """A smaller piece of device memory may share its block with others, which would be exported along with it."""
@@ -120,10 +121,10 @@ class CudaDriver:
 class CudaCopyEngine(CudaDriver):
     """One GPU's copies, and the memory that they work on; one thread uses it. Whoever asks for memory gives it back."""
 
-    def __init__(self, device: torch.device, *, allows_peers: bool) -> None:
-        """Raises DriverError if the driver lacks what it takes. `allows_peers`: whether GPUs may reach each other."""
+    def __init__(self, device: torch.device) -> None:
+        """Raises DriverError if the driver lacks what it takes."""
         assert device.index is not None
-        self.device_index, self._device, self._allows_peers = device.index, device, allows_peers
+        self.device_index, self._device = device.index, device
         super().__init__()
         torch.cuda.set_device(device)
         torch.cuda.synchronize(device)  # the context exists from here on; sync: once, before training
@@ -131,7 +132,7 @@ class CudaCopyEngine(CudaDriver):
     def reaches(self, device_index: int) -> bool:
         """Whether this device can write into that one's memory."""
         return (
-            self._allows_peers
+            allows_peer_copies()
             and device_index != self.device_index
             and device_index < torch.cuda.device_count()
             and torch.cuda.can_device_access_peer(self._device, device_index)

@@ -59,14 +59,14 @@ class DistributedTransport:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         spans: Spans = NO_SPANS,
-        mailboxes: Callable[[], Mailboxes | None] | None = None,
+        mailboxes: Mailboxes | None = None,
         max_sends: int | None = None,
     ) -> None:
         """Create and warm all communicators; collective over all ranks.
 
-        `shape` and `dtype` are those of every activation and activation gradient. `mailboxes` opens mailboxes, which
-        carry them instead of the communicators, or gives None on all ranks alike. `max_sends` bounds the messages
-        that are kept because they may not have left (limits.py); without it all that have not are kept.
+        `shape` and `dtype` are those of every activation and activation gradient. `mailboxes` carry them instead of the
+        communicators, where they can be opened. `max_sends` bounds the messages that are kept because they may not have
+        left (limits.py); without it all that have not are kept.
         """
         self._spans, self._max_sends = spans, max_sends
         self.rank, self.num_ranks = rank, num_ranks
@@ -90,7 +90,7 @@ class DistributedTransport:
         if backend == "nccl":
             torch.cuda.synchronize(device)
         self.barrier()
-        self._mailboxes = mailboxes() if mailboxes is not None else None
+        self._mailboxes = mailboxes.open() if mailboxes is not None else None
 
     def post_receive(self, source: int) -> None:
         """Start receiving into a new buffer; it may begin once compute that is enqueued already is done."""

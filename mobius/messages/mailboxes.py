@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +26,8 @@ from torch import Tensor
 from mobius.errors import TransportError
 from mobius.limits import NUM_MAILBOXES
 from mobius.memory.streams import Event, record_current
-from mobius.messages.cuda_copies import CudaCopyEngine, CudaQueue
-from mobius.messages.meeting import Meeting, Told, read_number, read_told, take_together
+from mobius.messages.cuda_copies import CudaQueue
+from mobius.messages.meeting import Told, read_number, read_told, take_together
 from mobius.messages.neighbours import Neighbours
 from mobius.messages.shared_memory import SharedMemory
 
@@ -95,35 +95,19 @@ class Inbox:
         return queue.record()
 
 
-def open_mailboxes(
-    meeting: Meeting,
-    make_engine: Callable[[], CudaCopyEngine],
-    *,
-    device: torch.device,
-    message_bytes: int,
-    patience: float = PATIENCE_SECONDS,
-) -> Mailboxes | None:
-    """Mailboxes that have carried a message over every edge, or None on all ranks alike; collective.
-
-    The first problem of any rank is logged as the reason. Takes 2 messages of memory per incoming edge for good, and
-    while the edges are tried some messages more. Raises TransportError if the device does not come to rest.
-    """
-    mailboxes = Mailboxes(meeting, make_engine, device, patience, message_bytes)
-    return mailboxes if mailboxes.try_edges() else None
-
-
 def _read_offer(told: Any) -> tuple[int, int, bytes]:
     """Process and descriptor of an edge's counters, and the handle of its mailboxes."""
     process, descriptor, handle = told
     return read_number(process), read_number(descriptor), bytes.fromhex(handle)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Mailboxes(Neighbours):
-    """This rank's ends of all its edges. `open_mailboxes` makes them; nothing is taken before `try_edges`."""
+    """This rank's ends of all its edges; nothing is taken before `open`."""
 
     message_bytes: int
     """Size of all messages."""
+    patience: float = PATIENCE_SECONDS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,21 +136,22 @@ class Mailboxes(Neighbours):
             event.synchronize()  # sync: once, at the end
         super().close()
 
-    def try_edges(self) -> bool:
-        """Make the mailboxes of all edges and send a message over each; whether they work. Collective.
+    def open(self) -> Mailboxes | None:
+        """These mailboxes when they have carried a message over every edge, or None on all ranks alike; collective.
 
-        If not, the first problem of any rank is logged on all of them, and everything has been given back.
+        The first problem of any rank is logged as the reason. Takes 2 messages of memory per incoming edge for good,
+        and while the edges are tried some messages more. Raises TransportError if the device does not come to rest.
         """
         steps = (self.start, self.reach, self._offer, self._accept, self._post, self._send)
         problem = take_together(self.meeting, steps).problem
         if problem is not None:
             self._call_off()
             logger.info("messages travel over NCCL: %s", problem)
-            return False
+            return None
         logger.info("messages travel by copy engines from GPU to GPU")
         self._received.clear()
         del self._probe
-        return True
+        return self
 
     def reach(self, answers: Sequence[Any]) -> list[int]:
         """All targets: one that the device does not reach is a problem."""

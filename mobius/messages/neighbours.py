@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ class Neighbours:
     """
 
     meeting: Meeting
-    make_engine: Callable[[], CudaCopyEngine]
     device: torch.device
+    _: KW_ONLY
+    make_engine: Callable[[torch.device], CudaCopyEngine] = CudaCopyEngine
     patience: float
     """Seconds for each event that is waited for."""
 
@@ -39,7 +40,7 @@ class Neighbours:
 
     def start(self, answers: Sequence[Any]) -> int:
         """Make the engine; its device's number."""
-        self.engine = self.make_engine()
+        self.engine = self.make_engine(self.device)
         return self.engine.device_index
 
     def reach(self, answers: Sequence[Any]) -> list[int]:

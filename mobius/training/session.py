@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,12 +16,11 @@ from mobius.config.config import Dtype
 from mobius.data.batches import Batches
 from mobius.limits import max_sends_under_way
 from mobius.machine.devices import MemoryMeter, optimizer_threads, set_host_threads
-from mobius.machine.peer_check import send_by_host_if_broken
+from mobius.machine.peer_check import PeerCheck
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.update_queue import UpdateQueue
-from mobius.messages.cuda_copies import CudaCopyEngine
 from mobius.messages.distributed import DistributedTransport
-from mobius.messages.mailboxes import Mailboxes, open_mailboxes
+from mobius.messages.mailboxes import Mailboxes
 from mobius.messages.rehearsal import RehearsalTransport
 from mobius.messages.transport import SingleRankTransport, Transport
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource, folder_has_weights
@@ -36,7 +34,7 @@ from mobius.output.recordings import Recordings
 from mobius.output.trace import TraceFacts
 from mobius.planning.blueprint import Blueprint
 from mobius.planning.measured_plan import plan_by_measurement
-from mobius.ranks import allows_peer_copies, cache_folder
+from mobius.ranks import cache_folder
 from mobius.runtime.executor import StepBatch
 from mobius.runtime.waits import WaitClock
 from mobius.training.stages import RankStages
@@ -162,11 +160,12 @@ def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
     place, device = blueprint.place, blueprint.place.device
     if place.ranks.num_ranks == 1:
         return SingleRankTransport()
+    mailboxes = None
     if place.meeting is not None:
-        send_by_host_if_broken(
-            place.meeting, lambda: CudaCopyEngine(device, allows_peers=True), device=device, order=place.device_order
-        )
-    has_copies = blueprint.config.pipeline.copy_messages and device.type == "cuda"
+        PeerCheck(place.meeting, device).send_by_host_if_broken(place.device_order)
+        if blueprint.config.pipeline.copy_messages:
+            message_bytes = math.prod(blueprint.message_shape) * blueprint.dtype.itemsize
+            mailboxes = Mailboxes(place.meeting, device, message_bytes=message_bytes)
     return DistributedTransport(
         rank=place.ranks.rank,
         num_ranks=place.ranks.num_ranks,
@@ -174,21 +173,9 @@ def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
         shape=blueprint.message_shape,
         dtype=blueprint.dtype,
         spans=spans,
-        mailboxes=partial(_mailboxes, blueprint) if has_copies else None,
+        mailboxes=mailboxes,
         # On a CPU the host does the work and is never ahead of it.
         max_sends=max_sends_under_way(blueprint.plan.num_microbatches) if device.type == "cuda" else None,
-    )
-
-
-def _mailboxes(blueprint: Blueprint) -> Mailboxes | None:
-    """Mailboxes for messages by copy engines, or None where they do not work; collective."""
-    device, meeting = blueprint.place.device, blueprint.place.meeting
-    assert meeting is not None  # several ranks on GPUs have met
-    return open_mailboxes(
-        meeting,
-        lambda: CudaCopyEngine(device, allows_peers=allows_peer_copies()),
-        device=device,
-        message_bytes=math.prod(blueprint.message_shape) * blueprint.dtype.itemsize,
     )
 
 

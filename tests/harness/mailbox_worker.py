@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from mobius.ranks import Ranks, allows_peer_copies, prepare_environment, separate_device_queues  # noqa: E402
+from mobius.ranks import Ranks, prepare_environment, separate_device_queues  # noqa: E402
 
 prepare_environment()  # before torch is imported
 separate_device_queues()
@@ -25,7 +25,7 @@ from harness.host_copies import HostCopyEngine  # noqa: E402
 
 from mobius.messages.cuda_copies import CudaCopyEngine  # noqa: E402
 from mobius.messages.distributed import DistributedTransport  # noqa: E402
-from mobius.messages.mailboxes import Mailboxes, open_mailboxes  # noqa: E402
+from mobius.messages.mailboxes import Mailboxes  # noqa: E402
 from mobius.messages.meeting import meet_at_store  # noqa: E402
 
 AHEAD = 2
@@ -42,19 +42,15 @@ def main() -> None:
         torch.cuda.set_device(device)
     num_words = int(mib * 2**20) // 4
     meeting = meet_at_store(ranks)
-    opened: list[Mailboxes | None] = []
 
-    def make_engine() -> CudaCopyEngine:
+    def make_engine(device: torch.device) -> CudaCopyEngine:
         if kind == "cuda":
-            return CudaCopyEngine(device, allows_peers=allows_peer_copies())
+            return CudaCopyEngine(device)
         return HostCopyEngine(ranks.rank, peers=frozenset({1 - ranks.rank}))
 
-    def open_them() -> Mailboxes | None:
-        opened.append(open_mailboxes(meeting, make_engine, device=device, message_bytes=4 * num_words))
-        return opened[0]
-
+    mailboxes = Mailboxes(meeting, device, make_engine=make_engine, message_bytes=4 * num_words)
     transport = DistributedTransport(
-        rank=ranks.rank, num_ranks=2, device=device, shape=(num_words,), dtype=torch.int32, mailboxes=open_them
+        rank=ranks.rank, num_ranks=2, device=device, shape=(num_words,), dtype=torch.int32, mailboxes=mailboxes
     )
     seconds, num_wrong = _talk(transport, device, num_words, num_messages)
     _talk_alone(transport, device, num_words, 20)  # the second time nothing is new: its time is the one that counts
@@ -63,7 +59,7 @@ def main() -> None:
     if ranks.is_first:
         gigabytes = num_messages * num_words * 4 / 1e9
         told = {
-            "over_mailboxes": opened[0] is not None,
+            "over_mailboxes": transport._mailboxes is not None,
             "num_wrong": int(wrong.item()),
             "seconds_beside_compute": seconds,
             "gb_per_second_each_way": gigabytes / alone,

@@ -45,7 +45,7 @@ class SpoiltQueue(CudaQueue):
 
 class SpoiltEngine(CudaCopyEngine):
     def __init__(self, device: torch.device, spoiled: str) -> None:
-        super().__init__(device, allows_peers=True)
+        super().__init__(device)
         self._spoiled = spoiled
         self._opened: set[int] = set()
 
@@ -62,7 +62,7 @@ def main() -> None:
     ranks = Ranks.from_environment()
     spoiled = sys.argv[1] if ranks.is_first else "nothing"
     device = torch.device("cuda", ranks.local_rank)
-    verdict = PeerCheck(meet_at_store(ranks), lambda: SpoiltEngine(device, spoiled), device).run()
+    verdict = PeerCheck(meet_at_store(ranks), device, make_engine=lambda device: SpoiltEngine(device, spoiled)).run()
     if verdict.problem is None and not torch.cuda.can_device_access_peer(device, 1 - ranks.local_rank):
         line = "these GPUs cannot reach each other"
     else:

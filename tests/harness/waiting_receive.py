@@ -37,7 +37,7 @@ SECONDS = 5.0
 def main() -> None:
     """Two receives wait on one edge and two sends on another; then everything else has its turn, then they have."""
     num_bytes = int(float(sys.argv[1]) * 2**20)
-    engine = CudaCopyEngine(DEVICE, allows_peers=False)
+    engine = CudaCopyEngine(DEVICE)
     (outbox, inbox), (full_outbox, full_inbox) = (_edge(engine, num_bytes) for _ in range(2))
     words = torch.arange(num_bytes // 4, dtype=torch.int32, device=DEVICE)
     messages = [words * (2 * number + 1) for number in range(6)]

@@ -16,7 +16,7 @@ from harness.local_transport import LocalTransport, run_rank_threads
 from torch.distributed import HashStore
 
 from mobius.errors import TransportError
-from mobius.machine.peer_check import PeerCheck, PeerVerdict, send_by_host_if_broken
+from mobius.machine.peer_check import PeerCheck, PeerVerdict
 from mobius.messages.cuda_copies import CudaQueue
 from mobius.messages.meeting import Meeting, Told
 from mobius.ranks import allows_peer_copies
@@ -82,7 +82,7 @@ def check(engines: Sequence[HostCopyEngine], *, patience: float = 20.0) -> list[
     def run(transport: LocalTransport) -> PeerVerdict:
         rank = transport.rank
         meeting = Meeting(store, rank=rank, num_ranks=len(engines))
-        return PeerCheck(meeting, lambda: engines[rank], CPU, patience).run(SIZES)
+        return PeerCheck(meeting, CPU, make_engine=lambda _: engines[rank], patience=patience, sizes=SIZES).run()
 
     return run_rank_threads(len(engines), run)
 
@@ -219,9 +219,10 @@ def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(handles: T
         def gather(self, value: Told) -> list[Any]:
             return [value, self.script.pop(0)]
 
-    peer_check = PeerCheck(Stranger(HashStore(), rank=0, num_ranks=2), lambda: PeerEngine(10, frozenset({11})), CPU)
+    engine = PeerEngine(10, frozenset({11}))
+    peer_check = PeerCheck(Stranger(HashStore(), rank=0, num_ranks=2), CPU, make_engine=lambda _: engine)
     with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
-        peer_check.run(SIZES)
+        peer_check.run()
 
 
 @pytest.fixture(autouse=True)
@@ -251,7 +252,7 @@ def send(engines: list[PeerEngine], order: tuple[int, ...]) -> None:
     def run(transport: LocalTransport) -> None:
         rank = transport.rank
         meeting = Meeting(store, rank=rank, num_ranks=len(engines))
-        send_by_host_if_broken(meeting, lambda: engines[rank], device=CPU, order=order, sizes=(64, 5000))
+        PeerCheck(meeting, CPU, make_engine=lambda _: engines[rank], sizes=(64, 5000)).send_by_host_if_broken(order)
 
     run_rank_threads(len(engines), run)
 

@@ -242,11 +242,11 @@ def test_two_edges_in_opposite_directions_never_wait_in_a_circle(seed: int) -> N
 
 
 def test_a_message_of_another_size_is_a_bug() -> None:
-    def make_engine() -> CudaCopyEngine:
-        raise AssertionError("nothing is made before the edges are tried")
+    def make_engine(device: torch.device) -> CudaCopyEngine:
+        raise AssertionError("nothing is made before they are opened")
 
     meeting = Meeting(HashStore(), rank=0, num_ranks=2)
-    mailboxes = Mailboxes(meeting, make_engine, torch.device("cpu"), patience=1.0, message_bytes=16)
+    mailboxes = Mailboxes(meeting, torch.device("cpu"), make_engine=make_engine, message_bytes=16)
     with pytest.raises(AssertionError):
         mailboxes.send(torch.zeros(5), 1)
     with pytest.raises(AssertionError):

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from mobius.errors import TransportError
 from mobius.messages import mailboxes as mailboxes_module
 from mobius.messages.cuda_copies import CudaCopyEngine
-from mobius.messages.mailboxes import Mailboxes, open_mailboxes
+from mobius.messages.mailboxes import Mailboxes
 from mobius.messages.meeting import Meeting, Told, told_text, told_value
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def with_mailboxes(
     engines: list[HostCopyEngine],
     work: Callable[[LocalTransport, Mailboxes], None],
     *,
-    makers: dict[int, Callable[[], CudaCopyEngine]] | None = None,
+    makers: dict[int, Callable[[torch.device], CudaCopyEngine]] | None = None,
     patience: float = 20.0,
 ) -> list[bool]:
     """Open mailboxes in one thread per engine, work with them and close them; who had some."""
@@ -43,9 +43,9 @@ def with_mailboxes(
     store.set_timeout(timedelta(seconds=HANG_SECONDS))
 
     def run(transport: LocalTransport) -> bool:
-        make = (makers or {}).get(transport.rank, lambda: engines[transport.rank])
+        make = (makers or {}).get(transport.rank, lambda _: engines[transport.rank])
         meeting = Meeting(store, rank=transport.rank, num_ranks=len(engines))
-        mailboxes = open_mailboxes(meeting, make, device=CPU, message_bytes=SIZE, patience=patience)
+        mailboxes = Mailboxes(meeting, CPU, make_engine=make, message_bytes=SIZE, patience=patience).open()
         if mailboxes is None:
             return False
         work(transport, mailboxes)
@@ -224,8 +224,9 @@ class Stranger(Meeting):
 )
 def test_a_neighbour_that_answers_nonsense_is_one_error_that_names_it(script: list[Told]) -> None:
     engine = HostCopyEngine(10, peers=frozenset({11}))
+    mailboxes = Mailboxes(Stranger(script), CPU, make_engine=lambda _: engine, message_bytes=SIZE)
     with pytest.raises(TransportError, match="what rank 1 told the others cannot be read"):
-        open_mailboxes(Stranger(script), lambda: engine, device=CPU, message_bytes=SIZE)
+        mailboxes.open()
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4095, 4097, 2**20])
@@ -234,7 +235,8 @@ def test_an_offer_of_memory_of_another_size_is_not_taken(num_bytes: int, caplog:
     offered = mailboxes_module.SharedMemory.create(num_bytes)
     script: list[Told] = [[None, 11], [None, [0]], [None, {"0": [os.getpid(), offered.descriptor, "00"]}]]
     with caplog.at_level(logging.INFO, "mobius"):
-        found = open_mailboxes(Stranger([*script, [None, None]]), lambda: engine, device=CPU, message_bytes=SIZE)
+        stranger = Stranger([*script, [None, None]])
+        found = Mailboxes(stranger, CPU, make_engine=lambda _: engine, message_bytes=SIZE).open()
     offered.close()
     assert found is None
     assert "is no shared memory of 4096 bytes" in caplog.text
