@@ -135,23 +135,17 @@ def _misfit_names(config: Config) -> _Misfits:
             told = f"`--{name}` and `--{other_name}` are both {quoted(path)}; give them different names"
             yield " ".join(outputs), told
             break
-    resident, steps, profiled = (
-        config.pipeline.resident_stages,
-        config.output.profile_steps,
-        config.output.profiled_steps,
-    )
+    resident = config.pipeline.resident_stages
     if resident not in ("auto", "all") and config.pipeline.num_resident_stages is None:
         told = f"{quoted(resident)} is not a number of stages; write auto, all, or a number from 0 on"
         yield "resident_stages", f"`--resident_stages` {told}"
+    steps, profiled = config.output.profile_steps, config.output.profiled_steps
     if steps is not None and not any(profiled[:1]):
         told = f"{quoted(steps)} is no step or range of steps; write numbers from 1 on, such as 3 or 3-4"
         yield "profile_steps", f"`--profile_steps` {told}"
     elif profiled and profiled[-1] > config.optim.num_iterations:
-        told = f"use steps 1 to {config.optim.num_iterations}, or more `--num_iterations`"
-        yield (
-            "profile_steps num_iterations",
-            f"`--profile_steps` {excerpt(str(steps))} is more than the run has; {told}",
-        )
+        told = f"is more than the run has; use steps 1 to {config.optim.num_iterations}, or more `--num_iterations`"
+        yield "profile_steps num_iterations", f"`--profile_steps` {excerpt(str(steps))} {told}"
     devices = config.launch.cuda_visible_devices
     names = [name.strip() for name in devices.split(",")] if devices is not None else []
     if len(set(names)) < len(names) or not all(_DEVICE.fullmatch(name) for name in names):
