@@ -126,24 +126,24 @@ class PinnedLoads:
 
     def __init__(self, gpus: Sequence[int]) -> None:
         """Take the memory, the host's near each GPU, and wake the links."""
-        self._gpus = list(gpus)
-        self._host, self._device, self._streams = [], [], []
+        self._places = []
         for gpu in gpus:
+            device = torch.device("cuda", gpu)
             with _near_gpu(gpu):
-                self._host.append(torch.ones(LOAD_BYTES, dtype=torch.uint8, pin_memory=True))
-            self._device.append(torch.empty(LOAD_BYTES, dtype=torch.uint8, device=torch.device("cuda", gpu)))
-            self._streams.append(torch.cuda.Stream(torch.device("cuda", gpu)))
+                host = torch.ones(LOAD_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._places.append((host, torch.empty_like(host, device=device), torch.cuda.Stream(device)))
         for _ in range(NUM_WARM_LOADS):
-            self.time(range(len(self._gpus)))
+            self.time(range(len(gpus)))
 
     def time(self, places: Sequence[int]) -> list[float]:
         """Load on the GPUs at those places of the list, all at once; seconds of each, by events on its own stream."""
         spans = []
         for place in places:
-            with torch.cuda.device(self._gpus[place]), torch.cuda.stream(self._streams[place]):
+            host, target, stream = self._places[place]
+            with torch.cuda.stream(stream):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begin.record()
-                self._device[place].copy_(self._host[place], non_blocking=True)
+                target.copy_(host, non_blocking=True)
                 end.record()
             spans.append((begin, end))
         for _, end in spans:

@@ -8,7 +8,7 @@ neighbour compares.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -121,30 +121,25 @@ class PeerCheck(Neighbours):
     def _overwrite(self, number: int, size: int, answers: Sequence[Any]) -> None:
         """Fill the memory that others write into, so that nothing old can pass for a message."""
         filling = torch.full((size,), _FILLING, dtype=torch.uint8, device=self.device)
-        for address in self._incoming.values():
-            self._copy(address, filling.data_ptr(), size)
-        self._rest()
+        self._copy(self._incoming.values(), filling.data_ptr(), size)
 
     def _send(self, number: int, size: int, answers: Sequence[Any]) -> None:
         """Send one message over every edge, all at once."""
         pattern = self.pattern(self.meeting.rank, size, number)
-        for address in self._outgoing.values():
-            self._copy(address, pattern.data_ptr(), size)
-        self._rest()
+        self._copy(self._outgoing.values(), pattern.data_ptr(), size)
 
     def _compare(self, number: int, size: int, answers: Sequence[Any]) -> None:
         for source, address in self._incoming.items():
             received = torch.full((size,), _FILLING, dtype=torch.uint8, device=self.device)
-            self._copy(received.data_ptr(), address, size)
-            self._rest()
+            self._copy([received.data_ptr()], address, size)
             if not torch.equal(received, self.pattern(source, size, number)):  # sync: a few, before training
                 self._broken.add(source)
 
-    def _copy(self, target: int, source: int, num_bytes: int) -> None:
-        self._queue.follow_compute()
-        self._queue.copy(target, source, num_bytes)
-
-    def _rest(self) -> None:
+    def _copy(self, targets: Iterable[int], source: int, num_bytes: int) -> None:
+        """Copy to each of the addresses, and wait until that is done."""
+        for target in targets:
+            self._queue.follow_compute()
+            self._queue.copy(target, source, num_bytes)
         if not self.comes(self._queue.record()):
             raise TransportError(
                 f"rank {self.meeting.rank} stops: a copy from GPU to GPU did not end within {self.patience:g} s. "
