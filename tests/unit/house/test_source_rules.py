@@ -20,6 +20,10 @@ PICKLED_COLLECTIVES = {
     *("send_object_list", "recv_object_list"),
 }
 MAX_LINES = 400
+MAX_MODULES = 16
+"""Modules of a room, its `__init__` aside."""
+DETOURS = re.compile(r"(Of|Those|What|By|The same|It)\b")
+"""Words that a docstring does not begin with: first comes what is returned, owned or done."""
 VAGUE_NAMES = {"utils", "util", "common", "manager", "helper", "helpers", "misc"}
 PERSONAL = {
     "a person's folder": r"(?<![\w.])/(?:home|Users)/[a-z]|(?<![\w.])/root/[\w.]",
@@ -47,6 +51,12 @@ def test_a_module_is_small(path: Path) -> None:
     num_lines = len(path.read_text(encoding="utf-8").splitlines())
 
     assert num_lines <= MAX_LINES, "split it by idea, not by size"
+
+
+def test_a_room_is_no_larger_than_a_newcomer_can_overlook() -> None:
+    rooms = {path.parent: len(list(path.parent.glob("*.py"))) for path in MODULES if path.name == "__init__.py"}
+
+    assert {str(room.relative_to(ROOT)): number for room, number in rooms.items() if number - 1 > MAX_MODULES} == {}
 
 
 @parametrized_over_modules
@@ -107,6 +117,14 @@ def test_a_module_and_everything_public_in_it_is_documented(path: Path) -> None:
 
     assert ast.get_docstring(tree), "the module itself has no docstring"
     assert [name for name, node in public_definitions(tree.body) if not is_documented(name, node)] == []
+
+
+@parametrized_over_modules
+def test_a_docstring_begins_with_what_is_returned_owned_or_done(path: Path) -> None:
+    texts = (node.value for node in ast.walk(syntax_tree(path)) if isinstance(node, ast.Expr))
+    found = [text.lineno for text in texts if isinstance(text, ast.Constant) and DETOURS.match(str(text.value))]
+
+    assert found == [], "in these lines"
 
 
 @parametrized_over_modules
