@@ -18,7 +18,7 @@ if importlib.util.find_spec("mobius") is None:
 from mobius.log import printable
 from mobius.machine.mapping import choose_order
 from mobius.machine.topology import Topology
-from mobius.ranks import cache_folder, visible_devices
+from mobius.ranks import visible_devices
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -36,7 +36,7 @@ def look(arguments: argparse.Namespace) -> Topology:
         return Topology.from_json(arguments.input.read_text())
     import torch
 
-    from mobius.machine.load_probe import add_measurement, measure_in_process
+    from mobius.machine.load_probe import add_measurement
     from mobius.machine.read_topology import read_topology
 
     found = torch.cuda.device_count()
@@ -44,7 +44,7 @@ def look(arguments: argparse.Namespace) -> Topology:
     if not 1 <= num_gpus <= found:
         raise ValueError(f"torch sees {found} GPUs; {num_gpus} cannot be shown")
     topology = read_topology(num_gpus)
-    return add_measurement(topology, cache_folder(), measure_in_process) if arguments.probe else topology
+    return add_measurement(topology) if arguments.probe else topology
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 from mobius.config.config import Config
-from mobius.machine.load_probe import add_measurement, measure_in_process
+from mobius.machine.load_probe import add_measurement
 from mobius.machine.mapping import choose_order
 from mobius.machine.read_topology import read_topology
 from mobius.machine.topology import Topology
 from mobius.messages.meeting import Meeting, read_numbers, read_told
-from mobius.ranks import cache_folder, visible_devices
+from mobius.ranks import visible_devices
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def order_devices(config: Config, num_ranks: int, meeting: Meeting | None) -> tu
     if meeting is None or meeting.rank == 0:
         topology, listed = read_topology(num_ranks), visible_devices()
         if pipeline.probe_topology:
-            topology = add_measurement(topology, cache_folder(), measure_in_process)
+            topology = add_measurement(topology)
         choice = choose_order(
             topology,
             num_microbatches=pipeline.num_chunks or _USUAL_CHUNKS * num_ranks,

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from mobius.machine.numa import gpu_addresses, read_places
 from mobius.machine.topology import Topology
+from mobius.ranks import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +55,11 @@ def measure_slowdowns(num_gpus: int, time_loads: TimeLoads) -> Slowdowns:
     return {pair: float(max(median_times(*pair) / alone[list(pair)])) for pair in combinations(range(num_gpus), 2)}
 
 
-def add_measurement(topology: Topology, folder: Path, measure: Callable[[int], Slowdowns]) -> Topology:
-    """The topology with slowdowns measured of these very GPUs, now or in an earlier run; unchanged if that fails.
-
-    `folder` keeps measurements, by the GPUs' identities.
-    """
+def add_measurement(topology: Topology) -> Topology:
+    """The topology with slowdowns measured of these very GPUs, now or in an earlier run; unchanged if that fails."""
     if not topology.links:
         return topology
-    file = _cache_file(topology, folder)
+    file = _cache_file(topology)
     if file is not None and file.exists():
         with contextlib.suppress(OSError, ValueError, KeyError):
             known = _with_kept(topology, Topology.from_json(file.read_text()))
@@ -69,7 +67,7 @@ def add_measurement(topology: Topology, folder: Path, measure: Callable[[int], S
             return known
         logger.info("%s cannot be read: shared links are measured again", file)
     try:
-        slowdowns = measure(len(topology.gpus))
+        slowdowns = measure_in_process(len(topology.gpus))
         topology = topology.with_slowdowns(slowdowns)
     except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
         reason = str(error).strip().splitlines()
@@ -88,12 +86,12 @@ def add_measurement(topology: Topology, folder: Path, measure: Callable[[int], S
     return topology
 
 
-def _cache_file(topology: Topology, folder: Path) -> Path | None:
+def _cache_file(topology: Topology) -> Path | None:
     """The file of these GPUs in these slots; None if they cannot be told from others."""
     if any(gpu.uuid is None or gpu.address is None for gpu in topology.gpus):
         return None
     names = "\n".join(sorted(f"{gpu.uuid} {gpu.address}" for gpu in topology.gpus))
-    return folder / f"shared_links-{hashlib.sha256(names.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / f"shared_links-{hashlib.sha256(names.encode()).hexdigest()[:16]}.json"
 
 
 def _with_kept(topology: Topology, kept: Topology) -> Topology:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset
 
-from mobius.machine.load_probe import PinnedLoads, add_measurement, measure_in_process, measure_slowdowns
+from mobius.machine.load_probe import PinnedLoads, add_measurement, measure_slowdowns
 from mobius.machine.mapping import best_order
 from mobius.machine.read_topology import import_nvml, read_topology
 from mobius.machine.topology import Topology
@@ -71,16 +71,17 @@ def test_measured_slowdowns_are_sane() -> None:
 
 
 def test_measuring_in_a_process_takes_seconds_once_and_is_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     topology = read_topology(NUM_GPUS)
 
     start = time.monotonic()
-    first = add_measurement(topology, tmp_path, measure_in_process)
+    first = add_measurement(topology)
     seconds = time.monotonic() - start
     start = time.monotonic()
-    second = add_measurement(topology, tmp_path, measure_in_process)
+    second = add_measurement(topology)
 
     assert first.is_measured, caplog.messages
     assert first == second

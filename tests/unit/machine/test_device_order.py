@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from mobius.config.config import Config
 from mobius.config.options import config_from
-from mobius.machine import device_order
+from mobius.machine import device_order, load_probe
 from mobius.machine.device_order import device_names, is_given_order, order_devices
 from mobius.machine.topology import Ancestor, Gpu, Link, Topology
 from mobius.messages.meeting import Meeting
@@ -156,7 +156,7 @@ def test_a_probe_that_is_asked_for_goes_before_the_tree_and_is_kept(
         return {(a, b): 2.0 if (a, b) in ((0, 2), (1, 3)) else 1.0 for a in range(4) for b in range(a + 1, 4)}
 
     monkeypatch.setattr(device_order, "read_topology", lambda _: RECORDED)
-    monkeypatch.setattr(device_order, "measure_in_process", measure)
+    monkeypatch.setattr(load_probe, "measure_in_process", measure)
     config = config_from({"probe_topology": True})
 
     # By the measurement 0 and 2 share a link, and 1 and 3; the listed order parts them already.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mobius.machine import load_probe
-from mobius.machine.load_probe import Slowdowns, add_measurement, measure_in_process, measure_slowdowns
+from mobius.machine.load_probe import Slowdowns, measure_in_process, measure_slowdowns
 from mobius.machine.mapping import best_order
 from mobius.machine.topology import Topology
 
@@ -82,6 +82,14 @@ def test_eight_gpus_take_a_measurement_each_and_one_per_pair() -> None:
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO, logger="mobius.machine.load_probe")
     return caplog
+
+
+def add_measurement(topology: Topology, folder: Path, measure: Callable[[int], Slowdowns]) -> Topology:
+    """What `load_probe` makes of the topology where `folder` keeps measurements and `measure` measures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_probe, "cache_folder", lambda: folder)
+        patch.setattr(load_probe, "measure_in_process", measure)
+        return load_probe.add_measurement(topology)
 
 
 def measured(num_gpus: int) -> Slowdowns:
