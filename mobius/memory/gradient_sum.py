@@ -7,7 +7,6 @@ stages, streamed and resident. Where streamed gradients leave in fp32 they leave
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,22 +15,15 @@ from mobius.memory.layout import StageLayout
 from mobius.memory.streams import Event
 
 
-@dataclass
-class _Buffer:
-    elements: Tensor
-    free: Event | None = None
-    """Behind the copy that read it last."""
-
-
 class GradientSum:
     """Owns the buffers of one device; compute runs on its current stream."""
 
     def __init__(self, num_elements: int, *, device: torch.device, num_buffers: int = 1) -> None:
         """Take `num_buffers` buffers for stages with at most `num_elements` trained elements."""
         self._device = device
-        self._buffers = [
-            _Buffer(torch.zeros(num_elements, dtype=torch.float32, device=device)) for _ in range(num_buffers)
-        ]
+        self._buffers = [torch.zeros(num_elements, dtype=torch.float32, device=device) for _ in range(num_buffers)]
+        self._free = [Event()] * num_buffers
+        """Behind the copy that read each buffer last."""
         self._stage: int | None = None
         self._views: dict[str, Tensor] = {}
 
@@ -40,10 +32,8 @@ class GradientSum:
         if self._stage != stage:
             assert self._stage is None, f"stage {self._stage} was not sealed before stage {stage}"
             self._stage = stage
-            buffer = self._buffers[0]
-            if buffer.free is not None:
-                buffer.free.wait()
-            own = buffer.elements[: layout.num_trained]
+            self._free[0].wait()
+            own = self._buffers[0][: layout.num_trained]
             own.zero_()
             self._views = layout.trained_views(own)
         return self._views
@@ -57,12 +47,13 @@ class GradientSum:
 
     def flat(self, layout: StageLayout) -> Tensor:
         """Elements of the sum that was sealed last, [layout.num_trained]."""
-        return self._buffers[0].elements[: layout.num_trained]
+        return self._buffers[0][: layout.num_trained]
 
     def keep_until(self, event: Event) -> None:
         """Leave the sum where it is until `event`; the next one takes the other buffer."""
-        self._buffers[0].free = event
+        self._free[0] = event
         self._buffers.reverse()
+        self._free.reverse()
 
 
 def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

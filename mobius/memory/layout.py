@@ -38,7 +38,7 @@ class StageLayout:
     num_trained: int
     """Length of the trained part, padding included: of gradients, master and moments."""
     ranges: tuple[FlatRange, ...]
-    """The trained part: matrices (decayed) first, then vectors: norms and biases are not decayed."""
+    """The trained part from end to end: matrices (decayed), then vectors: norms and biases are not decayed."""
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], *, frozen: Collection[str] = frozenset()) -> StageLayout:
@@ -61,19 +61,15 @@ class StageLayout:
 
     def pieces(self, max_elements: int) -> tuple[tuple[FlatRange, ...], ...]:
         """`ranges` in as few groups as their order allows, each of at most `max_elements`."""
-        groups: list[list[FlatRange]] = []
-        room = 0
-        for whole in self.ranges:
-            start = whole.start
-            while start < whole.end:
-                if room == 0:
-                    groups.append([])
-                    room = max_elements
-                end = min(start + room, whole.end)
-                groups[-1].append(FlatRange(start, end, whole.has_decay))
-                room -= end - start
-                start = end
-        return tuple(tuple(group) for group in groups)
+        cuts = [(start, start + max_elements) for start in range(0, self.num_trained, max_elements)]
+        return tuple(
+            tuple(
+                FlatRange(max(whole.start, start), min(whole.end, end), whole.has_decay)
+                for whole in self.ranges
+                if whole.start < end and start < whole.end
+            )
+            for start, end in cuts
+        )
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Name -> view of the flat weights `flat` [num_elements or more] in the parameter's shape."""

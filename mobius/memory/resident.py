@@ -96,7 +96,7 @@ class ResidentStage:
         elif not self._is_in_place:
             self._square = cast_gradients(sums, self.state.gradients, self._square)
         if listener is not None:
-            listener.gradients_complete(self._stage)
+            listener(self._stage)
         return self._square
 
     def offload(self, listener: GradientListener | None = None) -> None:

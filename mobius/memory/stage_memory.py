@@ -8,7 +8,7 @@ A resident stage is neither loaded nor offloaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -24,14 +24,11 @@ class Update(Protocol):
         """Update `pieces` of the trained part; nothing changes where `found_inf` (fp32 scalar, on the device) is 1."""
 
 
-class GradientListener(Protocol):
-    """Who is told of each stage's gradients in the middle of the step."""
+GradientListener = Callable[[int], None]
+"""Told in the middle of the step that all microbatches are in a stage's gradients, and `begin_update` may be called.
 
-    def gradients_complete(self, stage: int) -> None:
-        """The last microbatch is in the stage's gradients, and `begin_update` may be called.
-
-        They are sealed, and if they leave the device they have started to.
-        """
+They are sealed, and if they leave the device they have started to.
+"""
 
 
 class StageMemory(Protocol):

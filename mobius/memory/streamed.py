@@ -46,7 +46,7 @@ class _Slot:
     """Its own stream: a copy that waits for its slot or its update must not hold up another slot's."""
     stage: int | None = None
     ready: Event | None = None
-    free: Event | None = None
+    free: Event = field(default_factory=Event)
     views: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -116,8 +116,7 @@ class StreamedStage:
 
     def _fill(self, slot: _Slot) -> None:
         with slot.filling.run():
-            if slot.free is not None:
-                slot.free.wait()
+            slot.free.wait()
             with self._spans.device_span(Lane.LOAD, f"L{self._stage}"):
                 slot.buffer[: self.state.layout.num_elements].copy_(self.state.weights, non_blocking=True)
             slot.ready = slot.filling.record()
@@ -172,7 +171,7 @@ class StreamedStage:
         else:
             slot.free = arrival
         if listener is not None:
-            listener.gradients_complete(self._stage)
+            listener(self._stage)
 
     def wait_for_gradients(self) -> None:
         assert self._arrival is not None, f"stage {self._stage} has sent no gradients"

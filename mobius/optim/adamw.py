@@ -39,10 +39,9 @@ class AdamWSettings:
 
 
 class FlatAdamW:
-    """AdamW on flat fp32 masters: by a kernel that takes one pass where there is one, else by torch's fused update.
+    """AdamW on flat fp32 masters.
 
-    That takes several: the gradient in fp32, a split master joined, the update, the working copy rounded from the
-    master.
+    Torch's update takes several passes: the gradient in fp32, a split master joined, the update, the master rounded.
     """
 
     def __init__(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import os
 import platform
 import shutil
 import subprocess
@@ -82,12 +81,10 @@ class AdamWKernel:
 
 def _function_name(state: StageState) -> str | None:
     """The function of adamw.c that fits the formats of `state`, if there is one."""
-    if state.master is state.weights:
-        return "mobius_adamw_fp32" if state.gradients.dtype == torch.float32 else None
-    if not isinstance(state.master, Remainder):
-        return None
-    names = {torch.bfloat16: "mobius_adamw_split_bf16", torch.float32: "mobius_adamw_split_fp32"}
-    return names[state.gradients.dtype]
+    if isinstance(state.master, Remainder):
+        is_whole = state.gradients.dtype == torch.float32
+        return "mobius_adamw_split_fp32" if is_whole else "mobius_adamw_split_bf16"
+    return "mobius_adamw_fp32" if state.master is state.weights else None
 
 
 def load_kernel(cache: Path, *, num_threads: int) -> AdamWKernel | None:
@@ -109,16 +106,13 @@ def load_kernel(cache: Path, *, num_threads: int) -> AdamWKernel | None:
 
 
 def _build(compiler: str, library: Path) -> None:
-    """Compile to a name of its own and rename: another rank may be building the same."""
+    """Compile in a folder of its own and move: another rank may be building the same."""
     library.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=library.parent, suffix=".so")
-    os.close(descriptor)
-    try:
-        command = [compiler, *OPTIONS, str(SOURCE), "-lm", "-o", temporary]
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        temporary = Path(folder, library.name)
+        command = [compiler, *OPTIONS, str(SOURCE), "-lm", "-o", str(temporary)]
         subprocess.run(command, check=True, capture_output=True, text=True)
-        Path(temporary).replace(library)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.replace(library)
 
 
 def _key() -> str:

@@ -123,11 +123,9 @@ class Stepper:
     def _sum_over_ranks(self, sums: StepSums, tied_square: float | None) -> tuple[float, list[float]]:
         """Loss and squared norm per stage, the same on all ranks."""
         on_device = torch.stack([sums.loss, *sums.squared_norms.values()])
-        values = on_device.tolist()  # sync: once per step, after the last backward
         own = torch.zeros(1 + self._num_stages, dtype=torch.float64)
-        own[0] = values[0]
-        for stage, square in zip(sums.squared_norms, values[1:], strict=True):
-            own[1 + stage] = square
+        # sync: once per step, after the last backward
+        own[[0, *(1 + stage for stage in sums.squared_norms)]] = on_device.cpu().double()
         if tied_square is not None:
             own[1] += tied_square
         with self._clock.blocking(WaitCause.NEIGHBOURS):

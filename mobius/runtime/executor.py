@@ -101,16 +101,18 @@ class Executor:
         sources = [incoming(action, schedule.num_stages) for action in self._actions]
         self._senders = [self._schedule.rank_of(source) for source in sources if source is not None]
         """Rank that sends each message of a step, in the order in which they are received."""
-        self._handlers: dict[ActionKind, Callable[[Action], None]] = {
+        self._stage_handlers: dict[ActionKind, Callable[[int], None]] = {
             ActionKind.GENERATE_DATA: self._generate_data,
+            ActionKind.LOAD: lambda stage: self._memory[stage].load(),
+            ActionKind.OFFLOAD: lambda stage: self._memory[stage].offload(self._step.listener),
+        }
+        self._microbatch_handlers: dict[ActionKind, Callable[[int, int], None]] = {
             ActionKind.FORWARD_FIRST: self._forward,
             ActionKind.FORWARD_MIDDLE: self._forward,
             ActionKind.FORWARD_LAST: self._forward_last,
             ActionKind.BACKWARD_FIRST: self._backward,
             ActionKind.BACKWARD_MIDDLE: self._backward,
             ActionKind.BACKWARD_LAST: self._backward_last,
-            ActionKind.LOAD: lambda action: self._memory[action.stage].load(),
-            ActionKind.OFFLOAD: lambda action: self._memory[action.stage].offload(self._step.listener),
         }
 
     def run(self, batch: StepBatch, *, loss_scale: float = 1.0, listener: GradientListener | None = None) -> StepSums:
@@ -144,9 +146,12 @@ class Executor:
         # A name takes the host 5 microseconds, and nobody reads it otherwise.
         named = torch.profiler.record_function(name) if _profiler_enabled() else nullcontext()
         with named, span:
-            self._handlers[action.kind](action)
+            if action.microbatch is None:
+                self._stage_handlers[action.kind](action.stage)
+            else:
+                self._microbatch_handlers[action.kind](action.stage, action.microbatch)
 
-    def _generate_data(self, action: Action) -> None:
+    def _generate_data(self, stage: int) -> None:
         """Bring the step's tokens and labels to the device; copies from page-locked memory do not block.
 
         On a stream of their own: behind a copy on the compute stream, compute waited for all loads that were enqueued
@@ -164,25 +169,20 @@ class Executor:
         arrival.wait()
         step.tokens, step.labels = (target.chunk(num_microbatches) for target in targets)
 
-    def _forward(self, action: Action) -> None:
-        stage, microbatch = action.stage, _microbatch(action)
-        inputs = self._stage_input(stage, microbatch)
-        output, kept = self._run_layers(stage, microbatch, inputs)
+    def _forward(self, stage: int, microbatch: int) -> None:
+        output, kept = self._run_layers(stage, microbatch, self._stage_input(stage, microbatch))
         self._stash[stage, microbatch] = kept
         self._transport.send(output, self._schedule.rank_of(stage + 1))
 
-    def _forward_last(self, action: Action) -> None:
+    def _forward_last(self, stage: int, microbatch: int) -> None:
         """Keep the input only: the last stage's forward happens inside its backward, just before the loss."""
-        stage, microbatch = action.stage, _microbatch(action)
         self._stash[stage, microbatch] = [self._stage_input(stage, microbatch)]
 
-    def _backward(self, action: Action) -> None:
-        stage, microbatch = action.stage, _microbatch(action)
+    def _backward(self, stage: int, microbatch: int) -> None:
         gradient, weights = self._receive(stage + 1), self._weights(stage)
         self._finish_backward(stage, microbatch, weights, self._stash.pop((stage, microbatch)), gradient)
 
-    def _backward_last(self, action: Action) -> None:
-        stage, microbatch = action.stage, _microbatch(action)
+    def _backward_last(self, stage: int, microbatch: int) -> None:
         module, weights = self._stages[stage], self._weights(stage)
         (inputs,) = self._stash.pop((stage, microbatch))
         assert isinstance(inputs, Tensor), "the last stage stashes its input"
@@ -239,8 +239,3 @@ class Executor:
     def _waiting(self, cause: WaitCause) -> Iterator[None]:
         with self._clock.waiting(cause), self._spans.device_span(Lane.WAIT, cause.value):
             yield
-
-
-def _microbatch(action: Action) -> int:
-    assert action.microbatch is not None, action
-    return action.microbatch

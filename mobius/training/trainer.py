@@ -70,7 +70,9 @@ class Trainer:
         batch = self._next_batch or next(self._batches)
         learning_rate = learning_rate_at(self._step, self._config)
         self._stepper.begin_step(learning_rate)
-        sums = self._executor.run(batch, loss_scale=self._stepper.loss_scale.value, listener=self._stepper)
+        sums = self._executor.run(
+            batch, loss_scale=self._stepper.loss_scale.value, listener=self._stepper.gradients_complete
+        )
         self._step += 1
         is_last = self._step == self._config.num_iterations
         self._next_batch = None if is_last else next(self._batches)  # while the device works

@@ -45,9 +45,9 @@ class Rank:
             for name in memory.state.layout.offsets:
                 if name in gradients:
                     views[name].add_(gradients[name])
-            squares[stage] = memory.seal_gradients(excluded=self.tied_names, listener=self.stepper)
+            squares[stage] = memory.seal_gradients(excluded=self.tied_names, listener=self.stepper.gradients_complete)
             if not isinstance(memory, ResidentStage):
-                memory.offload(self.stepper)
+                memory.offload(self.stepper.gradients_complete)
         outcome = self.stepper.apply(StepSums(torch.tensor(loss), squares), step=step)
         self.stepper.drain()
         return outcome

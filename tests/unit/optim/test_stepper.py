@@ -207,7 +207,7 @@ def test_without_clipping_a_stage_is_updated_before_the_step_has_ended(make_rank
     memory[1].gradients()["b"].add_(torch.tensor([[3.0, -4.0]]))
     memory[1].seal_gradients(excluded=frozenset())
 
-    memory[1].offload(rank.stepper)
+    memory[1].offload(rank.stepper.gradients_complete)
     memory[1].wait_until_updated()
     rank.stepper.drain()
 

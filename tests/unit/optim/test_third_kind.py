@@ -59,7 +59,7 @@ class ParkedStage:
     def offload(self, listener: GradientListener | None = None) -> None:
         self.copy = None
         if listener is not None and self.state.gradients.count_nonzero():
-            listener.gradients_complete(self.stage)
+            listener(self.stage)
 
     def wait_for_gradients(self) -> None:
         pass
@@ -112,7 +112,9 @@ def weights_after_a_step(parked: set[int], max_grad_norm: float) -> dict[str, Te
         tied=None,
     )
     stepper.begin_step(0.1)
-    assert not stepper.apply(executor.run(make_batch(NUM_MICROBATCHES), listener=stepper), step=1).is_skipped
+    assert not stepper.apply(
+        executor.run(make_batch(NUM_MICROBATCHES), listener=stepper.gradients_complete), step=1
+    ).is_skipped
     stepper.drain()
     states = [own.state for own in memory.values()]
     return {name: view for state in states for name, view in state.layout.views(state.weights).items()}
