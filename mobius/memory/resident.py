@@ -54,16 +54,14 @@ class ResidentStage:
         self._stage, self._spans = stage, spans
         self._gradient_dtype, self._keeps_gradients = gradient_dtype or dtype, keeps_gradients
         self._is_in_place = adds_in_place(self._gradient_dtype, keeps_gradients=keeps_gradients)
-        own_sum = GradientSum(layout.num_trained, device=device) if self._is_in_place else total
-        assert own_sum is not None, f"stage {stage} adds up in the rank's sum, and there is none"
-        self._sum = own_sum
+        self._sum = GradientSum(layout.num_trained, device=device) if self._is_in_place else total
 
         def zeros(num_elements: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(num_elements, dtype=kind, device=device)
 
         weights = zeros(layout.num_elements, dtype)
         has_copy = keeps_gradients and not self._is_in_place
-        gradients = zeros(layout.num_trained, self._gradient_dtype) if has_copy else self._sum.flat(layout)
+        gradients = zeros(layout.num_trained, self._gradient_dtype) if has_copy else self._total.flat(layout)
         self.state = StageState.around(layout, weights, gradients, zeros)
         self._weights = layout.views(weights)
         self._square: Tensor | None = None
@@ -81,13 +79,13 @@ class ResidentStage:
         return self._weights
 
     def gradients(self) -> dict[str, Tensor]:
-        return self._sum.views(self._stage, self.state.layout)
+        return self._total.views(self._stage, self.state.layout)
 
     def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
         """End accumulation; what is not kept stays in the rank's sum until another stage's backward begins."""
         layout = self.state.layout
-        self._square = self._sum.seal(self._stage, layout, excluded=excluded)
-        sums = self._sum.flat(layout)
+        self._square = self._total.seal(self._stage, layout, excluded=excluded)
+        sums = self._total.flat(layout)
         if not self._keeps_gradients:
             if self._gradient_dtype != torch.float32:
                 for part in sums.split(ROUNDED_ELEMENTS):
@@ -118,6 +116,11 @@ class ResidentStage:
     def _run(self, update: Update, found_inf: Tensor | None) -> None:
         with self._spans.device_span(Lane.OPTIMIZER, f"U{self._stage}"):
             update(pieces=self.state.layout.ranges, found_inf=found_inf)
+
+    @property
+    def _total(self) -> GradientSum:
+        assert self._sum is not None, f"stage {self._stage} adds up in the rank's sum, and there is none"
+        return self._sum
 
 
 def adds_in_place(gradient_dtype: torch.dtype, *, keeps_gradients: bool) -> bool:

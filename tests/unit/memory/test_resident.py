@@ -154,3 +154,9 @@ def test_a_stage_without_any_backward_has_gradients_of_zero(resident: Stages) ->
 
     assert resident[0].seal_gradients(excluded=NOTHING).item() == 0.0
     assert resident[0].state.gradients.count_nonzero() == 0
+
+
+def test_a_state_alone_is_had_without_the_ranks_sum() -> None:
+    layout = StageLayout.of({"weight": (64, 2)})
+    state = ResidentStage(0, layout, dtype=torch.bfloat16, device=CPU).state
+    assert (state.gradients.dtype, len(state.gradients)) == (torch.bfloat16, layout.num_trained)
