@@ -23,6 +23,7 @@ class Bench:
         self.part_seconds = PART_SECONDS if part_seconds is None else part_seconds
 
     def synchronize(self) -> None:
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

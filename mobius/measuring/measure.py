@@ -145,14 +145,13 @@ def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: 
 
 def _measure_ends(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:
     """Embedding forward, embedding backward, and norm, head and loss with their backward."""
-    device = bench.device
+    device, end = bench.device, len(parts.layers)
     tokens = torch.randint(0, parts.config.vocab_size, (shape.batch, shape.seq_length), device=device)
     hidden = torch.randn(shape.hidden_size(parts), device=device, dtype=shape.dtype)
     first = StageModule(parts, StageCut(0, 0, 0, True, False), loss_chunk_tokens=shape.loss_chunk_tokens)
     weights, gradients = _memory_of(first, shape.dtype, device)
     forward = bench.seconds(lambda: first.forward(weights, tokens, ()))
     backward = bench.seconds(lambda: first.embedding_backward(weights, gradients, tokens, hidden))
-    end = len(parts.layers)
     last = StageModule(parts, StageCut(1, end, end, False, True), loss_chunk_tokens=shape.loss_chunk_tokens)
     own_weights, own_gradients = _memory_of(last, shape.dtype, device)
     loss = bench.seconds(

@@ -89,14 +89,17 @@ class SpanRecorder(Spans):
         self._recorded.append((Lane.STEP, f"step {number}", number, start, time.perf_counter(), None))
 
     def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
+        """Record the time of what is enqueued within, from event to event; outside of the steps nothing."""
         step = self._step
         return _NOTHING if step is None else self._span(lane, name, step, self._mark)
 
     def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
+        """Record the host's own time within; outside of the steps nothing."""
         step = self._step
         return _NOTHING if step is None else self._span(lane, name, step, time.perf_counter)
 
     def message(self, lane: Lane, peer: int, work: Waitable) -> None:
+        """Record a message; on a GPU a stream of its edge waits for it."""
         if self._step is None:
             return
         start = end = self._mark()

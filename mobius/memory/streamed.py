@@ -103,7 +103,7 @@ class StreamedStage:
         self._square: Tensor | None = None
         """From sealing to offloading."""
         self._arrival: Event | None = None
-        """Of the gradients that were sent to the host last, and of their squared norm as it was before any cast."""
+        """Point at which the gradients sent last, and their squared norm from before any cast, are on the host."""
         self._host_square = torch.zeros((), pin_memory=pool.device.type == "cuda")
 
     def load(self) -> None:

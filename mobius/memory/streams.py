@@ -54,11 +54,12 @@ class CudaEvent(Event):
         self._event.wait(torch.cuda.current_stream(self._device_index))
 
     def synchronize(self) -> None:
+        """Make the host wait for the point."""
         self._event.synchronize()
 
     def is_completed(self) -> bool:
-        is_reached: bool = self._event.query()
-        return is_reached
+        """Whether the point has been reached; nobody waits."""
+        return bool(self._event.query())
 
 
 class _CudaStream(Stream):
