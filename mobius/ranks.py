@@ -95,6 +95,11 @@ def visible_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def device_list(text: str | None) -> list[str]:
+    """The names in a list like `CUDA_VISIBLE_DEVICES`."""
+    return [name.strip() for name in text.split(",") if name.strip()] if text else []
+
+
 def allows_peer_copies() -> bool:
     """Whether GPUs may write into each other's memory: not where `NCCL_P2P_DISABLE=1` forbids it."""
     return os.environ.get("NCCL_P2P_DISABLE", "0") != "1"

@@ -19,11 +19,11 @@ from mobius.config.config import Config, Device
 from mobius.config.validation import validate
 from mobius.errors import ConfigError
 from mobius.log import printable
-from mobius.ranks import omp_num_threads, visible_devices
+from mobius.ranks import device_list, omp_num_threads, visible_devices
 
 
 @dataclass(frozen=True)
-class Machine:
+class Resources:
     """Facts that the launcher needs about where it runs."""
 
     num_gpus: int
@@ -61,28 +61,29 @@ def count_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return cores if quota == "max" else min(cores, max(1, int(quota) // int(period)))
 
 
-def place(config: Config, machine: Machine, *, is_device_list_typed: bool) -> Placement:
+def place(config: Config, resources: Resources, *, is_device_list_typed: bool) -> Placement:
     """Decide the number of processes and their GPUs; raises ConfigError if the machine lacks what is asked for.
 
     A device list goes by: typed on the command line, then the environment, then the YAML file.
     """
     asked = config.launch.cuda_visible_devices
-    inherited = None if is_device_list_typed else machine.visible_devices
-    listed = _names(asked if inherited is None else inherited)
+    inherited = None if is_device_list_typed else resources.visible_devices
+    listed = device_list(asked if inherited is None else inherited)
     is_hidden = inherited is not None and (not listed or listed[0] == "-1")
-    if config.pipeline.device is Device.CPU or machine.num_gpus == 0 or is_hidden:
+    if config.pipeline.device is Device.CPU or resources.num_gpus == 0 or is_hidden:
         if config.pipeline.device is Device.CUDA:
             reason = "CUDA_VISIBLE_DEVICES hides all GPUs" if is_hidden else "this machine has no NVIDIA GPU"
             raise ConfigError(f"`--device cuda`: {reason}; use --device cpu, or auto")
-        return Placement(config.launch.nproc_per_node or len(_names(asked)) or 2)
+        return Placement(config.launch.nproc_per_node or len(device_list(asked)) or 2)
 
-    if absent := [name for name in listed if name.isdecimal() and int(name) >= machine.num_gpus]:
+    if absent := [name for name in listed if name.isdecimal() and int(name) >= resources.num_gpus]:
         source = "CUDA_VISIBLE_DEVICES" if inherited is not None else "`--cuda_visible_devices`"
+        every = ",".join(map(str, range(resources.num_gpus)))
         raise ConfigError(
-            f"{source} lists GPU {', '.join(absent)}, but this machine has {machine.num_gpus}, numbered from 0; "
-            f"use --cuda_visible_devices {','.join(str(index) for index in range(machine.num_gpus))}, or fewer of them"
+            f"{source} lists GPU {', '.join(absent)}, but this machine has {resources.num_gpus}, numbered from 0; "
+            f"use --cuda_visible_devices {every}, or fewer of them"
         )
-    num_devices = len(listed) or machine.num_gpus
+    num_devices = len(listed) or resources.num_gpus
     num_processes = config.launch.nproc_per_node or num_devices
     if num_processes <= num_devices:
         if inherited is None:
@@ -108,7 +109,7 @@ def check_port(port: int) -> None:
             ) from None
 
 
-def launch_command(arguments: Sequence[str], caller_folder: Path, machine: Machine) -> tuple[list[str], str | None]:
+def launch_command(arguments: Sequence[str], caller_folder: Path, resources: Resources) -> tuple[list[str], str | None]:
     """train.sh's arguments -> the command to execute, and a line for the user if something needs saying."""
     options = list(arguments)
     positional = options.pop(0) if options and not options[0].startswith("-") else None
@@ -123,12 +124,12 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, machine: Machi
     config_path = path if is_in_project else str(caller_folder / path)
     command_line.config_path = config_path
     config = resolve(command_line)
-    placement = place(config, machine, is_device_list_typed="cuda_visible_devices" in command_line.values)
+    placement = place(config, resources, is_device_list_typed="cuda_visible_devices" in command_line.values)
     validate(config, placement.num_processes)
     check_port(config.launch.master_port)
     num_processes, words = placement.num_processes, ["env"]
-    if machine.omp_num_threads is None:
-        words.append(f"OMP_NUM_THREADS={max(1, machine.num_cores // num_processes)}")
+    if resources.omp_num_threads is None:
+        words.append(f"OMP_NUM_THREADS={max(1, resources.num_cores // num_processes)}")
     if placement.cuda_visible_devices is not None:
         words.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
     words += [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", str(num_processes)]
@@ -139,8 +140,8 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, machine: Machi
 def main(argv: Sequence[str]) -> int:
     """Print the command, or the problem on standard error; returns the exit code."""
     try:
-        machine = Machine(count_gpus(), count_cores(), visible_devices(), omp_num_threads())
-        command, notice = launch_command(argv[1:], Path(argv[0]), machine)
+        resources = Resources(count_gpus(), count_cores(), visible_devices(), omp_num_threads())
+        command, notice = launch_command(argv[1:], Path(argv[0]), resources)
     except ConfigError as error:
         sys.stderr.write(f"{printable(str(error), sys.stderr)}\n")
         return error.exit_code
@@ -149,10 +150,6 @@ def main(argv: Sequence[str]) -> int:
     sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in command))  # bytes: names need not be UTF-8
     sys.stdout.flush()
     return 0
-
-
-def _names(devices: str | None) -> list[str]:
-    return [name.strip() for name in devices.split(",") if name.strip()] if devices else []
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from mobius.machine.mapping import choose_order
 from mobius.machine.read_topology import read_topology
 from mobius.machine.topology import Topology
 from mobius.messages.meeting import Meeting, read_numbers, read_told
-from mobius.ranks import visible_devices
+from mobius.ranks import device_list, visible_devices
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def _read_order(told: Any, *, num_ranks: int) -> tuple[int, ...]:
 
 def device_names(listed: str | None, num_gpus: int) -> Sequence[str]:
     """The user's names of the first `num_gpus` visible devices; without a list, their numbers."""
-    names = _names(listed)[:num_gpus]
+    names = device_list(listed)[:num_gpus]
     return names if len(names) == num_gpus else [str(index) for index in range(num_gpus)]
 
 
@@ -72,13 +72,9 @@ def is_given_order(listed: str | None, topology: Topology) -> bool:
 
     UUIDs ascend where the PCI addresses of their devices do.
     """
-    names = _names(listed)[: len(topology.gpus)]
+    names = device_list(listed)[: len(topology.gpus)]
     if all(name.isdecimal() for name in names):
         numbers = [int(name) for name in names]
         return numbers != sorted(numbers)
     addresses = [gpu.address for gpu in topology.gpus if gpu.address is not None]
     return addresses != sorted(addresses)
-
-
-def _names(listed: str | None) -> list[str]:
-    return [name.strip() for name in listed.split(",") if name.strip()] if listed else []

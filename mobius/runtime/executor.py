@@ -203,7 +203,7 @@ class Executor:
         module, memory = self._stages[stage], self._memory[stage]
         gradients = memory.gradients()
         gradient = module.backward(weights, gradients, kept, gradient, self._layer_arguments(microbatch))
-        if module.span.is_first:
+        if module.cut.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
         else:
             self._transport.send(gradient, self._schedule.rank_of(stage - 1))
@@ -220,7 +220,7 @@ class Executor:
         return self._layer_inputs(self._step.rows[microbatch].shape[1])
 
     def _stage_input(self, stage: int, microbatch: int) -> Tensor:
-        return self._step.tokens[microbatch] if self._stages[stage].span.is_first else self._receive(stage - 1)
+        return self._step.tokens[microbatch] if self._stages[stage].cut.is_first else self._receive(stage - 1)
 
     def _weights(self, stage: int) -> dict[str, Tensor]:
         memory = self._memory[stage]

@@ -23,17 +23,17 @@ Kept = Tensor | BlockGraph
 
 
 class StageModule:
-    """The layers of `span`, with the embedding in the first stage and the final norm and head in the last."""
+    """The layers of `cut`, with the embedding in the first stage and the final norm and head in the last."""
 
-    def __init__(self, parts: ModelParts, span: StageCut, *, loss_chunk_tokens: int) -> None:
-        self.span = span
+    def __init__(self, parts: ModelParts, cut: StageCut, *, loss_chunk_tokens: int) -> None:
+        self.cut = cut
         self._parts = parts
-        self._layers = [parts.layers[index] for index in span.layers]
+        self._layers = [parts.layers[index] for index in cut.layers]
         self._loss_chunk_tokens = loss_chunk_tokens
         blocks = [
-            *([parts.embedding] if span.is_first else []),
+            *([parts.embedding] if cut.is_first else []),
             *self._layers,
-            *([parts.norm, parts.head] if span.is_last else []),
+            *([parts.norm, parts.head] if cut.is_last else []),
         ]
         self.shapes = {name: shape for block in blocks for name, shape in block.full_shapes().items()}
         """Hugging Face name -> shape of every parameter that this stage holds, in forward order."""
@@ -49,9 +49,9 @@ class StageModule:
 
         Returns the hidden states [B, L, H], without a graph, and what `backward` needs of every layer.
         """
-        hidden = run(self._parts.embedding, weights, inputs, {}) if self.span.is_first else inputs
+        hidden = run(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         kept: list[Kept] = []
-        for index, layer in zip(self.span.layers, self._layers, strict=True):
+        for index, layer in zip(self.cut.layers, self._layers, strict=True):
             if keep_graphs:
                 graph = run_with_graph(layer, weights, hidden, arguments[index])
                 kept.append(graph)
@@ -73,7 +73,7 @@ class StageModule:
             gradient: of the hidden states that left the last layer, [B, L, H].
             arguments: as `forward` got them.
         """
-        for index, layer in zip(reversed(self.span.layers), reversed(self._layers), strict=True):
+        for index, layer in zip(reversed(self.cut.layers), reversed(self._layers), strict=True):
             last = kept.pop()
             if isinstance(last, Tensor):
                 gradient = recomputed_backward(layer, weights, last, arguments[index], gradients, gradient)

@@ -93,7 +93,7 @@ class TimedStage:
         """There is no embedding."""
 
     def is_exact(self) -> bool:
-        return bool(self.seen) and all(bool((values == self.span.stage).all()) for values in self.seen)
+        return bool(self.seen) and all(bool((values == self.cut.stage).all()) for values in self.seen)
 
     def _work(self, weights: Mapping[str, Tensor], seconds: float) -> None:
         flat = weights[NAME].flatten()

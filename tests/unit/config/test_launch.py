@@ -11,13 +11,13 @@ import pytest
 from harness import runs
 
 from mobius.config.config import Device
-from mobius.config.launch import Machine, count_cores, count_gpus, launch_command, place
+from mobius.config.launch import Resources, count_cores, count_gpus, launch_command, place
 from mobius.config.options import OptionValue, config_from
 from mobius.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
-LAPTOP = Machine(num_gpus=0, num_cores=6)
-BOX = Machine(num_gpus=4, num_cores=64)
+LAPTOP = Resources(num_gpus=0, num_cores=6)
+BOX = Resources(num_gpus=4, num_cores=64)
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def free_port() -> str:
     return str(runs.free_port())
 
 
-def words_of(arguments: list[str], machine: Machine, folder: Path = ROOT) -> list[str]:
+def words_of(arguments: list[str], machine: Resources, folder: Path = ROOT) -> list[str]:
     return launch_command(arguments, folder, machine)[0]
 
 
@@ -84,19 +84,19 @@ def test_help_is_asked_of_the_program_itself() -> None:
         ({"cuda_visible_devices": "3,1"}, BOX, False, (2, "3,1")),
         ({"cuda_visible_devices": "3,1,0", "nproc_per_node": 2}, BOX, False, (2, "3,1,0")),
         # the environment goes before the file, what is typed before both
-        ({"cuda_visible_devices": "0,1,2"}, Machine(4, 8, "2,3"), False, (2, None)),
-        ({"cuda_visible_devices": "0,1,2"}, Machine(4, 8, "2,3"), True, (3, "0,1,2")),
+        ({"cuda_visible_devices": "0,1,2"}, Resources(4, 8, "2,3"), False, (2, None)),
+        ({"cuda_visible_devices": "0,1,2"}, Resources(4, 8, "2,3"), True, (3, "0,1,2")),
         # GPUs that are hidden or not wanted
-        ({}, Machine(4, 8, ""), False, (2, None)),
-        ({}, Machine(4, 8, "-1"), False, (2, None)),
+        ({}, Resources(4, 8, ""), False, (2, None)),
+        ({}, Resources(4, 8, "-1"), False, (2, None)),
         ({"device": Device.CPU}, BOX, False, (2, None)),
         # too few GPUs without having asked for them: all ranks go to the CPU
-        ({"nproc_per_node": 2}, Machine(1, 8), False, (2, "")),
-        ({"cuda_visible_devices": "GPU-5f,MIG-1,MIG-2"}, Machine(1, 8), False, (3, "GPU-5f,MIG-1,MIG-2")),
+        ({"nproc_per_node": 2}, Resources(1, 8), False, (2, "")),
+        ({"cuda_visible_devices": "GPU-5f,MIG-1,MIG-2"}, Resources(1, 8), False, (3, "GPU-5f,MIG-1,MIG-2")),
     ],
 )
 def test_processes_and_devices(
-    values: dict[str, OptionValue], machine: Machine, is_typed: bool, expected: tuple[int, str | None]
+    values: dict[str, OptionValue], machine: Resources, is_typed: bool, expected: tuple[int, str | None]
 ) -> None:
     placement = place(config_from(values), machine, is_device_list_typed=is_typed)
     assert (placement.num_processes, placement.cuda_visible_devices) == expected
@@ -104,22 +104,24 @@ def test_processes_and_devices(
 
 def test_a_device_list_that_is_overruled_is_mentioned() -> None:
     config = config_from({"cuda_visible_devices": "0,1"})
-    assert "CUDA_VISIBLE_DEVICES=2,3" in (place(config, Machine(4, 8, "2,3"), is_device_list_typed=False).notice or "")
-    assert place(config, Machine(4, 8, "0,1"), is_device_list_typed=False).notice is None
+    assert "CUDA_VISIBLE_DEVICES=2,3" in (
+        place(config, Resources(4, 8, "2,3"), is_device_list_typed=False).notice or ""
+    )
+    assert place(config, Resources(4, 8, "0,1"), is_device_list_typed=False).notice is None
 
 
 @pytest.mark.parametrize(
     ("values", "machine", "parts"),
     [
-        ({"cuda_visible_devices": "0,2,1,3"}, Machine(2, 8), ["GPU 2, 3", "has 2", "--cuda_visible_devices 0,1"]),
-        ({}, Machine(2, 8, "0,5"), ["CUDA_VISIBLE_DEVICES lists GPU 5", "has 2"]),
+        ({"cuda_visible_devices": "0,2,1,3"}, Resources(2, 8), ["GPU 2, 3", "has 2", "--cuda_visible_devices 0,1"]),
+        ({}, Resources(2, 8, "0,5"), ["CUDA_VISIBLE_DEVICES lists GPU 5", "has 2"]),
         ({"nproc_per_node": 3, "cuda_visible_devices": "0,1"}, BOX, ["`--nproc_per_node` 3", "there are 2"]),
         ({"device": Device.CUDA}, LAPTOP, ["`--device cuda`", "no NVIDIA GPU"]),
-        ({"device": Device.CUDA}, Machine(2, 8, ""), ["hides all GPUs"]),
+        ({"device": Device.CUDA}, Resources(2, 8, ""), ["hides all GPUs"]),
     ],
 )
 def test_gpus_that_are_asked_for_and_absent_are_an_error(
-    values: dict[str, OptionValue], machine: Machine, parts: list[str]
+    values: dict[str, OptionValue], machine: Resources, parts: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         place(config_from(values), machine, is_device_list_typed=False)
@@ -145,7 +147,7 @@ def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_users_thread_count_is_kept(monkeypatch: pytest.MonkeyPatch, free_port: str) -> None:
     monkeypatch.chdir(ROOT)
-    words = words_of(["--master_port", free_port], Machine(4, 64, omp_num_threads=3))
+    words = words_of(["--master_port", free_port], Resources(4, 64, omp_num_threads=3))
     assert not any(word.startswith("OMP_NUM_THREADS") for word in words)
 
 

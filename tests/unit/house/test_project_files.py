@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from mobius.config.launch import Machine, launch_command
+from mobius.config.launch import Resources, launch_command
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ["scripts/check", "scripts/test", "scripts/run_docs", "scripts/docker_entry", ".ci/run"]
@@ -53,7 +53,7 @@ def docker_entry(folder: Path, *arguments: str) -> list[str]:
 def test_a_container_given_options_starts_a_process_per_gpu_from_the_defaults(tmp_path: Path) -> None:
     arguments = docker_entry(tmp_path, "--use_offload", "--use_prefetch", "--master_port", "29517")
 
-    command, notice = launch_command(arguments, ROOT, Machine(num_gpus=2, num_cores=16))
+    command, notice = launch_command(arguments, ROOT, Resources(num_gpus=2, num_cores=16))
 
     assert command[command.index("--nproc_per_node") + 1] == "2"
     assert command[command.index("main.py") + 1 :][:2] == ["--use_offload", "--use_prefetch"]
