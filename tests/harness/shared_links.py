@@ -67,7 +67,7 @@ class Busy:
 class TimedStage:
     """A stage whose forward takes `seconds` and whose backward twice that; it looks at its weights."""
 
-    span: StageCut
+    cut: StageCut
     seconds: float
     busy: Busy
     seen: list[Tensor] = field(default_factory=list)
