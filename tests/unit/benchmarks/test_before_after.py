@@ -7,6 +7,7 @@ from pathlib import Path
 import before_after
 import pytest
 from before_after import ROOT, Run
+from launch import RunResult
 
 
 def test_a_row_compares_losses_of_runs_with_the_same_plan_only() -> None:
@@ -25,13 +26,35 @@ def test_a_folder_that_is_no_tree_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "is no tree of this project" in capsys.readouterr().err
 
 
-def test_this_tree_beside_itself_has_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--device", "cpu", "--fp32", "--batch_size", "4", "--seq_length", "16", "--num_stages", "4"]
+def test_trees_run_in_turns_and_the_table_has_what_they_took(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class FakeService:
+        """The runs of a tree, each step of which takes 1 s, and half of that behind the second turn."""
 
-    before_after.main([str(ROOT), "tiny", "streamed", "--gpus", "1", "--steps", "4", "--turns", "1", "--", *small])
+        def __init__(self, *, worker: Path, **_: object) -> None:
+            self._worker, self._num_runs = worker, 0
 
-    told = capsys.readouterr().out
-    assert "| streamed | " in told
-    assert told.count("streamed  before") >= 1
-    equal, _, number = told.splitlines()[-1].split("|")[-2].partition(" of ")
-    assert int(equal) == int(number.split()[0]) > 0
+        def __enter__(self) -> FakeService:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return
+
+        def run(self, words: list[str], *, timeout_seconds: float) -> RunResult:
+            self._num_runs += 1
+            took = 1.0 if self._num_runs < 3 else 0.5
+            step = {"step_seconds": took, "reserved_gpu_memory_gib": None, "loss": 2.0}
+            steps = [step | {"step_seconds": 9.0}] * 2 + [step] * 2 + [step | {"step_seconds": 7.0}]
+            assert words[-2:] == ["--host_memory_limit", "400"]
+            told = {"steps": steps, "plan": {"resident": 0, "kept": 0, "slots": 2}}
+            return RunResult(output=told, problem=None, log_end="", machine_bytes=0, seconds=1.0)
+
+    monkeypatch.setattr(before_after, "Service", FakeService)
+
+    before_after.main([str(ROOT), "tiny", "no", "--turns", "3", "--", "--host_memory_limit", "400"])
+
+    *runs, _, _, row = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert [line.split()[2] for line in runs[:6]] == ["before", "after", "after", "before", "before", "after"]
+    times = "1.0000 (0.500-1.000)"
+    assert row == f"| no limit | {times} | {times} | 1.000 | 0.00 / 0.00 | 3, 3 | 9 of 9 pairs equal |"
