@@ -141,9 +141,8 @@ class OutputFolder:
             raise
         sync_to_disk(self.save_dir.parent)
         if had_older:
-            (self._replaced / "config.json").unlink(
-                missing_ok=True
-            )  # first: a kill here leaves nothing that looks whole
+            # First: a kill here leaves nothing that looks whole.
+            (self._replaced / "config.json").unlink(missing_ok=True)
             shutil.rmtree(self._replaced)
 
     def _settle_interrupted_commit(self) -> None:
