@@ -33,10 +33,9 @@ Choose = Callable[[PlanRequest, Sequence[Sequence[MemoryUse]]], Sequence[MemoryU
 class Rates:
     """How fast one rank computes and updates.
 
-    The defaults are those at which `estimated_seconds` gives what Llama-2-7B's shape took on four H200 and 64 cores
-    (docs/benchmarks.md): 0.762 s per step of 32768 tokens with nothing streamed or recomputed, and with everything
-    streamed 1.22 s without and 1.62 s with clipping. On other machines they are wrong; only their relation matters to
-    the choice.
+    The defaults come from four H200 and 64 cores with Llama-2-7B's shape: for a step of 32768 tokens
+    `estimated_seconds` then gives 0.76 s with nothing streamed or recomputed, and with everything streamed 1.2 s
+    without and 1.6 s with clipping. On other machines they are wrong; only their relation matters to the choice.
     """
 
     flops: float = 4.35e14
