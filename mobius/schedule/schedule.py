@@ -69,7 +69,8 @@ def take_turns(schedule: Schedule) -> tuple[list[tuple[int, Action]], Conflict |
     while num_before < len(order):
         num_before = len(order)
         for rank, actions in enumerate(schedule.actions):
-            for index, action in enumerate(actions[positions[rank] :], start=positions[rank]):
+            while positions[rank] < len(actions):
+                action = actions[positions[rank]]
                 source, target = incoming(action, schedule.num_stages), outgoing(action, schedule.num_stages)
                 if source is not None:
                     wanted, arriving = (source, action.stage, action.microbatch), edges[schedule.rank_of(source), rank]
@@ -77,7 +78,7 @@ def take_turns(schedule: Schedule) -> tuple[list[tuple[int, Action]], Conflict |
                         break
                     if arriving[0] != wanted:
                         text = f"it needs {_describe(*wanted)}, but the edge delivers {_describe(*arriving[0])} first"
-                        return order, Conflict(rank, index, False, text)
+                        return order, Conflict(rank, positions[rank], False, text)
                     arriving.popleft()
                 if target is not None:
                     edges[rank, schedule.rank_of(target)].append((action.stage, target, action.microbatch))
