@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 from benchmark import gpu_names
@@ -83,15 +84,29 @@ def row_of(name: str, before: Sequence[Run], after: Sequence[Run]) -> list[str]:
         f"{min(r.step_seconds for r in runs):.3f}-{max(r.step_seconds for r in runs):.3f}" for runs in (before, after)
     ]
     peaks = [statistics.median(run.gpu_gib for run in runs) for runs in (before, after)]
-    pairs = [one.losses == other.losses for one in before for other in after if one.plan == other.plan]
+    across = [(one, other) for one in before for other in after]
+    within = [pair for runs in (before, after) for pair in combinations(runs, 2)]
     return [
         name,
         *(f"{value:.4f} ({spread})" for value, spread in zip(seconds, ranges, strict=True)),
         f"{seconds[1] / seconds[0]:.3f}",
         f"{peaks[0]:.2f} / {peaks[1]:.2f}",
         f"{len(before)}, {len(after)}",
-        f"{sum(pairs)} of {len(pairs)} pairs equal" if pairs else "no equal plans",
+        f"{loss_differences(across)}; within a tree {loss_differences(within)}",
     ]
+
+
+def loss_differences(pairs: Sequence[tuple[Run, Run]]) -> str:
+    """How many pairs of runs that came to the same plan had the same losses, and the largest relative difference.
+
+    GPUs add up the gradients of attention in an order of their own, so runs of one tree differ, too, from the second
+    step on: what a change does shows against that.
+    """
+    same_plan = [(one.losses, other.losses) for one, other in pairs if one.plan == other.plan]
+    if not same_plan:
+        return "no equal plans"
+    largest = max(abs(a - b) / abs(a) for one, other in same_plan for a, b in zip(one, other, strict=True))
+    return f"{sum(one == other for one, other in same_plan)} of {len(same_plan)} equal, within {largest:.1e}"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

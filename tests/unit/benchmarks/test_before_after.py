@@ -17,7 +17,7 @@ def test_a_row_compares_losses_of_runs_with_the_same_plan_only() -> None:
     row = before_after.row_of("streamed", before, after)
 
     assert row[1:4] == ["2.0000 (1.000-3.000)", "2.0000 (1.000-9.000)", "1.000"]
-    assert row[4:] == ["5.50 / 5.00", "2, 3", "1 of 2 pairs equal"]
+    assert row[4:] == ["5.50 / 5.00", "2, 3", "1 of 2 equal, within 1.6e-01; within a tree no equal plans"]
 
 
 def test_a_folder_that_is_no_tree_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,4 +57,4 @@ def test_trees_run_in_turns_and_the_table_has_what_they_took(
     *runs, _, _, row = [line for line in capsys.readouterr().out.splitlines() if line]
     assert [line.split()[2] for line in runs[:6]] == ["before", "after", "after", "before", "before", "after"]
     times = "1.0000 (0.500-1.000)"
-    assert row == f"| no limit | {times} | {times} | 1.000 | 0.00 / 0.00 | 3, 3 | 9 of 9 pairs equal |"
+    assert row == f"| no limit | {times} | {times} | 1.000 | 0.00 / 0.00 | 3, 3 | 9 of 9 equal, within 0.0e+00; within a tree 6 of 6 equal, within 0.0e+00 |"
