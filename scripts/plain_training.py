@@ -28,7 +28,7 @@ def make_batches(config: Config) -> Batches:
     """The batches of the run that `config` describes."""
     tokenizer = AutoTokenizer.from_pretrained(config.model.model_path, trust_remote_code=False)
     prepared = prepare_dataset(
-        dataset=config.data.dataset,
+        dataset=config.data.dataset[0].name,
         tokenizer=tokenizer,
         seq_length=config.data.seq_length,
         max_samples=config.data.max_samples,
@@ -66,11 +66,11 @@ def train(config: Config, device: torch.device) -> list[float]:
         optim.lr_scheduler_type.value,
         optimizer,
         num_warmup_steps=optim.num_warmup_steps,
-        num_training_steps=optim.num_iterations,
+        num_training_steps=optim.num_steps,
     )
     batches = make_batches(config)
     losses = []
-    for _ in range(optim.num_iterations):
+    for _ in range(optim.num_steps):
         batch = next(batches)
         for master in masters:
             master.grad = torch.zeros_like(master)

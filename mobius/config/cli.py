@@ -187,5 +187,5 @@ def _add_option(group: Any, option: Option) -> None:
     default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
     facts = [option.expectation, *([f"default: {default}"] if option.default is not None else [])]
     facts += [f"also: {', '.join(others)}"] if others else []
-    metavar = "|".join(option.choices) or {int: "INT", float: "FLOAT", str: "TEXT"}[option.value_type]
+    metavar = "|".join(option.choices) or {int: "INT", float: "FLOAT", str: "TEXT", tuple: "TEXT"}[option.value_type]
     group.add_argument(f"--{option.name}", metavar=metavar, help=f"{text} [{'; '.join(facts)}]")

@@ -64,8 +64,30 @@ Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
 """Whether layers run as compiled graphs."""
 Recompute = StrEnum("Recompute", ["AUTO", "FULL", "NONE"])
 """Choice of the layers that run their forward again in backward."""
+Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
+"""How samples become rows of seq_length."""
 LrSchedulerType = StrEnum("LrSchedulerType", ["LINEAR", "COSINE", "CONSTANT"])
 """Course of the learning rate after the warm-up."""
+
+
+@dataclass(frozen=True)
+class DatasetEntry:
+    """One dataset of a mixture; None stands for what the options of all datasets say."""
+
+    name: str
+    """Known name, Hugging Face id, or a local file or folder."""
+    weight: float = 1.0
+    """How many times each sample appears in an epoch, on average: floor(weight) or ceil(weight) times."""
+    max_samples: int | None = None
+    columns: tuple[tuple[str, str], ...] | None = None
+    """What is read -> the column that holds it, such as ("prompt", "document")."""
+    split: str = "train"
+    """Split of a dataset of the hub, or of a folder with files of several."""
+    subset: str | None = None
+    """Configuration of a dataset of the hub."""
+
+
+Datasets = tuple[DatasetEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -92,14 +114,40 @@ class ModelConfig:
 class DataConfig:
     """Data"""
 
-    dataset: str = "xsum"
-    """Known name (xsum), Hugging Face id, or a local JSON, JSONL or Parquet file or folder."""
+    dataset: Datasets = (DatasetEntry("xsum"),)
+    """Known name (xsum), Hugging Face id, or a local file or folder (JSON, JSONL, CSV, Parquet, Arrow, also .gz, .zst);
+    several are mixed, each with a weight if wanted, as in a.jsonl b.parquet:0.3. In YAML a list, also of mappings with
+    path, weight, max_samples, columns, split and subset."""
     seq_length: Annotated[int, Bounds(minimum=2)] = 512
-    """Tokens per sequence; longer samples are cut and counted, shorter ones padded."""
+    """Tokens per sequence (row); longer samples are cut and counted, shorter ones packed or padded."""
+    packing: Packing = Packing.AUTO
+    """Whether several samples share a row, each by itself: attention never crosses from one to another. auto: on for
+    conversations, instructions and prompts, joined for plain text. joined: plain text is joined and cut into full rows,
+    as for pretraining, and attention crosses. off: one sample in a row, the rest padded."""
     max_samples: Count | None = None
-    """Samples to use, from the start of the dataset. Default: all."""
-    preprocessing_num_workers: Annotated[int, Bounds(minimum=1, ceiling=4096)] = 1
-    """Processes that tokenize; the result is cached, so that more only shorten the first run."""
+    """Samples to use of each dataset, from its start. Default: all."""
+    columns: str | None = None
+    """Columns of a table that is in no known format, such as prompt=document,completion=summary."""
+    chat_template: str | None = None
+    """Jinja file, or name of a built-in template, in place of the tokenizer's own. Default: the tokenizer's."""
+    default_system: str | None = None
+    """System message of conversations that have none."""
+    train_on_prompt: bool = False
+    """Train on prompts too, not on answers only."""
+    mask_history: bool = False
+    """Train on the last answer of a conversation only."""
+    val_size: NonNegative = 0.0
+    """Samples held out of training for evaluation: a whole number, or below 1 a share of the data."""
+    eval_dataset: Datasets | None = None
+    """Datasets to evaluate on, written like dataset."""
+    preprocessing_num_workers: Annotated[int, Bounds(minimum=1, ceiling=4096)] | None = None
+    """Processes that tokenize; the result is cached, so that more only shorten the first run. Default: by the machine's
+    cores."""
+    overwrite_cache: bool = False
+    """Tokenize again, even if an earlier run has left the result."""
+    preview: Annotated[int, Bounds(minimum=1, ceiling=1001)] | None = None
+    """Show as many samples as they will be trained on, and what a step will hold, and end; needs no GPU. Without a
+    number: 3."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +233,10 @@ class PipelineConfig:
 class OptimConfig:
     """Optimizer"""
 
-    num_iterations: Count = 2
-    """Optimizer steps."""
+    num_iterations: Count | None = None
+    """Optimizer steps. Default: 2, or what num_train_epochs needs."""
+    num_train_epochs: Positive | None = None
+    """Passes over the data, also parts of one, in place of num_iterations."""
     learning_rate: Positive = 1e-5
     """Peak learning rate of AdamW; 1e-5 is a safe choice for fine-tuning all parameters of a pretrained model."""
     lr_scheduler_type: LrSchedulerType = LrSchedulerType.COSINE
@@ -207,12 +257,18 @@ class OptimConfig:
     """Seed of the data order and of fresh weights."""
 
     @property
+    def num_steps(self) -> int:
+        """`num_iterations`, once it is known; with `num_train_epochs` the data tell it."""
+        assert self.num_iterations is not None or self.num_train_epochs is None, "epochs are counted before anyone asks"
+        return 2 if self.num_iterations is None else self.num_iterations
+
+    @property
     def num_warmup_steps(self) -> int:
         """`warmup_steps` as a number of steps."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         # 0.07 * 100 is 7.000000000000001 in binary, which must not become 8 steps.
-        return math.ceil(round(self.warmup_steps * self.num_iterations, 6))
+        return math.ceil(round(self.warmup_steps * self.num_steps, 6))
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from mobius.config.config import Bounds, Config, Dtype
+from mobius.config.config import Bounds, Config, DatasetEntry, Datasets, Dtype
 from mobius.config.foreign_options import FOREIGN_OPTIONS
 
-OptionValue = bool | int | float | str | None
+OptionValue = bool | int | float | str | Datasets | None
 
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "model_path": ("model", "model_name_or_path"),
@@ -56,7 +56,7 @@ class Option:
         """Words for what may be given, as they read in a message."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "text"}
         limits = f" {self.bounds}" if self.bounds else ""
         return names[self.value_type] + limits + (", or auto" if self.allows_auto else "")
 
@@ -76,6 +76,8 @@ class Option:
             raise ValueError(text)  # `--dataset --` is a slip of the shell; no name consists of dashes
         if text == "auto" and self.allows_auto:
             return None
+        if self.value_type is tuple:
+            return (DatasetEntry(text),)
         return typing.cast(OptionValue, self.value_type(text))
 
     def from_yaml(self, value: object) -> OptionValue:
@@ -86,7 +88,7 @@ class Option:
             value = "on" if value else "off"  # YAML reads the bare words as booleans
         if type(value) is int and self.name in _NUMBERS_OR_WORDS:
             value = str(value)
-        if isinstance(value, str) and (self.choices or self.value_type is str):
+        if isinstance(value, str) and (self.choices or self.value_type in (str, tuple)):
             return self.from_text(value)
         if self.value_type is float and isinstance(value, int | float) and not isinstance(value, bool):
             with contextlib.suppress(OverflowError):
@@ -219,6 +221,8 @@ def _take_apart(hint: Any) -> tuple[type, bool, Bounds | None]:
     is_optional = type(None) in typing.get_args(hint)
     if is_optional:
         hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is tuple:
+        return tuple, is_optional, None
     value_type, bounds = typing.get_args(hint) or (hint, None)
     return value_type, is_optional, bounds
 

@@ -119,7 +119,7 @@ def _misfit_sizes(config: Config, num_ranks: int | None) -> _Misfits:
             f"`--num_stages` {stages} is not a multiple of the number of ranks, {num_ranks}; use --num_stages "
             f"{_nearest_multiple(stages, num_ranks)}, or another number of ranks (--nproc_per_node)",
         )
-    warmup, steps = config.optim.warmup_steps, config.optim.num_iterations
+    warmup, steps = config.optim.warmup_steps, config.optim.num_iterations or 2
     if 1 < warmup != int(warmup):
         problem = "use a whole number of steps, or a number below 1 for a share of the run"
         yield "warmup_steps", f"`--warmup_steps` is {warmup:g}; {problem}"
@@ -143,8 +143,8 @@ def _misfit_names(config: Config) -> _Misfits:
     if steps is not None and not any(profiled[:1]):
         told = f"{quoted(steps)} is no step or range of steps; write numbers from 1 on, such as 3 or 3-4"
         yield "profile_steps", f"`--profile_steps` {told}"
-    elif profiled and profiled[-1] > config.optim.num_iterations:
-        told = f"is more than the run has; use steps 1 to {config.optim.num_iterations}, or more `--num_iterations`"
+    elif profiled and profiled[-1] > (config.optim.num_iterations or 2):
+        told = f"is more than the run has; use steps 1 to {config.optim.num_iterations or 2}, or more `--num_iterations`"
         yield "profile_steps num_iterations", f"`--profile_steps` {excerpt(str(steps))} {told}"
     devices = config.launch.cuda_visible_devices
     names = [name.strip() for name in devices.split(",")] if devices is not None else []

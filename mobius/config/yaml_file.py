@@ -90,6 +90,8 @@ def to_yaml(config: Config) -> str:
     sections: dict[str, dict[str, OptionValue]] = {section: {} for section in section_titles()}
     for name, value in option_values(config).items():
         written = "auto" if value is None and options()[name].allows_auto else getattr(value, "value", value)
+        if isinstance(value, tuple):
+            written = value[0].name
         sections[options()[name].section][name] = written
     return "\n".join(
         f"# {section_titles()[section]}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10_000)}"

@@ -20,7 +20,7 @@ def learning_rate_at(step: int, config: OptimConfig) -> float:
     The same values as transformers' get_scheduler: linear warm-up from 0 over `num_warmup_steps`, then decay to 0 at
     `num_iterations`.
     """
-    warmup, total = config.num_warmup_steps, config.num_iterations
+    warmup, total = config.num_warmup_steps, config.num_steps
     if step < warmup:
         return config.learning_rate * step / max(1, warmup)
     progress = (step - warmup) / max(1, total - warmup)

@@ -38,7 +38,7 @@ class Recordings:
         """`folder` takes the files; it need not exist before the first step."""
         self._folder, self._rank = folder, rank
         self._recorder = (
-            SpanRecorder(device, traced_steps(config.optim.num_iterations)) if config.output.trace else None
+            SpanRecorder(device, traced_steps(config.optim.num_steps)) if config.output.trace else None
         )
         self.spans: Spans = self._recorder or NO_SPANS
         watches: list[StepWatch] = [self._recorder.step] if self._recorder else []

@@ -163,16 +163,16 @@ def _log_model(blueprint: Blueprint, folder: Path) -> None:
 def _prepare_batches(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> Batches:
     """Tokenize the dataset, or take it from the cache, and show one sample of it."""
     prepared = prepare_dataset(
-        dataset=config.data.dataset,
+        dataset=config.data.dataset[0].name,
         tokenizer=tokenizer,
         seq_length=config.data.seq_length,
         max_samples=config.data.max_samples,
-        num_workers=config.data.preprocessing_num_workers,
+        num_workers=config.data.preprocessing_num_workers or 1,
         cache_dir=cache_folder(),
         show_progress=True,
         show_downloads=ranks.is_first,
     )
-    logger.info("dataset loaded: %s (%s): %s", config.data.dataset, prepared.format_name, prepared.counts)
+    logger.info("dataset loaded: %s (%s): %s", config.data.dataset[0].name, prepared.format_name, prepared.counts)
     for warning in prepared.warnings:
         logger.warning("%s", warning, extra=SAID_ONCE)
     logger.info("%s", describe_sample(prepared, tokenizer))
@@ -203,7 +203,7 @@ def _log_start(blueprint: Blueprint) -> None:
     config, pipeline = blueprint.config, blueprint.config.pipeline
     logger.info(
         "start of training: %d steps of %d sequences x %d tokens, in %d microbatches of %d, on %s",
-        config.optim.num_iterations,
+        config.optim.num_steps,
         pipeline.batch_size,
         config.data.seq_length,
         pipeline.num_microbatches,
@@ -218,7 +218,7 @@ def _train(trainer: Trainer, blueprint: Blueprint, output: OutputFolder, standin
     """Train to the end; rank 0 writes one line per step to metrics.jsonl and shows every `logging_steps`-th."""
     _log_start(blueprint)
     config, is_first = blueprint.config, blueprint.place.ranks.is_first
-    total = config.optim.num_iterations
+    total = config.optim.num_steps
     steps = []
     log = MetricsLog(output.partial / _METRICS) if is_first else None
     lost = (

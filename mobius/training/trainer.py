@@ -58,7 +58,7 @@ class Trainer:
         """Run all steps, yielding the numbers of each as it ends."""
         self._transport.barrier()
         self._step_end = time.perf_counter()
-        while self._step < self._config.num_iterations:
+        while self._step < self._config.num_steps:
             with ExitStack() as stack:
                 for watch in self._watches:
                     stack.enter_context(watch(self._step + 1))
@@ -74,7 +74,7 @@ class Trainer:
             batch, loss_scale=self._stepper.loss_scale.value, listener=self._stepper.gradients_complete
         )
         self._step += 1
-        is_last = self._step == self._config.num_iterations
+        is_last = self._step == self._config.num_steps
         self._next_batch = None if is_last else next(self._batches)  # while the device works
         outcome = self._stepper.apply(sums, step=self._step)
         if is_last:
