@@ -25,13 +25,14 @@ from mobius.measuring.host_rates import (
 from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStage
 from mobius.messages.transport import Transport
-from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.blocks import LayerArguments, LayerInputs, ModelParts
 from mobius.optim.adamw import FlatAdamW
 from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.kernel import AdamWKernel
 from mobius.plan.cards import STEP_OVERHEAD, SUSTAINED_SHARE, action_launch
 from mobius.plan.partition import StageCut
 from mobius.plan.profile import LayerSeconds, MessageRates, Profile, Source
+from mobius.plan.request import PackedRows
 from mobius.runtime.stage import StageModule
 
 GPU_PARAMETERS, MESSAGES = 2**26, 8
@@ -46,6 +47,8 @@ class MicrobatchShape:
     seq_length: int
     dtype: torch.dtype
     loss_chunk_tokens: int
+    packed: PackedRows | None = None
+    """None: rows are one document each."""
 
     @property
     def tokens(self) -> int:
@@ -127,7 +130,7 @@ def _layer_seconds(seconds: Callable[[Work], float], work: Sequence[Work]) -> La
 def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int) -> Sequence[Work]:
     """A stage of one layer on a microbatch, with random weights: forward, with a kept graph both ways, recomputed."""
     span = StageCut(0, index, index + 1, is_first=False, is_last=False)
-    arguments = LayerInputs(parts, device=bench.device, dtype=shape.dtype)(shape.seq_length)
+    arguments = _layer_arguments(parts, shape, bench.device)
     stage = StageModule(parts, span, loss_chunk_tokens=shape.loss_chunk_tokens)
     weights, gradients = _memory_of(stage, shape.dtype, bench.device)
     hidden = torch.randn(shape.hidden_size(parts), device=bench.device, dtype=shape.dtype)
@@ -141,6 +144,12 @@ def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: 
         forward_and_backward,
         lambda: stage.backward(weights, gradients, [hidden], hidden, arguments),
     )
+
+
+def _layer_arguments(parts: ModelParts, shape: MicrobatchShape, device: torch.device) -> LayerArguments:
+    """Arguments of every layer for the microbatch: rows of equal documents if it is packed."""
+    # UNCONNECTED: with `shape.packed` the rows are to have its `typical_row(shape.seq_length)` and its bound.
+    return LayerInputs(parts, device=device, dtype=shape.dtype)(shape.seq_length)
 
 
 def _measure_ends(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:

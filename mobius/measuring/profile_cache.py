@@ -41,12 +41,19 @@ def profile_key(
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "model": repr(model),
-        "microbatch": [shape.batch, shape.seq_length, str(shape.dtype), shape.loss_chunk_tokens],
+        "microbatch": [shape.batch, shape.seq_length, str(shape.dtype), shape.loss_chunk_tokens, *_documents(shape)],
         "num_ranks": num_ranks,
         "is_compiled": is_compiled,
         "has_peer_copies": has_peer_copies,
         "versions": [__version__, torch.__version__, FORMAT],
     }
+
+
+def _documents(shape: MicrobatchShape) -> list[int]:
+    """Documents of a measured row, and how many there may be; nothing if it is one."""
+    if shape.packed is None:
+        return []
+    return [len(shape.packed.typical_row(shape.seq_length)), shape.packed.most_documents]
 
 
 def profile_path(folder: Path, key: Mapping[str, object]) -> Path:

@@ -126,7 +126,7 @@ class GpuNeed:
     messages: int = 0
     """Received ahead, and sent but not yet let go."""
     libraries: int = 0
-    """Tokens of the step, workspaces of matrix products, and what the allocator cannot use."""
+    """Tokens and positions of the step, workspaces of matrix products, and what the allocator cannot use."""
 
     @property
     def states(self) -> int:
@@ -181,6 +181,7 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
         working_set=most.work,
         libraries=LIBRARY_BYTES
         + (STEP_BYTES_PER_TOKEN * request.step_tokens if ends else 0)
+        + request.position_bytes
         + int(FRAGMENT_SHARE * most.total),
     )
 
@@ -192,7 +193,13 @@ def gpu_needs(request: PlanRequest, plan: Plan, layer: LayerBytes | None = None)
 
 def estimated_layer(request: PlanRequest) -> LayerBytes:
     """The bytes of a layer and a microbatch by their widths."""
-    return estimate_layer(request.sizes.weight, request.shape, request.microbatch_tokens, compiled=request.compiles)
+    return estimate_layer(
+        request.sizes.weight,
+        request.shape,
+        request.microbatch_tokens,
+        compiled=request.compiles,
+        num_documents=request.microbatch_documents,
+    )
 
 
 def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> MicrobatchBytes:

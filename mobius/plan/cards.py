@@ -40,6 +40,9 @@ EAGER_FORWARD, EAGER_BACKWARD = 1.35, 1.16
 """Seconds of a layer that is not compiled over those of a compiled one; recomputing, it runs its whole forward again.
 An H200 took 6.5 ms forward and 20.8 recomputed for 8192 tokens of a Llama-7B layer, compiled 4.8 and 16.0. So 7B
 streamed with clipping is to take 0.2 s more per step; it took 1.49 s, compiled 1.30."""
+PACKED_COST = 1.0
+"""Seconds of a layer over packed rows, in variable-length attention, over those of one over rows of one document with
+as many operations. A guess, not measured."""
 LAUNCH = LayerSeconds(0.30e-3, 0.74e-3, 0.93e-3)
 """Seconds of Python and launches for a compiled layer on hosts of H200s while nothing disturbs them: 0.22 to 0.37 ms
 forward, 0.64 to 0.82 backward, 0.72 to 1.00 recomputed; up to twice that on the same machines a minute later."""
@@ -168,10 +171,12 @@ def estimate_profile(
     pcie: int | None = None,
     host: Host | None = None,
     compiled: bool = True,
+    attention_length: float | None = None,
 ) -> Profile:
     """A profile by arithmetic for `num_ranks` of `card`; `pcie` is another generation than the card's own.
 
-    Layers of equal parameter count are one kind. Raises PlanError for an unknown generation.
+    Layers of equal parameter count are one kind. `attention_length` is that of packed rows
+    (`PackedRows.attention_length`); None: rows are one document each. Raises PlanError for an unknown generation.
     """
     host = host or Host()
     generation = min(card.pcie, pcie or card.pcie)
@@ -180,8 +185,11 @@ def estimate_profile(
         raise PlanError(f"PCIe generation {generation} is not known; known are {known}.")
     rate = card.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE
     layer_rate = rate / (1 + NARROW * max(0.0, WIDTH / shape.hidden_size - 1))
+    length: float = seq_length
+    if attention_length is not None:
+        length, layer_rate = attention_length, layer_rate / PACKED_COST
     # Products of parameters take 2 operations for each and per token, of causal attention 2 x L x H per token.
-    counts, per_token = list(dict.fromkeys(shape.layer_parameters)), 2 * seq_length * shape.hidden_size
+    counts, per_token = list(dict.fromkeys(shape.layer_parameters)), 2 * length * shape.hidden_size
     copies = estimate_copies(PCIE_BYTES[generation], host.bandwidth, num_ranks)
     memory = card.memory_bandwidth * GIGA * MEMORY_SHARE
     embedding_bytes = 2.0 * 2 * shape.hidden_size * microbatch_tokens

@@ -68,12 +68,12 @@ class Answer:
     def mfu(self) -> float:
         """Operations of the model without recompute, over what the cards' data sheets give in a step.
 
-        Six for each parameter but the embedding's and per token, and those of causal attention.
+        Six for each parameter but the embedding's and per token, and those of causal attention within documents.
         """
         shape, machine = self.request.shape, self.request.machine
         assert machine.card is not None
         parameters = sum(shape.layer_parameters) + shape.head_parameters
-        attention = shape.num_layers * shape.hidden_size * self.request.config.data.seq_length
+        attention = shape.num_layers * shape.hidden_size * self.request.attention_length
         operations = 6 * (parameters + attention) * self.tokens_per_second
         return operations / (machine.card.tera_flops * TERA * machine.num_ranks)
 
@@ -122,6 +122,7 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
         pcie=machine.pcie,
         host=replace(machine.host, bandwidth=machine.host.bandwidth * machine.num_nodes),
         compiled=request.compiles,
+        attention_length=None if request.packed is None else request.attention_length,
     )
     if machine.num_nodes == 1:
         return profile

@@ -36,6 +36,9 @@ LOGIT_BYTES_COMPILED = 2
 """Two tensors that the compiled loss makes per logit, logits and their gradient: times the working format."""
 LOGIT_BYTES_EAGER = 12
 """fp32 beside the logits: their logarithmic softmax, its gradient and theirs."""
+ROWS_PER_DOCUMENT = 128
+"""Rows that the backward of variable-length attention adds to its fp32 sums for each document, as FlashAttention 2 does
+(mha_varlen_bwd: total_q + 128 * batch)."""
 SEGMENT_TOKENS = 10
 """Tokens per partial sum in torch's backward of an embedding on a GPU (EmbeddingBackwardKernel.cu)."""
 
@@ -79,8 +82,22 @@ class Held:
         return self.stash + self.graphs + self.messages + self.work
 
 
-def estimate_layer(weight_bytes: int, shape: ModelShape, tokens: int, *, compiled: bool) -> LayerBytes:
-    """The layer with most parameters, by widths; `weight_bytes` per element of the working format."""
+def document_bytes(shape: ModelShape, num_documents: int) -> int:
+    """Bytes that a layer's backward takes for packed rows beside those for rows of one document.
+
+    They are sums of the queries' gradients [rows, heads, head size] and of a number per row and head, in fp32.
+    """
+    return 4 * ROWS_PER_DOCUMENT * num_documents * (shape.attention_width + (shape.num_heads or 0))
+
+
+def estimate_layer(
+    weight_bytes: int, shape: ModelShape, tokens: int, *, compiled: bool, num_documents: int = 0
+) -> LayerBytes:
+    """The layer with most parameters, by widths; `weight_bytes` per element of the working format.
+
+    `num_documents` is the fixed number that variable-length attention is told of for a microbatch; 0: rows are one
+    document each, in the dense kernel.
+    """
     hidden, inner = shape.hidden_size, shape.intermediate_size
     attention = max(0, max(shape.layer_parameters, default=0) - 3 * hidden * inner) // hidden
     if compiled:
@@ -90,7 +107,8 @@ def estimate_layer(weight_bytes: int, shape: ModelShape, tokens: int, *, compile
         norms = 3 if weight_bytes == 4 else 6
         graph = attention + (3 + norms) * hidden + 4 * inner
         peak = max(graph + 3 * inner, attention + (6 + 2 * norms) * hidden + 3 * inner)
-    return LayerBytes(graph * tokens * weight_bytes, peak * tokens * weight_bytes)
+    beside = document_bytes(shape, num_documents)
+    return LayerBytes(graph * tokens * weight_bytes, peak * tokens * weight_bytes + beside)
 
 
 def loss_bytes(

@@ -27,6 +27,16 @@ class ModelShape:
     vocab_size: int
     is_tied: bool
     """Whether the head and the embedding share one matrix (then it is counted twice above)."""
+    num_heads: int | None = None
+    """Query heads of a layer; None: not known."""
+    head_size: int | None = None
+    """Width of a head; None: not known, all heads together are then taken to be `hidden_size` wide."""
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all query heads together."""
+        known = self.num_heads is not None and self.head_size is not None
+        return self.num_heads * self.head_size if known else self.hidden_size
 
     @property
     def num_layers(self) -> int:

@@ -96,6 +96,26 @@ def compiles(config: Config, machine: Machine) -> bool:
 
 
 @dataclass(frozen=True)
+class PackedRows:
+    """Facts of a run's rows that hold several documents; the padding behind the last one counts as one."""
+
+    attention_length: float
+    """Mean over all tokens of the length of the token's own document: sum of squared lengths over sum of lengths."""
+    most_documents: int
+    """Fixed bound of the documents of a row."""
+
+    def __post_init__(self) -> None:
+        assert self.attention_length > 0, self
+        assert self.most_documents > 0, self
+
+    def typical_row(self, seq_length: int) -> tuple[int, ...]:
+        """Lengths of equal documents that fill a row and are about as long as the run's; what is measured has them."""
+        number = min(max(1, round(seq_length / self.attention_length)), self.most_documents, seq_length)
+        length, longer = divmod(seq_length, number)
+        return (length + 1,) * longer + (length,) * (number - longer)
+
+
+@dataclass(frozen=True)
 class PlanRequest:
     """A run to be planned: its options, model and machine; the two numbers are None while auto is not resolved."""
 
@@ -105,11 +125,13 @@ class PlanRequest:
     machine: Machine
     num_stages: int | None
     num_chunks: int | None
+    packed: PackedRows | None = None
+    """None: every row is one document of `seq_length` tokens, as in a dry run, which does not read the data."""
 
     @classmethod
-    def of(cls, config: Config, shape: ModelShape, machine: Machine) -> PlanRequest:
+    def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
         """The question of a run, before anything is chosen."""
-        return cls(config, shape, machine, config.pipeline.num_stages, config.pipeline.num_chunks)
+        return cls(config, shape, machine, config.pipeline.num_stages, config.pipeline.num_chunks, packed)
 
     def with_pipeline(self, **options: Any) -> PlanRequest:
         """The question with other values of options that concern pipeline and memory."""
@@ -182,6 +204,28 @@ class PlanRequest:
     def microbatch_tokens(self) -> int:
         assert self.num_chunks is not None
         return self.config.pipeline.batch_size // self.num_chunks * self.config.data.seq_length
+
+    @property
+    def attention_length(self) -> float:
+        """Mean length of a token's own document: `seq_length` where a row is one."""
+        length = self.config.data.seq_length
+        return length if self.packed is None else min(self.packed.attention_length, length)
+
+    @property
+    def microbatch_documents(self) -> int:
+        """Fixed bound of the documents of a microbatch that variable-length attention is told of; 0 without it."""
+        # CPUs and fp32 have no such attention.
+        if self.packed is None or self.machine.on_cpu or self.config.model.dtype is Dtype.FP32:
+            return 0
+        assert self.num_chunks is not None
+        return self.config.pipeline.batch_size // self.num_chunks * self.packed.most_documents
+
+    @property
+    def position_bytes(self) -> int:
+        """GPU bytes of a step's positions and bounds of documents, int32, which every rank has; 0 if not packed."""
+        if self.packed is None:
+            return 0
+        return 4 * (self.step_tokens + self.config.pipeline.batch_size * self.packed.most_documents)
 
     @property
     def message_bytes(self) -> int:

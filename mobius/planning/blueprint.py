@@ -17,12 +17,12 @@ from mobius.models.blocks import ModelParts
 from mobius.plan.budget import check_host_memory
 from mobius.plan.cards import Host, card_of_device
 from mobius.plan.choice import Answer, answer, settle
-from mobius.plan.gpu_peak import LayerBytes
+from mobius.plan.gpu_peak import LayerBytes, document_bytes
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, check_saved_plan
 from mobius.plan.profile import Profile
-from mobius.plan.request import Machine, PlanRequest, compiles
+from mobius.plan.request import Machine, PackedRows, PlanRequest, compiles
 from mobius.ranks import Ranks, allows_peer_copies, cpu_share, separate_device_queues
 from mobius.runtime.stage import measure_layer_bytes
 from mobius.schedule.build import build_schedule
@@ -86,11 +86,17 @@ class Blueprint:
 
 
 def draw_blueprint(
-    config: Config, ranks: Ranks, model_config: PretrainedConfig, *, saved: SavedPlan | None = None
+    config: Config,
+    ranks: Ranks,
+    model_config: PretrainedConfig,
+    *,
+    saved: SavedPlan | None = None,
+    packed: PackedRows | None = None,
 ) -> Blueprint:
     """Plan the run and check that it fits into GPU and host memory; collective if ranks have GPUs.
 
-    With `saved` (`--plan`) nothing is chosen, only checked; `config` must have taken its numbers.
+    With `saved` (`--plan`) nothing is chosen, only checked; `config` must have taken its numbers. `packed` are the
+    facts of packed rows, the same on all ranks; None: rows are one document each.
 
     Raises PlanError, GpuMemoryError or HostMemoryError, each with its arithmetic.
     """
@@ -109,15 +115,14 @@ def draw_blueprint(
         digest = ModelDigest.of(shape, config.model.dtype)
         check_saved_plan(saved, Path(config.planning.plan or ""), model=digest, num_ranks=ranks.num_ranks)
     place = Place(ranks=ranks, device=device, device_order=device_order, meeting=meeting)
-    return _draw(PlanRequest.of(config, shape, machine), place, parts, given=None if saved is None else saved.plan)
+    request = PlanRequest.of(config, shape, machine, packed)
+    return _draw(request, place, parts, given=None if saved is None else saved.plan)
 
 
 def redraw(blueprint: Blueprint, profile: Profile) -> Blueprint:
     """Plan again by what was measured, with the same microbatches; errors as `draw_blueprint`."""
     old = blueprint.answer
-    request = replace(
-        PlanRequest.of(blueprint.asked, old.request.shape, old.request.machine), num_chunks=old.request.num_chunks
-    )
+    request = replace(old.request, num_stages=blueprint.asked.pipeline.num_stages)
     return _draw(request, blueprint.place, blueprint.parts, profile=profile, layer=old.layer)
 
 
@@ -160,6 +165,8 @@ def _draw(
         layer = measure_layer_bytes(
             parts, shape=_message_shape(request), dtype=TORCH_DTYPES[request.config.model.dtype], device=place.device
         )
+        # UNCONNECTED: to be measured with `request.packed`; rows of one document lack what documents take.
+        layer = replace(layer, peak=layer.peak + document_bytes(request.shape, request.microbatch_documents))
     found = answer(
         request,
         layer=layer,

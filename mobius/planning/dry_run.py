@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mobius.config.config import Config, Device
+from mobius.config.config import Config, Device, Packing
 from mobius.config.validation import validate
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.machine.available import available_host_bytes
@@ -26,7 +26,7 @@ from mobius.plan.cards import CARDS, find_card
 from mobius.plan.choice import Answer, answer, settle
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan_table import describe_gpus, describe_host, describe_stages, describe_step
-from mobius.plan.request import Machine, PlanRequest
+from mobius.plan.request import Machine, PackedRows, PlanRequest
 from mobius.planning.blueprint import machine_of_gpu
 from mobius.planning.planned import saved_plan_of
 from mobius.ranks import Ranks, visible_devices
@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 
 CPU_RANKS = 2
 """As train.sh starts where there is no GPU."""
+ROWS_AS_PLANNED = (
+    "rows are planned as full, one document each: packed data takes less attention, and a little more memory"
+)
+"""Told where packing may be on: a dry run does not read the data."""
 
 
 def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = None) -> bool:
@@ -57,6 +61,8 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     logger.info("plan of %s: %.3g parameters, %s", config.model.model_path, shape.num_parameters, dtype)
     if not machine.on_cpu:
         _log_devices(config, machine.num_ranks)
+    if config.data.packing in (Packing.AUTO, Packing.ON):
+        logger.info("%s", ROWS_AS_PLANNED)
     try:
         found = planned(config, shape, machine)
     except GpuMemoryError as error:
@@ -74,9 +80,9 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     return fits
 
 
-def planned(config: Config, shape: ModelShape, machine: Machine) -> Answer:
+def planned(config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> Answer:
     """The answer by estimates, where a run goes by what it measures; errors as `answer`."""
-    request = settle(PlanRequest.of(config, shape, machine))
+    request = settle(PlanRequest.of(config, shape, machine, packed))
     return answer(request, layer=None if machine.on_cpu else estimated_layer(request))
 
 

@@ -105,7 +105,13 @@ def _with_host(profile: Profile, blueprint: Blueprint, transport: Transport) -> 
 
 def _microbatch(blueprint: Blueprint) -> MicrobatchShape:
     pipeline, data = blueprint.config.pipeline, blueprint.config.data
-    return MicrobatchShape(pipeline.microbatch_size, data.seq_length, blueprint.dtype, pipeline.loss_chunk_tokens)
+    return MicrobatchShape(
+        pipeline.microbatch_size,
+        data.seq_length,
+        blueprint.dtype,
+        pipeline.loss_chunk_tokens,
+        blueprint.answer.request.packed,
+    )
 
 
 def _kernel(num_ranks: int) -> AdamWKernel | None:
