@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from mobius.config.config import DataConfig, DatasetEntry, Packing
 from mobius.data import store
 from mobius.data.formats import Sample, parse_record, recognize
 from mobius.data.sources import Source, open_source
@@ -55,13 +56,53 @@ class SampleCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedData:
-    """A tokenized dataset, the format recognized, and `warnings` for the user, one sentence each."""
+class PreparedDataset:
+    """One tokenized dataset of a mixture, the format recognized, and `warnings` for the user, one sentence each."""
 
+    entry: DatasetEntry
     tokenized: TokenizedDataset
     counts: SampleCounts
     format_name: str
+    is_text: bool
     warnings: tuple[str, ...]
+    cache_folder: Path
+    cache_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    """The datasets of `--dataset` and of `--eval_dataset` in the order given; whether samples share rows."""
+
+    training: tuple[PreparedDataset, ...]
+    evaluation: tuple[PreparedDataset, ...]
+    is_packed: bool
+    warnings: tuple[str, ...]
+
+
+def prepare_data(
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    cache_dir: Path,
+    show_progress: bool = False,
+    show_downloads: bool = False,
+) -> PreparedData:
+    """Tokenize every dataset of `config`, or map from `cache_dir` what another run or rank has tokenized.
+
+    Every rank calls this before a process group exists: the first to come tokenizes while the others wait for its lock,
+    so no collective times out. With `show_progress` on all ranks there is one bar, of the rank that tokenizes;
+    downloads are every rank's, so only one should show them. Raises DataError if a dataset is missing, broken, empty
+    or without a trainable token.
+    """
+    training, evaluation = (
+        tuple(_prepare(entry, config, tokenizer, cache_dir, show_progress, show_downloads) for entry in entries or ())
+        for entries in (config.dataset, config.eval_dataset)
+    )
+    is_packed = {Packing.ON: True, Packing.OFF: False}.get(
+        config.packing, not all(dataset.is_text for dataset in training)
+    )
+    warnings = tuple(warning for dataset in (*training, *evaluation) for warning in dataset.warnings)
+    return PreparedData(training, evaluation, is_packed, warnings)
 
 
 def prepare_dataset(
@@ -74,28 +115,53 @@ def prepare_dataset(
     cache_dir: Path,
     show_progress: bool = False,
     show_downloads: bool = False,
-) -> PreparedData:
-    """Tokenize the first `max_samples` records, or map from `cache_dir` what another run or rank has tokenized.
+) -> PreparedDataset:
+    """The only dataset of `prepare_data`, plain text joined."""
+    config = DataConfig(
+        dataset=(DatasetEntry(dataset),),
+        seq_length=seq_length,
+        max_samples=max_samples,
+        preprocessing_num_workers=num_workers,
+    )
+    prepared = prepare_data(
+        config, tokenizer, cache_dir=cache_dir, show_progress=show_progress, show_downloads=show_downloads
+    )
+    return prepared.training[0]
 
-    Every rank calls this before a process group exists: the first to come tokenizes while the others wait for its lock,
-    so no collective times out. With `show_progress` on all ranks there is one bar, of the rank that tokenizes;
-    downloads are every rank's, so only one should show them. Raises DataError if the dataset is missing, broken, empty
-    or without a trainable token.
-    """
-    source = open_source(dataset, show_progress=show_downloads)
-    encoder = SampleEncoder(tokenizer, seq_length=seq_length)
-    folder = cache_dir / "tokenized" / _cache_key(source, tokenizer, seq_length, max_samples)
+
+def _prepare(
+    entry: DatasetEntry,
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    cache_dir: Path,
+    show_progress: bool,
+    show_downloads: bool,
+) -> PreparedDataset:
+    max_samples = config.max_samples if entry.max_samples is None else entry.max_samples
+    source = open_source(entry.name, show_progress=show_downloads)
+    encoder = SampleEncoder(tokenizer, seq_length=config.seq_length)
+    folder = cache_dir / "tokenized" / _cache_key(source, tokenizer, config.seq_length, max_samples)
     with store.locked(folder):
         stored = store.load(folder)
         if stored is None:
+            num_workers = config.preprocessing_num_workers or 1
             store.save(folder, *_tokenize(source, encoder, max_samples, num_workers, show_progress))
             stored = store.load(folder)
     assert stored is not None
     tokenized, facts = stored
-    return PreparedData(tokenized, SampleCounts(**facts["counts"]), facts["format_name"], tuple(facts["warnings"]))
+    return PreparedDataset(
+        entry=entry,
+        tokenized=tokenized,
+        counts=SampleCounts(**facts["counts"]),
+        format_name=facts["format_name"],
+        is_text=facts["format_name"] == "text",
+        warnings=tuple(facts["warnings"]),
+        cache_folder=folder,
+        cache_bytes=sum(path.stat().st_size for path in folder.iterdir()),
+    )
 
 
-def describe_sample(prepared: PreparedData, tokenizer: "PreTrainedTokenizerBase") -> str:
+def describe_sample(prepared: PreparedDataset, tokenizer: "PreTrainedTokenizerBase") -> str:
     """The first sample as the model sees it: special tokens, prompt and target apart, long parts without a middle."""
     input_ids, is_target = prepared.tokenized.sample(0)
     lines = [f"sample 0: {len(input_ids)} tokens, {int(is_target[1:].sum())} of them targets"]

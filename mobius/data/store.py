@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ _ARRAYS = ("input_ids", "is_target", "offsets")
 _FACTS = "facts.json"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenizedDataset:
     """Samples of different lengths in flat arrays: sample i is `[offsets[i], offsets[i + 1])` of the other two."""
 
@@ -40,6 +41,11 @@ class TokenizedDataset:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of each sample, int32[len(self)]."""
+        return np.diff(self.offsets).astype(np.int32)
 
     def sample(self, index: int) -> Row:
         """Token ids int32[n] and whether each is a target bool[n]; views, not copies."""

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mobius.data.datasets import PreparedData, prepare_dataset
+from mobius.data.datasets import PreparedDataset, prepare_dataset
 
 ASSETS = Path(__file__).parents[3] / "assets"
 
 WriteLines = Callable[..., Path]
-Prepare = Callable[..., PreparedData]
+Prepare = Callable[..., PreparedDataset]
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +38,7 @@ def write_lines(tmp_path: Path) -> WriteLines:
 
 @pytest.fixture
 def prepare(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Prepare:
-    def run(dataset: Path | str, **changes: Any) -> PreparedData:
+    def run(dataset: Path | str, **changes: Any) -> PreparedDataset:
         options: dict[str, Any] = {
             "tokenizer": tokenizer,
             "seq_length": 64,

@@ -8,16 +8,16 @@ import pytest
 from harness.forked import Ranks
 from transformers import PreTrainedTokenizerBase
 
-from mobius.data.datasets import PreparedData, SampleCounts, describe_sample
+from mobius.data.datasets import PreparedDataset, SampleCounts, describe_sample
 from mobius.errors import DataError
 
 WriteLines = Callable[..., Path]
-Prepare = Callable[..., PreparedData]
+Prepare = Callable[..., PreparedDataset]
 
 PAIRS = [{"prompt": f"{number} plus one is", "completion": f" {number + 1}"} for number in range(6)]
 
 
-def tokens(prepared: PreparedData) -> list[tuple[list[int], list[bool]]]:
+def tokens(prepared: PreparedDataset) -> list[tuple[list[int], list[bool]]]:
     rows = (prepared.tokenized.sample(index) for index in range(len(prepared.tokenized)))
     return [(ids.tolist(), is_target.tolist()) for ids, is_target in rows]
 
