@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peer import choose_device, make_parser, read_config, split_batch, time_steps, write_result
+from peer import choose_device, make_parser, random_tokens, read_config, split_batch, time_steps, write_result
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -85,7 +85,8 @@ def main() -> None:
             engine.step()  # does nothing before the last
         return loss.detach()
 
-    measured = time_steps(train_step, arguments, device, config.vocab_size)
+    tokens = random_tokens(arguments, device, config.vocab_size)
+    measured = time_steps(train_step, tokens, arguments.steps, device)
     write_result(arguments, measured, [device])
     dist.destroy_process_group()
     os._exit(0)  # stage 3 leaves threads that abort an ordinary exit

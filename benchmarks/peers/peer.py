@@ -9,12 +9,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
+
+Batch = TypeVar("Batch")
 
 STANDARD_DEVIATION = 0.02
 """Width of the random weights, as transformers initializes Llama."""
@@ -39,7 +41,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 def read_config(folder: Path) -> PretrainedConfig:
     """The model's configuration, for training."""
     config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    config.use_cache = False
+    config.use_cache = False  # nor would transformers look for samples packed in a row
     return config
 
 
@@ -88,22 +90,26 @@ def split_batch(arguments: argparse.Namespace, num_ranks: int) -> int:
     return int(arguments.batch_size // parts)
 
 
+def random_tokens(arguments: argparse.Namespace, device: torch.device, vocab_size: int) -> Callable[[], Tensor]:
+    """A maker of a rank's random tokens for one step: [accumulations, sequences, length]."""
+    shape = (arguments.accumulations, split_batch(arguments, dist.get_world_size()), arguments.seq_length)
+    return lambda: torch.randint(0, vocab_size, shape, device=device)
+
+
 def time_steps(
-    train_step: Callable[[Tensor], Tensor], arguments: argparse.Namespace, device: torch.device, vocab_size: int
+    train_step: Callable[[Batch], Tensor], make_batch: Callable[[], Batch], num_steps: int, device: torch.device
 ) -> dict[str, Any]:
-    """Train all steps, each on random tokens [accumulations, sequences, length]; `train_step` returns the last loss.
+    """Train all steps, each on what `make_batch` returns, which is not timed; `train_step` returns the last loss.
 
     Returns the seconds of every step, from all ranks ready to all ranks done, and what came before the first.
     """
-    num_ranks = dist.get_world_size()
-    shape = (arguments.accumulations, split_batch(arguments, num_ranks), arguments.seq_length)
     seconds, loss = [], torch.zeros(())
     load_seconds = seconds_since_launch()
-    for _ in range(arguments.steps):
-        tokens = torch.randint(0, vocab_size, shape, device=device)
+    for _ in range(num_steps):
+        batch = make_batch()
         _wait_for_all(device)
         start = time.perf_counter()
-        loss = train_step(tokens)
+        loss = train_step(batch)
         _wait_for_all(device)
         seconds.append(time.perf_counter() - start)
     return {"step_seconds": seconds, "load_seconds": load_seconds, "loss": float(loss)}

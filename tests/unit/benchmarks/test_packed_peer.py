@@ -1,0 +1,135 @@
+"""benchmarks/peers/packed.py: samples whole in rows, apart in a microbatch; two ranks of FSDP2 train on them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from launch import run_ranks
+from make_model import write_config
+from peers.packed import PackedSteps, best_fit_decreasing, read_lengths
+from transformers import AutoConfig, AutoModelForCausalLM
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+CPU = torch.device("cpu")
+
+
+def steps(lengths: list[int], **changes: Any) -> PackedSteps:
+    given: dict[str, Any] = {
+        "seq_length": 16,
+        "rows_per_microbatch": 2,
+        "accumulations": 1,
+        "rank": 0,
+        "num_ranks": 1,
+        "vocab_size": 100,
+        "attention": "sdpa",
+        "device": CPU,
+    }
+    return PackedSteps(lengths, **{**given, **changes})
+
+
+def test_the_longest_goes_first_where_the_least_room_is_left() -> None:
+    # 9 and 7 open rows of 10; of 3 and 1 each goes where it leaves less: 3 behind 7, 1 behind 9; 2 opens a third.
+    assert best_fit_decreasing([1, 9, 2, 7, 3], 10) == [[9, 1], [7, 3], [2]]
+
+
+def test_every_sample_is_in_one_row_as_a_whole() -> None:
+    lengths = np.random.default_rng(3).integers(1, 65, 2000).tolist()
+
+    rows = best_fit_decreasing(lengths, 64)
+
+    assert sorted(itertools.chain(*rows)) == sorted(lengths)
+    assert max(map(sum, rows)) <= 64
+    assert len(rows) < 1.03 * sum(lengths) / 64
+
+
+def test_samples_of_a_microbatch_do_not_see_each_other() -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=100
+    )
+    config.use_cache = False  # as read_config sets it: with a cache transformers does not look for restarts
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    (microbatch,) = steps([5, 9, 2, 12, 4]).next()
+    assert isinstance(microbatch["input_ids"], torch.Tensor)
+
+    together = model(**microbatch).logits[0]
+
+    lengths = [12, 4, 9, 5, 2]  # two rows of 16
+    parts = microbatch["input_ids"][0].split(lengths)
+    alone = torch.cat([model(input_ids=part[None]).logits[0] for part in parts])
+    assert torch.allclose(together, alone, atol=1e-5)
+    starts = np.cumsum([0, *lengths[:-1]])
+    assert [int(index) for index in (microbatch["labels"][0] == -100).nonzero()] == starts.tolist()
+
+
+def test_ranks_share_a_step_and_an_epoch_begins_anew_at_its_end() -> None:
+    lengths = [16, 15, 14, 13, 12, 11]  # six rows
+    ranks = [steps(lengths, rows_per_microbatch=1, rank=rank, num_ranks=2) for rank in (0, 1)]
+
+    seen = [int(rank.next()[0]["input_ids"].shape[1]) for _ in range(3) for rank in ranks]
+
+    assert sorted(seen) == sorted(lengths)
+    assert ranks[0].tokens == ranks[1].tokens == [sum(seen[index : index + 2]) for index in (0, 2, 4)]
+    assert ranks[0].next()[0]["input_ids"].shape[1] == seen[0]
+
+
+def test_compiled_attention_gets_microbatches_of_one_shape() -> None:
+    packed = steps([5, 9, 2, 12, 4, 11, 10], attention="flex_attention")
+
+    made = [packed.next()[0] for _ in range(3)]
+
+    assert {part["input_ids"].shape for part in made} == {(1, 32)}
+    assert packed.positions == [32, 32, 32]
+    for part, tokens in zip(made, packed.tokens, strict=True):
+        assert (part["labels"][0, tokens:] == -100).all()
+
+
+def test_a_rate_counts_real_tokens_behind_the_warm_up() -> None:
+    packed = steps([16, 8], attention="flex_attention")
+    for _ in range(4):
+        packed.next()
+
+    facts = packed.facts([9.0, 9.0, 1.0, 2.0], warmup=2)
+
+    assert facts["real_tokens_per_second"] == 2 * 24 / 3
+    assert facts["padding"] == pytest.approx(8 / 32)
+
+
+def test_longer_samples_are_cut_as_everywhere(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text("[3, 40, 16]")
+
+    assert read_lengths(file, 16) == [3, 16, 16]
+
+
+def test_two_ranks_of_fsdp2_train_on_packed_rows(tmp_path: Path) -> None:
+    write_config(tmp_path / "model", "tiny", 2)
+    lengths = np.random.default_rng(5).integers(2, 33, 60).tolist()
+    (tmp_path / "lengths.json").write_text(json.dumps(lengths))
+    output = tmp_path / "row.json"
+    options = "--batch_size 8 --seq_length 32 --steps 3 --accumulations 2 --warmup 1 --max_grad_norm 1"
+    command = [sys.executable, str(BENCHMARKS / "peers" / "fsdp2.py"), str(tmp_path / "model"), *options.split()]
+
+    result = run_ranks(
+        [*command, "--lengths", str(tmp_path / "lengths.json"), "--output", str(output)],
+        num_ranks=2,
+        environment={"OMP_NUM_THREADS": "1"},
+        output=output,
+        timeout_seconds=300,
+    )
+
+    assert result.problem is None, result.log_end
+    told = result.output
+    assert told["attention"] == "sdpa"
+    assert told["step_tokens"] == told["step_positions"]  # nothing is padded
+    assert all(0.8 * 8 * 32 < tokens <= 8 * 32 for tokens in told["step_tokens"])
+    rate = sum(told["step_tokens"][1:]) / sum(told["step_seconds"][1:])
+    assert told["real_tokens_per_second"] == pytest.approx(rate)
+    assert told["loss"] == pytest.approx(10.37, abs=0.2)  # ln 32000
