@@ -1,44 +1,106 @@
-"""Owns the order of the samples and their padding into batches: the same on every rank, from the seed alone."""
+"""Owns the order of the rows and their padding into batches: the same on every rank, from the seed alone."""
 
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
-from mobius.data.store import TokenizedDataset
+from mobius.data.mixture import WeightedSamples, epoch_samples, epoch_size, generator
+from mobius.data.packing import WINDOW, attention_cost, balance, fill_rows, most_samples_per_row
+from mobius.data.store import Row
+from mobius.errors import DataError
 
 IGNORED_LABEL = -100  # what torch's cross entropy ignores by default
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One optimizer step's sequences, int64[batch, L], padded on the right.
+    """One optimizer step's rows, int64[batch, L], padded on the right.
 
     `labels[b, t]` is `input_ids[b, t]` where that token is a target and -100 elsewhere, not shifted: position t - 1
-    predicts it. Column 0 is therefore always -100.
-    `num_targets` counts the labels that are not -100, `num_tokens` the tokens that are not padding.
+    predicts it. The first token of a sample is therefore always -100.
     """
 
     input_ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     num_targets: int
+    """Labels that are not -100."""
     num_tokens: int
+    """Tokens that are not padding."""
+    num_samples: int
+    epoch: float
+    """Epochs that are done after this batch."""
+    documents: tuple[tuple[int, ...], ...] | None = None
+    """Token counts of the samples of each row, without the padding behind them; None if rows hold one each."""
+
+    @property
+    def padding(self) -> float:
+        """Share of the positions that are padding."""
+        return 1 - self.num_tokens / self.input_ids.size
+
+
+@dataclass(frozen=True, slots=True)
+class RowFacts:
+    """Averages over the rows of a run's first window, which stand for all."""
+
+    samples_per_row: float
+    padding: float
+    """Share of the positions."""
+    attention_length: float
+    """Mean over positions of the length of the document that a position is in: sum of squares over sum of lengths.
+
+    Padding behind the documents counts as one more. Without packing, seq_length.
+    """
 
 
 class Batches:
-    """Endless iterator over shuffled samples.
+    """Iterator over the batches of a run: without end, or through `num_epochs`, whose last step has empty rows too.
 
-    The epochs' permutations, each a function of (seed, epoch), form one stream, of which step k takes the positions
+    The epochs' rows, each a function of (seed, epoch), form one stream, of which step k takes the rows
     [k * batch_size, (k + 1) * batch_size): a batch may span epochs, a small dataset repeats, any step can be sought.
+    A step's rows do not depend on `num_microbatches`; packed ones are ordered so that its microbatches, consecutive
+    rows, cost attention nearly the same.
+    Raises DataError if the weights leave no samples.
     """
 
     def __init__(
-        self, tokenized: TokenizedDataset, *, batch_size: int, seq_length: int, pad_token_id: int, seed: int
+        self,
+        parts: Sequence[WeightedSamples],
+        *,
+        batch_size: int,
+        seq_length: int,
+        pad_token_id: int,
+        seed: int,
+        is_packed: bool,
+        num_epochs: float | None = None,
+        num_microbatches: int = 1,
     ) -> None:
-        self._tokenized, self._seed, self._pad_token_id = tokenized, seed, pad_token_id
-        self._batch_size, self._seq_length = batch_size, seq_length
-        self._step, self._epoch = 0, -1
-        self._permutation: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._parts, self._pad_token_id = parts, pad_token_id
+        self._batch_size, self._seq_length, self._num_microbatches = batch_size, seq_length, num_microbatches
+        self._stream = _RowStream(parts, seed=seed, seq_length=seq_length, is_packed=is_packed)
+        self._num_rows = None if num_epochs is None else self._stream.num_rows_of(Fraction(str(num_epochs)))
+        self._step = 0
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps until the epochs are through; None without end."""
+        return None if self._num_rows is None else -(-self._num_rows // self._batch_size)
+
+    @property
+    def most_documents(self) -> int | None:
+        """Limit of documents in a row, the padding behind them counted as one: fixed for a run. None if not packed."""
+        return None if self._stream.most_samples is None else self._stream.most_samples + 1
+
+    @property
+    def facts(self) -> RowFacts:
+        """Averages for log and planner."""
+        return self._stream.facts
 
     @property
     def state(self) -> int:
@@ -46,27 +108,189 @@ class Batches:
         return self._step
 
     def seek(self, step: int) -> None:
-        """Make the next batch the one of this step, counted from 0, forwards or backwards, without reading any."""
+        """Make the next batch the one of this step, counted from 0, forwards or backwards, without reading tokens.
+
+        Rows before it that were never reached are packed by their lengths, in some microseconds a sample.
+        """
         self._step = step
+
+    def num_epochs_of(self, num_steps: int) -> float:
+        """Epochs that so many steps make, about: from the first window, without packing the rest."""
+        return num_steps * self._batch_size * self.facts.samples_per_row / self._stream.mean_size
+
+    def describe(self) -> str:
+        """A line for the log: how full rows are, and the samples of a step."""
+        facts, size = self.facts, self._batch_size
+        rows = f"of {self._seq_length} tokens, {facts.padding:.1%} padding".replace("%", " %")
+        if self.most_documents is None:
+            return f"packing is off: one sample in a row {rows}"
+        text = f"packing: {facts.samples_per_row:.1f} samples in a row {rows}; a step of {size} rows holds some "
+        text += f"{facts.samples_per_row * size:.0f} samples"
+        smaller = round(size / facts.samples_per_row / self._num_microbatches) * self._num_microbatches
+        smaller = max(smaller, self._num_microbatches)
+        if smaller >= size:
+            return text
+        return f"{text}, as --batch_size {smaller} holds the {size} that there were without packing"
 
     def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> Batch:
+        first = self._step * self._batch_size
+        last = first + self._batch_size
+        if self._num_rows is not None:
+            if first >= self._num_rows:
+                raise StopIteration
+            last = min(last, self._num_rows)
+        rows = [self._stream.row(number) for number in range(first, last)]
+        rows += [[]] * (self._batch_size - len(rows))
+        documents = tuple(tuple(len(tokens) for tokens, _ in row) for row in rows)
+        if self.most_documents is not None:
+            costs = np.array([attention_cost(lengths, self._seq_length) for lengths in documents])
+            order = balance(costs, self._num_microbatches)
+            rows, documents = [rows[row] for row in order], tuple(documents[row] for row in order)
+        self._step += 1
+        return self._assemble(rows, documents, self._stream.epochs_after(last))
+
+    def _assemble(self, rows: Sequence[Sequence[Row]], documents: tuple[tuple[int, ...], ...], epoch: float) -> Batch:
         input_ids = np.full((self._batch_size, self._seq_length), self._pad_token_id, dtype=np.int64)
         labels = np.full_like(input_ids, IGNORED_LABEL)
-        num_tokens = 0
-        for row in range(self._batch_size):
-            epoch, place = divmod(self._step * self._batch_size + row, len(self._tokenized))
-            if epoch != self._epoch:
-                generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-                self._epoch, self._permutation = epoch, generator.permutation(len(self._tokenized))
-            tokens, is_target = self._tokenized.sample(int(self._permutation[place]))
-            length = len(tokens)
-            assert length <= self._seq_length, f"a sample of {length} tokens in a batch of {self._seq_length}"
-            input_ids[row, :length] = tokens
-            labels[row, :length] = np.where(is_target, tokens, IGNORED_LABEL)
-            num_tokens += length
-        labels[:, 0] = IGNORED_LABEL  # nothing predicts the first token
-        self._step += 1
-        return Batch(input_ids, labels, int(np.count_nonzero(labels != IGNORED_LABEL)), num_tokens)
+        for number, row in enumerate(rows):
+            start = 0
+            for tokens, is_target in row:
+                span = slice(start, start + len(tokens))
+                assert span.stop <= self._seq_length, f"{span.stop} tokens in a row of {self._seq_length}"
+                input_ids[number, span] = tokens
+                labels[number, span] = np.where(is_target, tokens, IGNORED_LABEL)
+                labels[number, start] = IGNORED_LABEL  # nothing predicts the first token
+                start = span.stop
+        return Batch(
+            input_ids,
+            labels,
+            num_targets=int(np.count_nonzero(labels != IGNORED_LABEL)),
+            num_tokens=sum(map(sum, documents)),
+            num_samples=sum(map(len, documents)),
+            epoch=epoch,
+            documents=None if self.most_documents is None else documents,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Consecutive samples of an epoch's order: part, index and length of each, and the rows as places in these."""
+
+    parts: npt.NDArray[np.int16]
+    indices: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    rows: list[list[int]]
+
+
+class _RowStream:
+    """Rows of all epochs, one after the other, made window by window: only lengths are read until a row is asked for.
+
+    Holds one epoch's order, one window, and of every window before it where it ends.
+    """
+
+    def __init__(self, parts: Sequence[WeightedSamples], *, seed: int, seq_length: int, is_packed: bool) -> None:
+        self._parts, self._seed, self._seq_length = parts, seed, seq_length
+        self.mean_size = float(sum(part.exact_weight * len(part) for part in parts))
+        """Samples in an epoch, on average."""
+        if self.mean_size < 1:
+            sizes = " + ".join(f"{len(part):,} x {part.weight:.15g}" for part in parts)
+            raise DataError(
+                f"an empty mixture: samples times weights make {self.mean_size:.3g} samples in an epoch ({sizes}), at "
+                "least 1 is needed. Raise the weights, or give more data"
+            )
+        self._lengths = [part.tokenized.lengths for part in parts]
+        self._epoch, self._order = 0, epoch_samples(parts, seed, 0)
+        # Of each window made so far: its epoch, its number in it, and the rows of all windows through it.
+        self._epochs, self._numbers, self._ends = array("q"), array("q"), array("q")
+        self._next = (0, 0)
+        self.most_samples: int | None = None
+        """Limit of samples in a row; None if rows hold one each."""
+        first = next(epoch for epoch in count() if epoch_size(parts, epoch))
+        if is_packed:
+            self.most_samples = most_samples_per_row(self._fill(first, 0).lengths, seq_length)
+        self._loaded, self._window = -1, self._fill(first, 0)
+        self.facts = self._measure(self._window)
+
+    def row(self, number: int) -> list[Row]:
+        """Tokens and targets of each sample of a row, from the start of the stream."""
+        while not self._ends or self._ends[-1] <= number:
+            self._make_window()
+        window = bisect_right(self._ends, number)
+        if window != self._loaded:
+            self._loaded, self._window = window, self._fill(self._epochs[window], self._numbers[window])
+        here = self._window
+        places = here.rows[number - self._end_before(window)]
+        return [self._parts[here.parts[place]].tokenized.sample(int(here.indices[place])) for place in places]
+
+    def num_rows_of(self, num_epochs: Fraction) -> int:
+        """Rows of so many epochs; of the last, if it is a part of one, that share of its rows, rounded up."""
+        whole = math.floor(num_epochs)
+        before = self._num_rows_before(whole)
+        if num_epochs == whole:
+            return before
+        return before + math.ceil((num_epochs - whole) * (self._num_rows_before(whole + 1) - before))
+
+    def epochs_after(self, num_rows: int) -> float:
+        """Epochs that are done after so many rows, which `row` has reached; counted in samples."""
+        window = bisect_left(self._ends, num_rows)
+        epoch, first_row = self._epochs[window], self._end_before(window)
+        start, stop = self._bounds(epoch, self._numbers[window])
+        share = (num_rows - first_row) / (self._ends[window] - first_row)
+        return epoch + (start + share * (stop - start)) / epoch_size(self._parts, epoch)
+
+    def _num_rows_before(self, epoch: int) -> int:
+        while self._next[0] < epoch:
+            self._make_window()
+        return self._end_before(bisect_left(self._epochs, epoch))
+
+    def _end_before(self, window: int) -> int:
+        return self._ends[window - 1] if window else 0
+
+    def _make_window(self) -> None:
+        """Count the rows of the next window, or pass by an epoch without samples."""
+        epoch, number = self._next
+        start, stop = self._bounds(epoch, number)
+        if stop > start:
+            num_rows = stop - start
+            if self.most_samples is not None:
+                self._loaded, self._window = len(self._ends), self._fill(epoch, number)
+                num_rows = len(self._window.rows)
+            self._epochs.append(epoch)
+            self._numbers.append(number)
+            self._ends.append(num_rows + self._end_before(len(self._ends)))
+        is_last = stop == epoch_size(self._parts, epoch)
+        self._next = (epoch + 1, 0) if is_last else (epoch, number + 1)
+
+    def _bounds(self, epoch: int, number: int) -> tuple[int, int]:
+        """Places of a window in its epoch's order; an epoch's windows are equally large, so that none is too small."""
+        size = epoch_size(self._parts, epoch)
+        num_windows = max(1, -(-size // WINDOW))
+        return number * size // num_windows, (number + 1) * size // num_windows
+
+    def _fill(self, epoch: int, number: int) -> _Window:
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, epoch_samples(self._parts, self._seed, epoch)
+        window = slice(*self._bounds(epoch, number))
+        parts, indices = self._order[0][window], self._order[1][window]
+        lengths = np.empty(len(parts), dtype=np.int64)
+        for part, part_lengths in enumerate(self._lengths):
+            lengths[parts == part] = part_lengths[indices[parts == part]]
+        if self.most_samples is None:
+            return _Window(parts, indices, lengths, [[place] for place in range(len(parts))])
+        rows = fill_rows(lengths, self._seq_length, self.most_samples)
+        # Long and short rows mix: best fit makes those of the longest samples first.
+        order = generator(self._seed, epoch, number + 1).permutation(len(rows))
+        return _Window(parts, indices, lengths, [rows[row] for row in order])
+
+    def _measure(self, window: _Window) -> RowFacts:
+        num_positions = len(window.rows) * self._seq_length
+        documents = ([int(window.lengths[place]) for place in row] for row in window.rows)
+        cost = sum(attention_cost(lengths, self._seq_length) for lengths in documents)
+        return RowFacts(
+            samples_per_row=len(window.lengths) / len(window.rows),
+            padding=1 - int(window.lengths.sum()) / num_positions,
+            attention_length=self._seq_length if self.most_samples is None else cost / num_positions,
+        )

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mobius.data.batches import Batches
+from mobius.data.mixture import WeightedSamples
 from mobius.data.store import TokenizedDataset
 
 PAD = 99
@@ -21,7 +22,14 @@ def numbered(num_samples: int) -> TokenizedDataset:
 
 
 def batches(tokenized: TokenizedDataset, batch_size: int, seq_length: int = 4, seed: int = 42) -> Batches:
-    return Batches(tokenized, batch_size=batch_size, seq_length=seq_length, pad_token_id=PAD, seed=seed)
+    return Batches(
+        [WeightedSamples(tokenized)],
+        batch_size=batch_size,
+        seq_length=seq_length,
+        pad_token_id=PAD,
+        seed=seed,
+        is_packed=False,
+    )
 
 
 def order(stream: Batches, num_batches: int) -> list[list[int]]:

@@ -1,0 +1,92 @@
+"""Owns which samples an epoch has: datasets mixed by weight, and samples held out of training; from the seed alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from mobius.data.store import TokenizedDataset
+from mobius.errors import DataError
+
+Indices = npt.NDArray[np.int64]
+
+# Last words of seeds of four words. No seed ends in a zero: numpy fills up with zeros, so it would draw like a shorter.
+_ROTATION, _HELD_OUT = 1, 2
+
+
+def generator(*words: int) -> np.random.Generator:
+    """Random numbers of a seed of several words, the last not 0 where another seed is the words before it.
+
+    (seed, epoch) orders samples and (seed, epoch, window + 1) rows.
+    """
+    return np.random.Generator(np.random.PCG64(words))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedSamples:
+    """Samples of a dataset, each `weight` (above 0) times in an epoch on average; `indices` None stands for all."""
+
+    tokenized: TokenizedDataset
+    weight: float = 1.0
+    indices: Indices | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokenized) if self.indices is None else len(self.indices)
+
+    @property
+    def exact_weight(self) -> Fraction:
+        """The weight as it was typed: 0.3 is three tenths, so that ten epochs have each sample exactly three times."""
+        return Fraction(str(self.weight))
+
+    def num_through(self, epoch: int) -> int:
+        """Samples in all epochs before `epoch` together."""
+        weight = self.exact_weight
+        return len(self) * epoch * weight.numerator // weight.denominator
+
+
+def epoch_size(parts: Sequence[WeightedSamples], epoch: int) -> int:
+    """Number of samples in an epoch; with a weight that is not whole it changes by one from epoch to epoch."""
+    return sum(part.num_through(epoch + 1) - part.num_through(epoch) for part in parts)
+
+
+def epoch_samples(parts: Sequence[WeightedSamples], seed: int, epoch: int) -> tuple[npt.NDArray[np.int16], Indices]:
+    """The samples of an epoch in their order: the number of the part of each, and its index in that dataset."""
+    chosen = [_chosen(part, number, seed, epoch) for number, part in enumerate(parts)]
+    order = generator(seed, epoch).permutation(sum(map(len, chosen)))
+    numbers = np.repeat(np.arange(len(parts), dtype=np.int16), [len(indices) for indices in chosen])
+    return numbers[order], np.concatenate(chosen)[order]
+
+
+def _chosen(part: WeightedSamples, number: int, seed: int, epoch: int) -> Indices:
+    """Indices of a part in an epoch, not in order: the next of its samples, all repeated without end.
+
+    So each appears floor(weight) or ceil(weight) times, and in the long run each as often as any other.
+    """
+    places = np.arange(part.num_through(epoch), part.num_through(epoch + 1), dtype=np.int64)
+    if len(part):
+        places %= len(part)
+    if part.exact_weight.denominator > 1:
+        places = generator(seed, number, 0, _ROTATION).permutation(len(part))[places]
+    return places if part.indices is None else part.indices[places]
+
+
+def hold_out(sizes: Sequence[int], val_size: float, seed: int) -> tuple[list[Indices], list[Indices]]:
+    """Samples to train on and samples held out, as ascending indices of each of the datasets of these sizes.
+
+    `val_size` is the number held out of all together, or below 1 their share, rounded up. Raises DataError if it is not
+    whole, or leaves nothing to train on.
+    """
+    total = sum(sizes)
+    if val_size >= 1 and val_size != int(val_size):
+        raise DataError(f"--val_size {val_size:g}: give a whole number of samples, or a share of the data below 1")
+    exact = Fraction(str(val_size))
+    count = int(exact) if exact >= 1 else -(-total * exact.numerator // exact.denominator)
+    if count and count >= total:
+        most = f"the largest allowed is {total - 1}" if total > 1 else "give more data, or leave it out"
+        raise DataError(f"--val_size {val_size:.15g} holds {count:,} of {total:,} samples out of training: {most}")
+    is_held_out = np.zeros(total, dtype=np.bool_)
+    is_held_out[generator(seed, 0, 0, _HELD_OUT).permutation(total)[:count]] = True
+    parts = np.split(is_held_out, np.cumsum(sizes)[:-1])
+    return [np.flatnonzero(~part) for part in parts], [np.flatnonzero(part) for part in parts]
