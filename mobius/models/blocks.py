@@ -21,13 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from mobius.errors import CheckpointError
+from mobius.models.attention import IMPLEMENTATION, BlockMasks, DocumentAttention, Documents, choose_attention, register
 from mobius.models.base_files import told
-from mobius.models.compiled import CompiledFunction, ModuleGraphs
+from mobius.models.compiled import Arguments, CompiledFunction, ModuleGraphs
 from mobius.models.linear import TappedLinear, linears_called_once, tap_linears
 from mobius.models.loss import LogitsLoss
 from mobius.plan.partition import ModelShape
 
-LayerArguments = Sequence[Mapping[str, Any]]
+LayerArguments = Sequence[Arguments]
 """Keyword arguments of each of the model's layers beside its hidden states."""
 _PROBE_TOKENS = 13
 """A sequence length that is no model's width or number of experts."""
@@ -76,8 +77,23 @@ class Block:
 class ModelParts:
     """A causal language model as blocks: embedding, layers, norm, head; and its own initialization."""
 
-    def __init__(self, config: PretrainedConfig, device: torch.device, *, compiled: bool = False) -> None:
-        """`compiled` runs layers, norm and loss as graphs. Raises CheckpointError for a model of another build."""
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        device: torch.device,
+        *,
+        compiled: bool = False,
+        packed: torch.dtype | None = None,
+    ) -> None:
+        """`compiled` runs layers, norm and loss as graphs. `packed`: rows hold documents, in this dtype.
+
+        Raises CheckpointError for a model of another build.
+        """
+        self.attention = None if packed is None else _attention_of(config, device, packed)
+        if self.attention is not None:
+            register()
+            config = copy.deepcopy(config)
+            config._attn_implementation = IMPLEMENTATION
         self.config = config
         with _described_by(config), torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -96,7 +112,9 @@ class ModelParts:
         self.head = replace(head, tapped=("",)) if isinstance(head.module, TappedLinear) else head
         arguments = LayerInputs(self, device=device, dtype=torch.float32)(_PROBE_TOKENS)
         _check_rotary(config, arguments)
-        self.layers = tuple(self._layer_blocks(layers, arguments, compiled=compiled))
+        # FlexAttention compiles itself, and its masks are no tensors that a graph takes.
+        compiled_layers = compiled and self.attention is not DocumentAttention.FLEX
+        self.layers = tuple(self._layer_blocks(layers, arguments, compiled=compiled_layers))
         self.is_tied = bool(config.tie_word_embeddings)
         self.logits_loss = LogitsLoss(softcap=getattr(config, "final_logit_softcapping", None), compiled=compiled)
 
@@ -145,7 +163,7 @@ class ModelParts:
         for (index, layer), own in zip(self.model.get_submodule(prefix).named_children(), arguments, strict=True):
             signature = _signature(layer)
             if signature not in templates:
-                on_meta = tree_map_only(Tensor, lambda value: value.to("meta"), own)
+                on_meta = tree_map_only(Tensor, lambda value: value.to("meta"), dict(own))
                 with _described_by(self.config):
                     tapped = linears_called_once(layer, partial(layer, hidden, **on_meta), num_tokens=_PROBE_TOKENS)
                 template = replace(_block("", layer), tapped=tapped)
@@ -160,6 +178,12 @@ class ModelParts:
             if on_meta:
                 with torch.no_grad():
                     self.model._init_weights(module)
+
+
+def _attention_of(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> DocumentAttention:
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    return choose_attention(device, dtype, head_width=width, softcap=softcap)
 
 
 def _block(prefix: str, module: nn.Module) -> Block:
@@ -177,7 +201,7 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 
 
 class LayerInputs:
-    """Makes and keeps what each layer gets beside its hidden states (mask, rotary embeddings), by sequence length.
+    """Makes what each layer gets beside its hidden states: masks, rotary embeddings, and the bounds of documents.
 
     The family's own forward makes them, run once per length with recorders in the layers' places: masks by layer kind,
     scaled and sliding variants are transformers' own. Right padding with causal attention needs no padding mask.
@@ -185,6 +209,7 @@ class LayerInputs:
 
     def __init__(self, parts: ModelParts, *, device: torch.device, dtype: torch.dtype) -> None:
         self._config, self._device, self._dtype = parts.config, device, dtype
+        self._has_block_masks = parts.attention is DocumentAttention.FLEX
         self._recorders: list[_Recorder] = []
         self._base = copy.copy(getattr(parts.model, parts.model.base_model_prefix))
         self._base._modules = dict(self._base._modules)
@@ -196,14 +221,40 @@ class LayerInputs:
                 self._base._modules[name] = nn.Identity()
         self._by_length: dict[int, LayerArguments] = {}
 
-    def __call__(self, seq_length: int) -> LayerArguments:
-        """Keyword arguments of every layer for sequences of `seq_length` tokens; tensors have batch size 1, shared."""
+    def __call__(self, seq_length: int, documents: Documents | None = None) -> LayerArguments:
+        """Keyword arguments of every layer for sequences of `seq_length` tokens.
+
+        Those of one length are kept, with tensors of batch size 1. Those of `documents` are made anew: rotary
+        embeddings [B, L, ...] are rows of the kept ones, so a token's are the same wherever its document lies.
+        """
         if seq_length not in self._by_length:
             hidden = torch.zeros(1, seq_length, self._config.hidden_size, device=self._device, dtype=self._dtype)
             with _described_by(self._config), torch.no_grad():
                 self._base(inputs_embeds=hidden, use_cache=False)
-            self._by_length[seq_length] = tuple(recorder.seen for recorder in self._recorders)
-        return self._by_length[seq_length]
+            self._by_length[seq_length] = tuple(Arguments(recorder.seen) for recorder in self._recorders)
+        kept = self._by_length[seq_length]
+        return kept if documents is None else self._placed(kept, documents)
+
+    def _placed(self, kept: LayerArguments, documents: Documents) -> LayerArguments:
+        """The arguments `kept` for rows with `documents` instead of one sequence; layers of a kind share theirs."""
+        shared: dict[str, Any] = {"position_ids": documents.positions, "document_bounds": documents.bounds}
+        if self._has_block_masks:
+            shared["block_masks"] = BlockMasks(documents)
+        places, moved = documents.positions.flatten(), dict[int, Tensor]()
+
+        def place(table: Tensor) -> Tensor:
+            if id(table) not in moved:
+                moved[id(table)] = table[0].index_select(0, places).unflatten(0, documents.positions.shape)
+            return moved[id(table)]
+
+        made: dict[tuple[int, ...], Arguments] = {}
+        for own in kept:
+            key = tuple(id(value) for value in tree_leaves(own.get("position_embeddings")))
+            if key not in made:
+                rotary = tree_map_only(Tensor, place, own.get("position_embeddings"))
+                made[key] = Arguments(dict(own) | shared | {"position_embeddings": rotary})
+        keys = (tuple(id(value) for value in tree_leaves(own.get("position_embeddings"))) for own in kept)
+        return tuple(made[key] for key in keys)
 
 
 def _check_rotary(config: PretrainedConfig, inputs: LayerArguments) -> None:

@@ -13,6 +13,7 @@ import logging
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
@@ -37,10 +38,18 @@ Gradients = Mapping[str, Tensor | None]
 Results = Sequence[Tensor | None]
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-KNOWN_ARGUMENTS = 1024
-"""Number of arguments that are kept flattened: those of every layer for some sequence lengths."""
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 """Operations that give what they are given."""
+
+
+class Arguments(dict[str, Any]):
+    """Keyword arguments, which do not change; layers that share them flatten them once."""
+
+    @cached_property
+    def flat(self) -> tuple[Sequence[Tensor], Hashable]:
+        """Their tensors, and the kinds of all values: graphs are made for kinds."""
+        values = pytree.tree_leaves(dict(self))
+        return [value for value in values if isinstance(value, Tensor)], (tuple(self), *map(_kind, values))
 
 
 class CompiledFunction(Generic[Parameters, Result]):
@@ -87,8 +96,8 @@ class ModuleGraphs:
     """A module as graphs, one of each kind per shape; the first call of each shape compiles.
 
     `weights` are by name within the module; `make_leaves` gives the leaves of gradients for them and `tapped`. `inputs`
-    is the module's first argument, floating point; `arguments` are the others by name, which do not change after their
-    first call. All methods return None if the module cannot be traced or compiled: it must then be called as it is.
+    is the module's first argument, floating point; `arguments` are the others by name. All methods return None if the
+    module cannot be traced or compiled: it must then be called as it is.
     """
 
     def __init__(self, module: nn.Module, *, name: str) -> None:
@@ -96,8 +105,6 @@ class ModuleGraphs:
         self._module, self._name = module, name
         self._buffers = dict(module.named_buffers())
         self._graphs: dict[Hashable, Any] = {}
-        # By identity; an entry holds what it was made of, so no other has its number.
-        self._arguments: dict[int, tuple[Mapping[str, Any], list[Tensor], Hashable]] = {}
         self._is_broken = False
 
     def forward(self, weights: Weights, inputs: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
@@ -131,14 +138,7 @@ class ModuleGraphs:
             return KeptActivations(output, [*call.tensors, *kept], graphs)
 
     def _call(self, weights: Weights, tapped: Sequence[str], inputs: Tensor, arguments: Mapping[str, Any]) -> _Call:
-        known = self._arguments.get(id(arguments))
-        if known is None:
-            if len(self._arguments) >= KNOWN_ARGUMENTS:
-                self._arguments.clear()
-            values = pytree.tree_leaves(dict(arguments))
-            tensors = [value for value in values if isinstance(value, Tensor)]
-            known = self._arguments[id(arguments)] = arguments, tensors, (tuple(arguments), *map(_kind, values))
-        _, tensors, kinds = known
+        tensors, kinds = (arguments if isinstance(arguments, Arguments) else Arguments(arguments)).flat
         return _Call(
             self._module,
             tuple(weights),

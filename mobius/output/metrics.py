@@ -31,6 +31,10 @@ class StepMetrics:
     """Tokens without padding."""
     num_targets: int
     """Tokens that count in the loss."""
+    num_samples: int
+    """Samples, of which packed rows hold several."""
+    padding: float
+    """Share of the step's positions that are padding."""
     peak_gpu_memory_gib: float | None
     """Allocated, on the worst rank, since the start; None without a GPU."""
     reserved_gpu_memory_gib: float | None
@@ -101,6 +105,7 @@ def step_line(metrics: StepMetrics, total_steps: int) -> str:
         f"lr {metrics.learning_rate:.2e}",
         f"{metrics.step_seconds:7.2f} s",
         f"{metrics.tokens_per_second:8,.0f} tokens/s",
+        f"{metrics.num_samples:4} samples, {metrics.num_tokens:7,} tokens, padding {100 * metrics.padding:4.1f} %",
         "waits" + ",".join(f" {cause} {seconds:5.2f}" for cause, seconds in metrics.wait_seconds.items()) + " s",
     ]
     if metrics.peak_gpu_memory_gib is not None:

@@ -18,6 +18,7 @@ from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, StageMemory
 from mobius.memory.streams import new_stream, record_current
 from mobius.messages.transport import Messages
+from mobius.models.attention import Documents
 from mobius.models.blocks import LayerArguments
 from mobius.models.graph import Views
 from mobius.runtime.stage import Kept, StageModule
@@ -40,6 +41,10 @@ class StepBatch:
     """Positions of the step whose next token is a target; the loss is their mean."""
     num_tokens: int
     """Tokens without padding."""
+    num_samples: int
+    documents: tuple[Tensor, Tensor] | None = None
+    """Positions int32 [batch, L] and bounds int32 [microbatches, D + 1] of documents (`runtime.documents`); None where
+    each row is one."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class _Step:
     """Token ids of each microbatch on the host; every rank has them."""
     tokens: Sequence[Tensor] = ()
     labels: Sequence[Tensor] = ()
+    documents: Sequence[Documents | None] = ()
+    """Each microbatch's, on the device of every rank."""
 
 
 class Executor:
@@ -75,7 +82,7 @@ class Executor:
         *,
         stages: Mapping[int, StageModule],
         memory: Mapping[int, StageMemory],
-        layer_inputs: Callable[[int], LayerArguments],
+        layer_inputs: Callable[[int, Documents | None], LayerArguments],
         transport: Messages,
         clock: WaitClock,
         device: torch.device,
@@ -123,7 +130,7 @@ class Executor:
         """
         sums = StepSums(loss=torch.zeros((), dtype=torch.float32, device=self._device), squared_norms={})
         rows = batch.input_ids.chunk(self._schedule.num_microbatches)
-        self._step = _Step(batch, loss_scale, listener, sums, rows)
+        self._step = _Step(batch, loss_scale, listener, sums, rows, documents=self._place_documents(batch))
         num_posted = num_received = 0
         for index, action in enumerate(self._actions):
             try:
@@ -152,13 +159,25 @@ class Executor:
                 self._microbatch_handlers[action.kind](action.stage, action.microbatch)
 
     def _generate_data(self, stage: int) -> None:
-        """Bring the step's tokens and labels to the device; copies from page-locked memory do not block.
+        """Bring the step's tokens and labels to the device."""
+        step, num_microbatches = self._step, self._schedule.num_microbatches
+        tokens, labels = self._bring(step.batch.input_ids, step.batch.labels)
+        step.tokens, step.labels = tokens.chunk(num_microbatches), labels.chunk(num_microbatches)
+
+    def _place_documents(self, batch: StepBatch) -> Sequence[Documents | None]:
+        """The documents of each microbatch; every rank needs them."""
+        num_microbatches = self._schedule.num_microbatches
+        if batch.documents is None:
+            return (None,) * num_microbatches
+        positions, bounds = self._bring(*batch.documents)
+        return [Documents(*own) for own in zip(positions.chunk(num_microbatches), bounds, strict=True)]
+
+    def _bring(self, *sources: Tensor) -> list[Tensor]:
+        """Copies on the device; from page-locked memory they do not block.
 
         On a stream of their own: behind a copy on the compute stream, compute waited for all loads that were enqueued
         before its next kernel.
         """
-        step, num_microbatches = self._step, self._schedule.num_microbatches
-        sources = (step.batch.input_ids, step.batch.labels)
         targets = [torch.empty_like(source, device=self._device) for source in sources]
         is_free = record_current(self._device)  # of what their memory was before
         with self._to_device.run():
@@ -167,7 +186,7 @@ class Executor:
                 target.copy_(source, non_blocking=True)
             arrival = self._to_device.record()
         arrival.wait()
-        step.tokens, step.labels = (target.chunk(num_microbatches) for target in targets)
+        return targets
 
     def _forward(self, stage: int, microbatch: int) -> None:
         output, kept = self._run_layers(stage, microbatch, self._stage_input(stage, microbatch))
@@ -216,8 +235,8 @@ class Executor:
         return self._stages[stage].forward(self._weights(stage), inputs, arguments, keep_graphs=keep_graphs)
 
     def _layer_arguments(self, microbatch: int) -> LayerArguments:
-        """Return what the layers get beside the microbatch's hidden states; it is the same for all of one length."""
-        return self._layer_inputs(self._step.rows[microbatch].shape[1])
+        """Return what the layers get beside the microbatch's hidden states; without documents it goes by length."""
+        return self._layer_inputs(self._step.rows[microbatch].shape[1], self._step.documents[microbatch])
 
     def _stage_input(self, stage: int, microbatch: int) -> Tensor:
         return self._step.tokens[microbatch] if self._stages[stage].cut.is_first else self._receive(stage - 1)

@@ -6,14 +6,17 @@ draw_blueprint -> open_session: bind, connect, settle the plan, take and fill th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from mobius.config.config import Dtype
-from mobius.data.batches import Batches
+from mobius.data.batches import Batch
 from mobius.limits import max_sends_under_way
 from mobius.machine.devices import MemoryMeter, optimizer_threads, set_host_threads
 from mobius.machine.peer_check import PeerCheck
@@ -35,6 +38,7 @@ from mobius.output.trace import TraceFacts
 from mobius.planning.blueprint import Blueprint
 from mobius.planning.measured_plan import plan_by_measurement
 from mobius.ranks import cache_folder
+from mobius.runtime.documents import Rows, place_documents
 from mobius.runtime.executor import StepBatch
 from mobius.runtime.waits import WaitClock
 from mobius.training.stages import RankStages
@@ -55,7 +59,7 @@ class Session:
     def spans(self) -> Spans:
         return NO_SPANS if self.recordings is None else self.recordings.spans
 
-    def trainer(self, batches: Batches, *, has_kernel: bool = True) -> Trainer:
+    def trainer(self, batches: Iterable[Batch], *, has_kernel: bool = True) -> Trainer:
         """Trainer on `batches`; without the C kernel, torch updates what is in host memory."""
         blueprint, device = self.blueprint, self.blueprint.place.device
         optim, plan, names = blueprint.config.optim, blueprint.plan, blueprint.parts.tied_names
@@ -86,7 +90,7 @@ class Session:
                 max_grad_norm=optim.max_grad_norm,
                 tied=tied,
             ),
-            batches=_step_batches(batches, pin=device.type == "cuda"),
+            batches=_step_batches(batches, blueprint),
             transport=self.transport,
             clock=clock,
             meter=MemoryMeter(device),
@@ -199,13 +203,34 @@ def _rehearse(blueprint: Blueprint, stages: RankStages) -> None:
         max_sends=max_sends_under_way(blueprint.plan.num_microbatches),
     )
     tokens = torch.zeros(config.pipeline.batch_size, config.data.seq_length, dtype=torch.int64)
-    stages.executor(blueprint.schedule, transport).run(StepBatch(tokens, tokens, tokens.numel(), tokens.numel()))
+    documents = _documents([[config.data.seq_length]] * len(tokens), blueprint)
+    batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), len(tokens), documents)
+    stages.executor(blueprint.schedule, transport).run(batch)
     MemoryMeter(place.device).synchronize()
 
 
-def _step_batches(batches: Batches, *, pin: bool) -> Iterator[StepBatch]:
-    """The endless batches as tensors, page-locked if they go to a GPU."""
+def _step_batches(batches: Iterable[Batch], blueprint: Blueprint) -> Iterator[StepBatch]:
+    """The batches as tensors, page-locked if they go to a GPU."""
     for batch in batches:
-        tensors = (torch.from_numpy(each) for each in (batch.input_ids, batch.labels))
-        input_ids, labels = (tensor.pin_memory() if pin else tensor for tensor in tensors)
-        yield StepBatch(input_ids, labels, batch.num_targets, batch.num_tokens)
+        input_ids, labels = (_tensor(each, blueprint) for each in (batch.input_ids, batch.labels))
+        documents = None if batch.documents is None else _documents(batch.documents, blueprint)
+        yield StepBatch(input_ids, labels, batch.num_targets, batch.num_tokens, batch.num_samples, documents)
+
+
+def _documents(rows: Rows, blueprint: Blueprint) -> tuple[Tensor, Tensor] | None:
+    """Places of documents of these lengths; None where rows are one document each."""
+    packed = blueprint.answer.request.packed
+    if packed is None:
+        return None
+    positions, bounds = place_documents(
+        rows,
+        seq_length=blueprint.config.data.seq_length,
+        num_microbatches=blueprint.plan.num_microbatches,
+        most_documents=packed.most_documents,
+    )
+    return _tensor(positions, blueprint), _tensor(bounds, blueprint)
+
+
+def _tensor(array: npt.NDArray[Any], blueprint: Blueprint) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if blueprint.place.device.type == "cuda" else tensor

@@ -98,6 +98,8 @@ class Trainer:
             tokens_per_second=batch.num_tokens / seconds,
             num_tokens=batch.num_tokens,
             num_targets=batch.num_targets,
+            num_samples=batch.num_samples,
+            padding=1 - batch.num_tokens / batch.input_ids.numel(),
             peak_gpu_memory_gib=worst[0] / GIB if has_gpu else None,
             reserved_gpu_memory_gib=worst[1] / GIB if has_gpu else None,
             peak_host_memory_gib=float(table[:, 2].sum()) / GIB,

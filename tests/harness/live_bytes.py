@@ -118,7 +118,7 @@ def count_step(
         max_sends=max_sends_under_way(plan.num_microbatches),
     )  # fmt: skip
     executor = stages.executor(schedule, transport)
-    batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel())
+    batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), len(tokens))
     if device.type == "cuda":
         executor.run(batch)
         torch.cuda.synchronize(device)

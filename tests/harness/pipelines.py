@@ -195,7 +195,7 @@ def make_batch(num_sequences: int) -> StepBatch:
     labels = tokens.clone()
     for row in range(num_sequences):
         labels[row, : 1 + row % 7] = -100
-    return StepBatch(tokens, labels, int((labels[:, 1:] != -100).sum()), tokens.numel())
+    return StepBatch(tokens, labels, int((labels[:, 1:] != -100).sum()), tokens.numel(), len(tokens))
 
 
 def plain_step(model: PreTrainedModel, batch: StepBatch, num_microbatches: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -154,7 +154,7 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
     spans = [StageCut(n, n, n + 1, n == 0, n == schedule.num_stages - 1) for n in range(schedule.num_stages)]
     busy = {device: Busy(device) for device in devices}
     tokens = torch.zeros(NUM_MICROBATCHES, 2**13, dtype=torch.int64, pin_memory=devices[0].type == "cuda")
-    batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel())
+    batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), len(tokens))
 
     def work(transport: LocalTransport) -> tuple[list[float], list[float], bool]:
         rank = transport.rank
@@ -171,7 +171,7 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
                 schedule,
                 stages=stages,  # type: ignore[arg-type] # as much of a stage as the executor uses
                 memory=memory,
-                layer_inputs=lambda seq_length: (),
+                layer_inputs=lambda seq_length, documents: (),
                 transport=FreeMessages(transport, device),  # type: ignore[arg-type]
                 clock=clock,
                 device=device,

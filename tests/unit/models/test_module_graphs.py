@@ -114,7 +114,7 @@ def test_what_is_kept_is_held_by_nothing_but_its_backward(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch._inductor, "compile", consume)
     case = with_graphs(layer_of("llama"))
     graph = run_with_graph(case.block, case.weights, case.hidden, case.arguments)
-    shared = [*case.weights.values(), case.hidden, case.gradient, *tree_leaves(case.arguments)]
+    shared = [*case.weights.values(), case.hidden, case.gradient, *tree_leaves(dict(case.arguments))]
     held.update(address(value) for value in shared if isinstance(value, Tensor))
 
     backward(case.block, graph, case.sums(), case.gradient)

@@ -24,6 +24,8 @@ def steps(*seconds: float) -> list[StepMetrics]:
             tokens_per_second=1000 / each,
             num_tokens=1000,
             num_targets=600,
+            num_samples=64,
+            padding=0.25,
             peak_gpu_memory_gib=1.0,
             reserved_gpu_memory_gib=1.0,
             peak_host_memory_gib=1.0,

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from mobius.errors import TransportError
 from mobius.memory.stage_memory import StageMemory
 from mobius.messages.transport import SingleRankTransport
+from mobius.models.attention import Documents
 from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.plan.partition import balanced_partition
 from mobius.plan.plan import Plan
@@ -92,9 +93,9 @@ def test_what_layers_get_beside_hidden_states_is_asked_for_each_microbatch() -> 
     executor, _ = make_executor(make_model("llama"), SingleRankTransport())
     inputs, asked = executor._layer_inputs, list[int]()
 
-    def noted(seq_length: int) -> LayerArguments:
+    def noted(seq_length: int, documents: Documents | None) -> LayerArguments:
         asked.append(seq_length)
-        return inputs(seq_length)
+        return inputs(seq_length, documents)
 
     executor._layer_inputs = noted
     executor.run(make_batch(NUM_MICROBATCHES))

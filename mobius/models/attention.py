@@ -1,0 +1,278 @@
+"""Attention of rows that hold several documents: causal within each, never from one to another, and exact.
+
+    row          d0 d0 d0 d1 d1 d2 d2 d2 d2 -- --      -- is padding: a document of its own, which nobody reads
+    positions     0  1  2  0  1  0  1  2  3  0  1
+    bounds        0        3     5           9    11   of all rows of a microbatch in a row, int32; the last repeats
+
+It is an attention implementation of transformers, so that every family takes it. A mask [S, S] is never made on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+IMPLEMENTATION = "mobius_documents"
+"""Name by which transformers finds `attend_documents`."""
+BLOCK = 128
+"""Tokens of a block of FlexAttention's masks."""
+_MOST_HEAD_WIDTH = 256
+_ONE_BY_ONE = "mobius::attend_one_by_one"
+
+
+class DocumentAttention(StrEnum):
+    """How documents are kept apart."""
+
+    VARLEN = "variable-length FlashAttention"
+    FLEX = "FlexAttention"
+    ONE_BY_ONE = "attention document by document"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a microbatch lie, on the device that computes."""
+
+    positions: Tensor
+    """int32 [B, L]: each token's place in its document."""
+    bounds: Tensor
+    """int32 [D + 1]: first token of each document among the B * L, then B * L as often as documents are missing."""
+
+
+def choose_attention(
+    device: torch.device, dtype: torch.dtype, *, head_width: int, softcap: float | None
+) -> DocumentAttention:
+    """The fastest that can: FlashAttention takes formats of two bytes, heads of up to 256, and no capped scores."""
+    if device.type != "cuda":
+        return DocumentAttention.ONE_BY_ONE
+    major, minor = torch.cuda.get_device_capability(device)
+    # As in torch's own choice: backward of these widths asks for more shared memory than such cards have.
+    is_too_wide = (major, minor) in ((8, 6), (8, 9), (12, 0), (12, 1)) and 192 < head_width <= 224
+    fits = head_width <= _MOST_HEAD_WIDTH and head_width % 8 == 0 and not is_too_wide
+    if major >= 8 and dtype in (torch.bfloat16, torch.float16) and fits and softcap is None:
+        return DocumentAttention.VARLEN
+    return DocumentAttention.FLEX
+
+
+def register() -> None:
+    """Make `attend_documents` known to transformers; once is enough."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, attend_documents)
+
+
+def attend_documents(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    document_bounds: Tensor | None = None,
+    block_masks: BlockMasks | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within documents, as transformers calls it: heads [B, H, L, D] -> [B, L, H, D].
+
+    `sliding_window` counts the token itself. Without `document_bounds` each row is one document.
+    """
+    assert attention_mask is None, "documents need no mask"
+    if document_bounds is None:
+        batch, length = query.shape[0], query.shape[2]
+        document_bounds = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    if query.device.type != "cuda":
+        output = _one_by_one()(query, key, value, document_bounds, scale, sliding_window or 0, softcap or 0.0)
+        return output.transpose(1, 2), None
+    if block_masks is not None:
+        return _flex(query, key, value, block_masks.of_window(sliding_window), scale, softcap).transpose(1, 2), None
+    return _varlen(query, key, value, document_bounds, scale, sliding_window), None
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, window: int | None) -> Tensor:
+    length = query.shape[2]
+    flat = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
+    seen = (-1 if window is None else window - 1, 0)
+    # No document is longer than its row; the longest of each microbatch would be another graph each time.
+    run = _flash(query.shape[1] != key.shape[1])
+    output = run(*flat, bounds, bounds, length, length, scale=scale, window_size=seen)
+    return cast(Tensor, output.unflatten(0, (-1, length)))
+
+
+def _flash(is_grouped: bool) -> Callable[..., Tensor]:
+    """`varlen_attn` of torch, which takes fewer key heads than query heads as they are in 2.11, later on demand."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    flash = cast(Callable[..., Tensor], varlen_attn)
+    takes_word = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(flash, enable_gqa=True) if is_grouped and takes_word else flash
+
+
+@dataclass
+class BlockMasks:
+    """FlexAttention's masks of a microbatch, made when a window is first asked for."""
+
+    documents: Documents
+    _made: dict[int | None, Any] = field(default_factory=dict)
+
+    def of_window(self, window: int | None) -> Any:
+        """The mask for layers that see `window` tokens, itself included; None: all before it."""
+        if window not in self._made:
+            self._made[window] = make_block_mask(self.documents, window)
+        return self._made[window]
+
+
+def make_block_mask(documents: Documents, window: int | None) -> Any:
+    """The blocks of 128 x 128 that documents touch, made from their bounds alone."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    positions = documents.positions
+    length = positions.shape[1]
+    tokens = torch.arange(length, device=positions.device)
+    reach = positions if window is None else positions.clamp(max=window - 1)
+    starts = (tokens - reach)[:, ::BLOCK] // BLOCK  # the block of the first token that a block's first one sees
+    number = starts.shape[1]
+    blocks = torch.arange(number, device=positions.device)
+    counts = (blocks - starts + 1).to(torch.int32)
+    indices = (starts.unsqueeze(-1) + blocks).clamp(max=number - 1).to(torch.int32)
+    firsts = tokens - positions  # a token's document by its first token
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = (q >= k) & (firsts[b, q] == firsts[b, k])
+        return seen if window is None else seen & (q - k < window)
+
+    return BlockMask.from_kv_blocks(
+        counts.unsqueeze(1), indices.unsqueeze(1), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length)
+    )
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, softcap: float | None) -> Tensor:
+    is_grouped = query.shape[1] != key.shape[1]
+    capped = None if softcap is None else functools.partial(_cap, softcap)
+    return _compiled_flex()(query, key, value, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=is_grouped)
+
+
+def _cap(softcap: float, score: Tensor, *_: Tensor) -> Tensor:
+    return softcap * torch.tanh(score / softcap)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return cast(Callable[..., Tensor], torch.compile(flex_attention, dynamic=False))
+
+
+@functools.cache
+def _one_by_one() -> Callable[..., Tensor]:
+    """Attention of each document by itself, as an operation that graphs hold whole: lengths are read at run time."""
+
+    @torch.library.custom_op(_ONE_BY_ONE, mutates_args=())
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        for own in _spans(bounds, query.shape[2]):
+            output[own] = _attend(query[own], key[own], value[own], scale, window, softcap)
+        return output
+
+    @torch.library.custom_op(f"{_ONE_BY_ONE}_backward", mutates_args=())
+    def differentiate(
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        given = query, key, value
+        results = tuple(torch.zeros_like(each, memory_format=torch.contiguous_format) for each in given)
+        for own in _spans(bounds, query.shape[2]):
+            parts = _differentiate(gradient[own], query[own], key[own], value[own], scale, window, softcap)
+            for result, part in zip(results, parts, strict=True):
+                result[own] = part
+        return results  # type: ignore[return-value]
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:4])
+        ctx.settings = inputs[4:]
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (*differentiate(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+
+    attend.register_fake(lambda query, *_: torch.empty_like(query, memory_format=torch.contiguous_format))
+    differentiate.register_fake(
+        lambda gradient, query, key, value, *_: tuple(
+            torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
+        )
+    )
+    attend.register_autograd(backward, setup_context=keep)
+    return attend
+
+
+def _spans(bounds: Tensor, length: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Index [row, all heads, its tokens] of each document in tensors [B, H, L, D]."""
+    edges = bounds.tolist()
+    for first, end in pairwise(edges):
+        row, start = divmod(first, length)
+        if end > first:
+            yield slice(row, row + 1), slice(None), slice(start, start + end - first)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+    """Causal attention of one document, [1, H, n, D]."""
+    length, is_grouped = query.shape[2], query.shape[1] != key.shape[1]
+    if softcap:
+        key, value = (each.float().repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+        return (_weights(query.float(), key, scale, window, softcap)[0] @ value).to(query.dtype)
+    is_plain = not window or length <= window
+    mask = None if is_plain else _seen(length, window)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=is_plain, scale=scale, enable_gqa=is_grouped
+    )
+
+
+def _differentiate(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value of `_attend`, in fp32; autograd does not reach into an operation of its own."""
+    groups = query.shape[1] // key.shape[1]
+    gradient, query = gradient.float(), query.float()
+    key, value = (each.float().repeat_interleave(groups, 1) for each in (key, value))
+    weights, slope = _weights(query, key, scale, window, softcap)
+    of_weights = gradient @ value.transpose(2, 3)
+    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+    if slope is not None:
+        of_scores = of_scores * slope
+    of_keys, of_values = scale * (of_scores.transpose(2, 3) @ query), weights.transpose(2, 3) @ gradient
+    of_keys, of_values = (each.unflatten(1, (-1, groups)).sum(2) for each in (of_keys, of_values))
+    return scale * (of_scores @ key), of_keys, of_values
+
+
+def _weights(query: Tensor, key: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """Attention weights [1, H, n, n], and the slope of the cap at each score."""
+    scores, slope = (query @ key.transpose(2, 3)) * scale, None
+    if softcap:
+        bounded = torch.tanh(scores / softcap)
+        scores, slope = softcap * bounded, 1 - bounded * bounded
+    return scores.masked_fill(~_seen(query.shape[2], window), -torch.inf).softmax(-1), slope
+
+
+def _seen(length: int, window: int) -> Tensor:
+    """Which keys [n, n] each query of a document sees."""
+    distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    return (distance >= 0) & (distance < (window or length))

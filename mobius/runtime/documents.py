@@ -1,0 +1,38 @@
+"""Places of the documents of a step's rows, as every rank computes them on the host from the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = Sequence[Sequence[int]]
+"""Lengths of the documents of each row, without the padding behind them."""
+
+
+def place_documents(
+    rows: Rows, *, seq_length: int, num_microbatches: int, most_documents: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Positions [rows, seq_length] within documents, and bounds [num_microbatches, D + 1] (`models.attention`).
+
+    D is `most_documents` for each row, whatever the step holds: the padding behind a row's last one is a document, too.
+    """
+    lengths = [_with_padding(row, seq_length) for row in rows]
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for row in lengths for length in row])
+    assert max(map(len, lengths)) <= most_documents, f"{max(map(len, lengths))} documents in a row"
+    per_microbatch = len(rows) // num_microbatches
+    shape = num_microbatches, per_microbatch * most_documents + 1
+    bounds = np.full(shape, per_microbatch * seq_length, dtype=np.int32)
+    for microbatch, own in enumerate(bounds):
+        first = microbatch * per_microbatch
+        ends = np.cumsum([length for row in lengths[first : first + per_microbatch] for length in row])
+        own[0] = 0
+        own[1 : len(ends) + 1] = ends
+    return positions.reshape(len(rows), seq_length), bounds
+
+
+def _with_padding(row: Sequence[int], seq_length: int) -> list[int]:
+    padding = seq_length - sum(row)
+    assert padding >= 0, f"documents of {list(row)} tokens in a row of {seq_length}"
+    return [*row, padding] if padding else list(row)
