@@ -11,9 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from mobius.config.config import Config
-from mobius.config.options import Option, Source, config_from, options, section_titles, spellings
-from mobius.config.validation import find_problems
+from mobius.config.config import Config, DatasetEntry
+from mobius.config.options import (
+    Option,
+    OptionValue,
+    Source,
+    config_from,
+    options,
+    section_titles,
+    spellings,
+)
+from mobius.config.validation import ALTERNATIVES, find_problems
 from mobius.config.yaml_file import read_yaml
 from mobius.errors import ConfigError
 from mobius.excerpt import excerpt
@@ -23,6 +31,7 @@ _SHORT_MODEL_NAMES: Final[Mapping[str, str]] = {
     "llama-2-7b-hf": "meta-llama/Llama-2-7b-hf",
     "llama-2-13b-hf": "meta-llama/Llama-2-13b-hf",
 }
+_METAVARS: Final[Mapping[type, str]] = {int: "INT", float: "FLOAT", DatasetEntry: "WORD", tuple: "KEY=COLUMN,..."}
 _DESCRIPTION: Final = (
     "Fine-tune all parameters of a language model on one node with a few memory-limited GPUs. An option may also be "
     "a key of a YAML file (--config); the command line goes before the file, the file before the defaults. Options "
@@ -56,7 +65,7 @@ def parse_args(argv: Sequence[str], *, num_ranks: int | None = None) -> Config:
 def resolve(command_line: CommandLine, *, num_ranks: int | None = None) -> Config:
     """Put the command line over the file it names and that over the defaults; raises ConfigError like `parse_args`."""
     file = _file_of(command_line)
-    values = {**file.values, **command_line.values}
+    values = _merged(file.values, command_line.values)
     name = str(values.get("model_path"))
     if name.lower() in _SHORT_MODEL_NAMES and not Path(name).is_dir():
         values["model_path"] = _SHORT_MODEL_NAMES[name.lower()]
@@ -64,8 +73,9 @@ def resolve(command_line: CommandLine, *, num_ranks: int | None = None) -> Confi
     # A broken value in the file does not matter to the rules where the command line replaces it.
     unreadable = (file.unreadable - set(command_line.values)) | command_line.unreadable
     problems = [*file.problems, *command_line.problems]
-    # A dry run is one process that plans for others.
-    problems += find_problems(config, num_ranks=None if config.planning.dry_run else num_ranks, unreadable=unreadable)
+    # A dry run is one process that plans for others, and a preview trains nothing.
+    is_run = not config.planning.dry_run and config.data.preview is None
+    problems += find_problems(config, num_ranks=num_ranks if is_run else None, unreadable=unreadable)
     if problems:
         raise ConfigError(*problems, hint="Run with `--help` to see all options.")
     return config
@@ -74,7 +84,14 @@ def resolve(command_line: CommandLine, *, num_ranks: int | None = None) -> Confi
 def given_options(argv: Sequence[str]) -> frozenset[str]:
     """Names of the options that `argv` or the YAML file it names sets, be it to the default."""
     command_line = read_command_line(argv)
-    return frozenset({**_file_of(command_line).values, **command_line.values})
+    return frozenset(_merged(_file_of(command_line).values, command_line.values))
+
+
+def _merged(file: Mapping[str, OptionValue], typed: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
+    """Both sources' values; what is typed replaces its alternative in the file, too."""
+    chosen = [name for name, value in typed.items() if value != options()[name].default]
+    replaced = {other for pair in ALTERNATIVES for name in chosen for other in pair if name in pair}
+    return {**{name: value for name, value in file.items() if name not in replaced}, **typed}
 
 
 def _file_of(command_line: CommandLine) -> Source:
@@ -84,22 +101,22 @@ def _file_of(command_line: CommandLine) -> Source:
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """The typed options and what is wrong with them; reads no file and raises nothing."""
     result = CommandLine()
-    waiting: str | None = None  # an option whose value is the next word
+    waiting: str | None = None  # an option whose values are the next words
+    words: list[str] = []
     is_after_unknown = False
     for token in argv:
         if not re.match(r"--?[A-Za-z]", token):
-            if waiting is not None:
-                _put(result, waiting, token)
+            if waiting is not None and (not words or _takes_many(waiting)):
+                words.append(token)
             elif not is_after_unknown:
                 result.problems.append(
                     f"`{excerpt(token)}` belongs to no option; flags take no value, their opposite is another flag "
                     "(--use_prefetch, --no_prefetch)"
                 )
-            waiting = None
             continue
         if waiting is not None:
-            _put(result, waiting, None)
-            waiting = None
+            _put(result, waiting, words)
+        waiting, words = None, []
         typed, equals, value = token.lstrip("-").partition("=")
         name = _full_name(token, typed, result)
         is_after_unknown = name is None
@@ -109,33 +126,42 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         if is_flag and equals:
             result.problems.append(f"`{excerpt(token)}`: a flag takes no value; write --{name} or leave it out")
         elif is_flag or equals:
-            _put(result, name, value)
+            _put(result, name, [value])
         else:
             waiting = name
     if waiting is not None:
-        _put(result, waiting, None)
+        _put(result, waiting, words)
     return result
 
 
-def _put(result: CommandLine, name: str, text: str | None) -> None:
-    """Record an option by its full name; `text` is its value, None where that is missing."""
+def _takes_many(name: str) -> bool:
+    return name in spellings() and spellings()[name].option.is_list
+
+
+def _put(result: CommandLine, name: str, words: Sequence[str]) -> None:
+    """Record an option by its full name; `words` are its value, none where that is missing."""
     if name == "help":
         result.wants_help = True
-    elif name == "config" and text is None:
+    elif name == "config" and not words:
         result.problems.append("`--config` has no value; a YAML file is needed")
     elif name == "config":
-        result.config_path = text
+        result.config_path = words[0]
     else:
         spelling = spellings()[name]
-        needed = f"{spelling.option.expectation} is needed"
+        option, shown = spelling.option, excerpt(" ".join(words))
         try:
-            if text is None:
-                result.reject(spelling, f"`--{name}` has no value; {needed}")
+            if spelling.is_flag:
+                result.put(spelling, spelling.flag_value, place="command line")
+            elif words:
+                result.put(spelling, option.from_words(words), place="command line")
+            elif option.bare_value is not None:
+                result.put(spelling, option.bare_value, place="command line")
             else:
-                value = spelling.flag_value if spelling.is_flag else spelling.option.from_text(text)
-                result.put(spelling, value, place="command line")
+                result.reject(spelling, f"`--{name}` has no value; {option.expectation} is needed")
         except ValueError:
-            result.reject(spelling, f"`--{name} {excerpt(str(text))}`; {needed}")
+            result.reject(spelling, f"`--{name} {shown}`; {option.expectation} is needed")
+        except ConfigError as error:
+            result.reject(spelling, *(f"`--{name} {shown}`: {problem}" for problem in error.problems))
 
 
 def _full_name(token: str, typed: str, result: Source) -> str | None:
@@ -184,8 +210,12 @@ def _add_option(group: Any, option: Option) -> None:
         group.add_argument(*names, action="store_true", help=f"{text} [flag; default: {default_name}]")
         return
     others = list(names)[1:]
-    default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
-    facts = [option.expectation, *([f"default: {default}"] if option.default is not None else [])]
+    value = option.default
+    if isinstance(value, tuple):
+        value = " ".join(str(getattr(entry, "name", entry)) for entry in value)
+    default = f"{value:g}" if isinstance(value, float) else "auto" if value is None and option.allows_auto else value
+    facts = [option.expectation, *([f"default: {default}"] if default is not None else [])]
     facts += [f"also: {', '.join(others)}"] if others else []
-    metavar = "|".join(option.choices) or {int: "INT", float: "FLOAT", str: "TEXT", tuple: "TEXT"}[option.value_type]
-    group.add_argument(f"--{option.name}", metavar=metavar, help=f"{text} [{'; '.join(facts)}]")
+    metavar = "|".join(option.choices) or _METAVARS.get(option.value_type, "TEXT")
+    number = "+" if option.is_list else "?" if option.bare_value is not None else None
+    group.add_argument(f"--{option.name}", nargs=number, metavar=metavar, help=f"{text} [{'; '.join(facts)}]")

@@ -70,17 +70,22 @@ LrSchedulerType = StrEnum("LrSchedulerType", ["LINEAR", "COSINE", "CONSTANT"])
 """Course of the learning rate after the warm-up."""
 
 
+Columns = tuple[tuple[str, str], ...]
+"""What is read and the column that holds it, such as (("prompt", "document"), ("completion", "summary"))."""
+
+
 @dataclass(frozen=True)
 class DatasetEntry:
     """One dataset of a mixture; None stands for what the options of all datasets say."""
 
     name: str
     """Known name, Hugging Face id, or a local file or folder."""
-    weight: float = 1.0
+    weight: Annotated[float, Bounds(above=0, below=1e6)] = 1.0
     """How many times each sample appears in an epoch, on average: floor(weight) or ceil(weight) times."""
-    max_samples: int | None = None
-    columns: tuple[tuple[str, str], ...] | None = None
-    """What is read -> the column that holds it, such as ("prompt", "document")."""
+    max_samples: Count | None = None
+    """Samples to use, from its start."""
+    columns: Columns | None = None
+    """Columns of a table that is in no known format."""
     split: str = "train"
     """Split of a dataset of the hub, or of a folder with files of several."""
     subset: str | None = None
@@ -116,8 +121,8 @@ class DataConfig:
 
     dataset: Datasets = (DatasetEntry("xsum"),)
     """Known name (xsum), Hugging Face id, or a local file or folder (JSON, JSONL, CSV, Parquet, Arrow, also .gz, .zst);
-    several are mixed, each with a weight if wanted, as in a.jsonl b.parquet:0.3. In YAML a list, also of mappings with
-    path, weight, max_samples, columns, split and subset."""
+    several are mixed, each by its weight if it has one, such as a.jsonl b.parquet:0.3. In YAML a list, also of mappings
+    with path and, if wanted, weight, max_samples, columns, split and subset."""
     seq_length: Annotated[int, Bounds(minimum=2)] = 512
     """Tokens per sequence (row); longer samples are cut and counted, shorter ones packed or padded."""
     packing: Packing = Packing.AUTO
@@ -126,8 +131,9 @@ class DataConfig:
     as for pretraining, and attention crosses. off: one sample in a row, the rest padded."""
     max_samples: Count | None = None
     """Samples to use of each dataset, from its start. Default: all."""
-    columns: str | None = None
-    """Columns of a table that is in no known format, such as prompt=document,completion=summary."""
+    columns: Columns | None = None
+    """Columns of tables that are in no known format, such as prompt=document,completion=summary. In YAML a mapping,
+    too."""
     chat_template: str | None = None
     """Jinja file, or name of a built-in template, in place of the tokenizer's own. Default: the tokenizer's."""
     default_system: str | None = None
@@ -139,10 +145,10 @@ class DataConfig:
     val_size: NonNegative = 0.0
     """Samples held out of training for evaluation: a whole number, or below 1 a share of the data."""
     eval_dataset: Datasets | None = None
-    """Datasets to evaluate on, written like dataset."""
-    preprocessing_num_workers: Annotated[int, Bounds(minimum=1, ceiling=4096)] | None = None
-    """Processes that tokenize; the result is cached, so that more only shorten the first run. Default: by the machine's
-    cores."""
+    """Datasets to evaluate on, written like dataset, without weights."""
+    preprocessing_num_workers: Annotated[int, Bounds(minimum=1, ceiling=4096, allows_auto=True)] | None = None
+    """Processes that tokenize; the result is cached, so that more only shorten the first run. auto: by the machine's
+    cores and the size of the data."""
     overwrite_cache: bool = False
     """Tokenize again, even if an earlier run has left the result."""
     preview: Annotated[int, Bounds(minimum=1, ceiling=1001)] | None = None
@@ -242,7 +248,7 @@ class OptimConfig:
     lr_scheduler_type: LrSchedulerType = LrSchedulerType.COSINE
     """Course of the learning rate after the warm-up; linear and cosine end at zero."""
     warmup_steps: NonNegative = 0.03
-    """Steps over which the learning rate rises from zero: whole, or below 1 a share of num_iterations (rounded up)."""
+    """Steps over which the learning rate rises from zero: whole, or below 1 a share of all (rounded up)."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay per unit of learning rate; norms and biases have none."""
     adam_beta1: DecayRate = 0.9

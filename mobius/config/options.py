@@ -9,14 +9,15 @@ import functools
 import inspect
 import itertools
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from mobius.config.config import Bounds, Config, DatasetEntry, Datasets, Dtype
+from mobius.config.config import Bounds, Columns, Config, DatasetEntry, Datasets, Dtype
 from mobius.config.foreign_options import FOREIGN_OPTIONS
+from mobius.config.words import parse_columns, parse_dataset
 
-OptionValue = bool | int | float | str | Datasets | None
+OptionValue = bool | int | float | str | Datasets | Columns | None
 
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "model_path": ("model", "model_name_or_path"),
@@ -29,6 +30,9 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
 """Other names of an option that take the same values."""
 _NUMBERS_OR_WORDS: Final = ("resident_stages", "profile_steps")
 """Texts that may be a whole number, which YAML then reads as one."""
+_NO_NAMES: Final = (*_NUMBERS_OR_WORDS, "cuda_visible_devices", "default_system")
+_BARE: Final[Mapping[str, OptionValue]] = {"preview": 3}
+"""Options whose value may be left out on the command line, and the value that this means."""
 _SAME_WORD: Final = 0.7
 """Likeness of a word and its misspelling: letters left out, doubled or swapped leave more, min and max less."""
 _SURELY_ALIKE: Final = 0.85
@@ -36,7 +40,10 @@ _SURELY_ALIKE: Final = 0.85
 
 @dataclass(frozen=True)
 class Option:
-    """One field of one section; `value_type` is bool, int, float, str or a StrEnum."""
+    """One field of one section, or of a dataset.
+
+    `value_type` is bool, int, float, str, a StrEnum, tuple for columns, or DatasetEntry for one or more of them.
+    """
 
     name: str
     section: str
@@ -56,40 +63,56 @@ class Option:
         """Words for what may be given, as they read in a message."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "text"}
+        names = {bool: "true or false", int: "a whole number", float: "a number", tuple: "text such as prompt=document"}
         limits = f" {self.bounds}" if self.bounds else ""
-        return names[self.value_type] + limits + (", or auto" if self.allows_auto else "")
+        return names.get(self.value_type, "text") + limits + (", or auto" if self.allows_auto else "")
+
+    @property
+    def is_list(self) -> bool:
+        """Whether several words may follow the option."""
+        return self.value_type is DatasetEntry
+
+    @property
+    def bare_value(self) -> OptionValue:
+        """Value of the option where it is typed without one; None where it needs one."""
+        return _BARE.get(self.name)
 
     @property
     def is_name(self) -> bool:
         """Whether the text names something: a file, a folder, or what may be one."""
-        return self.value_type is str and self.name not in (*_NUMBERS_OR_WORDS, "cuda_visible_devices")
+        return self.value_type is str and self.name not in _NO_NAMES
 
     @property
     def allows_auto(self) -> bool:
         """Whether the word auto is a value; in a config it is None."""
         return self.bounds is not None and self.bounds.allows_auto
 
-    def from_text(self, text: str) -> OptionValue:
-        """Value of an option typed on the command line; raises ValueError if it does not have the type."""
+    def from_words(self, words: Sequence[str]) -> OptionValue:
+        """Value of an option typed on the command line; raises ValueError if it does not have the type.
+
+        What is wrong inside of columns raises ConfigError.
+        """
+        return tuple(map(parse_dataset, words)) if self.is_list else self._from_text(*words)
+
+    def _from_text(self, text: str) -> OptionValue:
         if self.value_type is str and not text.strip().strip("-"):
-            raise ValueError(text)  # `--dataset --` is a slip of the shell; no name consists of dashes
+            raise ValueError(text)  # `--model_path --` is a slip of the shell; no name consists of dashes
         if text == "auto" and self.allows_auto:
             return None
         if self.value_type is tuple:
-            return (DatasetEntry(text),)
+            return parse_columns(text)
         return typing.cast(OptionValue, self.value_type(text))
 
     def from_yaml(self, value: object) -> OptionValue:
-        """Value of a YAML key, whose type must already fit; raises ValueError if it does not."""
+        """Value of a YAML key that is a word or number, whose type must already fit; raises as `from_words` does."""
         if value == "auto" if self.allows_auto else value is None and self.is_optional:
             return None
         if isinstance(value, bool) and {"on", "off"} <= set(self.choices):
             value = "on" if value else "off"  # YAML reads the bare words as booleans
         if type(value) is int and self.name in _NUMBERS_OR_WORDS:
             value = str(value)
-        if isinstance(value, str) and (self.choices or self.value_type in (str, tuple)):
-            return self.from_text(value)
+        if isinstance(value, str) and (self.choices or self.value_type in (str, tuple, DatasetEntry)):
+            return self.from_words([value])
         if self.value_type is float and isinstance(value, int | float) and not isinstance(value, bool):
             with contextlib.suppress(OverflowError):
                 return float(value)
@@ -128,9 +151,9 @@ class Source:
             self.reject(spelling, f"{place}: {names} set the same option differently; keep one")
         self.values[name] = value
 
-    def reject(self, spelling: Spelling, problem: str) -> None:
+    def reject(self, spelling: Spelling, *problems: str) -> None:
         """Record that the option was given, but not in a usable way."""
-        self.problems.append(problem)
+        self.problems += problems
         self.unreadable.add(spelling.option.name)
 
     def reject_unknown(self, problem: str, name: str, begun: str | None = None) -> None:
@@ -153,15 +176,23 @@ def section_titles() -> Mapping[str, str]:
 @functools.cache
 def options() -> Mapping[str, Option]:
     """All options by name, in the order of the config's fields."""
-    found: dict[str, Option] = {}
-    for section_name, section in _sections().items():
-        texts = _field_texts(section)
-        hints = typing.get_type_hints(section, include_extras=True)
-        for known in dataclasses.fields(section):
-            default: Any = known.default
-            kind = _take_apart(hints[known.name])
-            found[known.name] = Option(known.name, section_name, texts[known.name], default, *kind)
-    return found
+    return {option.name: option for name, section in _sections().items() for option in _options_of(name, section)}
+
+
+@functools.cache
+def dataset_spellings() -> Mapping[str, Spelling]:
+    """Keys of a dataset that YAML gives as a mapping; a path is what it is usually named by."""
+    keys = {option.name: Spelling(option.name, option) for option in _options_of("dataset", DatasetEntry)}
+    return {"path": Spelling("path", keys["name"].option), "dataset": Spelling("dataset", keys["name"].option), **keys}
+
+
+def _options_of(section_name: str, section: type) -> list[Option]:
+    texts, hints = _field_texts(section), typing.get_type_hints(section, include_extras=True)
+    fields: Any = dataclasses.fields(section)
+    return [
+        Option(known.name, section_name, texts[known.name], known.default, *_take_apart(hints[known.name]))
+        for known in fields
+    ]
 
 
 @functools.cache
@@ -222,7 +253,7 @@ def _take_apart(hint: Any) -> tuple[type, bool, Bounds | None]:
     if is_optional:
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) is tuple:
-        return tuple, is_optional, None
+        return DatasetEntry if hint == Datasets else tuple, is_optional, None
     value_type, bounds = typing.get_args(hint) or (hint, None)
     return value_type, is_optional, bounds
 

@@ -6,13 +6,15 @@ What depends on the model, the data or the machine is checked where that is know
 import math
 import os
 import re
+import typing
 from collections.abc import Iterable, Iterator
-from itertools import chain, combinations
+from dataclasses import replace
+from itertools import chain, combinations, islice
 from pathlib import Path, PurePath
 from typing import Final
 
-from mobius.config.config import Config, Device, Recompute
-from mobius.config.options import Option, OptionValue, config_from, option_values, options
+from mobius.config.config import Config, DatasetEntry, Datasets, Device, Recompute
+from mobius.config.options import Option, OptionValue, config_from, dataset_spellings, option_values, options
 from mobius.errors import ConfigError
 from mobius.excerpt import excerpt, quoted
 
@@ -22,6 +24,10 @@ _STEP_TOKENS: Final = 2**30
 """A batch holds 16 bytes per token on every rank."""
 _SCHEDULE_PARTS: Final = 2**15
 """Each is an action of a schedule that is built and simulated some times before a run: seconds, and 200 MiB."""
+_MOST_DATASETS: Final = 1000
+_MOST_SHOWN: Final = 5
+ALTERNATIVES: Final = (("num_iterations", "num_train_epochs"), ("val_size", "eval_dataset"))
+"""Pairs of options of which a run takes one."""
 _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
 
 
@@ -31,30 +37,71 @@ def validate(config: Config, num_ranks: int) -> None:
         raise ConfigError(*problems)
 
 
+def resolve_epochs(config: Config, num_steps: int) -> Config:
+    """Put the number of steps, which the data told, into the config; `num_train_epochs` stays for the record.
+
+    Raises ConfigError for what does not fit into so many steps.
+    """
+    config = replace(config, optim=replace(config.optim, num_iterations=num_steps))
+    if problems := [problem for _, problem in _misfit_steps(config)]:
+        raise ConfigError(*problems)
+    return config
+
+
 def find_problems(config: Config, *, num_ranks: int | None = None, unreadable: Iterable[str] = ()) -> list[str]:
     """All problems, each as one line; without `num_ranks`, what depends on it is left out.
 
     `unreadable` names options whose values are only stand-ins: no rule that involves one of them is applied.
     """
     doubtful = set(unreadable)
-    problems = []
+    problems: list[str] = []
     values = option_values(config)
     for name, value in values.items():
-        if name not in doubtful and (problem := _value_problem(options()[name], value)):
-            problems.append(problem)
+        if name not in doubtful and (found := _value_problems(options()[name], value)):
+            problems += found
             doubtful.add(name)
     usable = config_from({name: value for name, value in values.items() if name not in doubtful})
-    broken = chain(_misfit_sizes(usable, num_ranks), _misfit_names(usable), _misfit_choices(usable))
+    broken = chain(
+        _misfit_sizes(usable, num_ranks),
+        _misfit_names(usable),
+        _misfit_choices(usable),
+        _misfit_data(usable),
+        () if usable.optim.num_train_epochs is not None else _misfit_steps(usable),
+    )
     return problems + [problem for names, problem in broken if doubtful.isdisjoint(names.split())]
 
 
-def _value_problem(option: Option, value: OptionValue) -> str | None:
-    """A line about a value that is wrong for itself."""
+def _value_problems(option: Option, value: OptionValue) -> list[str]:
+    """Lines about a value that is wrong for itself."""
+    if not option.is_list or value is None:
+        problem = _value_problem(option, value, f"`--{option.name}`")
+        return [problem] if problem else []
+    entries = typing.cast(Datasets, value)
+    if len(entries) > _MOST_DATASETS:
+        told = f"names {len(entries)} datasets; {_MOST_DATASETS} can be mixed. Give a folder that holds the files"
+        return [f"`--{option.name}` {told}"]
+    found = (_entry_problem(option, entry) for entry in entries)
+    return list(islice((problem for problem in found if problem), _MOST_SHOWN))
+
+
+def _entry_problem(option: Option, entry: DatasetEntry) -> str | None:
+    """A line about the first value of a dataset that is wrong for itself."""
+    if option.name == "eval_dataset" and entry.weight != 1:
+        told = f"has the weight {entry.weight:g}, but each sample is evaluated once; leave the weight out"
+        return f"`--{option.name}` {quoted(entry.name)} {told}"
+    for key, spelling in dataset_spellings().items():
+        place = f"`--{option.name}`" + ("" if key == "path" else f" {quoted(entry.name)}: its {key}")
+        if problem := _value_problem(spelling.option, getattr(entry, spelling.option.name), place):
+            return problem
+    return None
+
+
+def _value_problem(option: Option, value: object, place: str) -> str | None:
     if isinstance(value, int | float) and option.bounds and not option.bounds.allow(value):
         shown = excerpt(str(value)) if isinstance(value, int) else f"{value:g}"
-        return f"`--{option.name}` is {shown}; it must be {option.bounds.demand(value)}"
+        return f"{place} is {shown}; it must be {option.bounds.demand(value)}"
     if isinstance(value, str) and option.is_name and (reason := _unusable_name(value)):
-        return f"`--{option.name}` {quoted(value)} {reason}"
+        return f"{place} {quoted(value)} {reason}"
     return None
 
 
@@ -119,13 +166,6 @@ def _misfit_sizes(config: Config, num_ranks: int | None) -> _Misfits:
             f"`--num_stages` {stages} is not a multiple of the number of ranks, {num_ranks}; use --num_stages "
             f"{_nearest_multiple(stages, num_ranks)}, or another number of ranks (--nproc_per_node)",
         )
-    warmup, steps = config.optim.warmup_steps, config.optim.num_iterations or 2
-    if 1 < warmup != int(warmup):
-        problem = "use a whole number of steps, or a number below 1 for a share of the run"
-        yield "warmup_steps", f"`--warmup_steps` is {warmup:g}; {problem}"
-    elif warmup > steps:
-        problem = f"is more than `--num_iterations` {steps}; use at most {steps}"
-        yield "warmup_steps num_iterations", f"`--warmup_steps` {warmup:g} {problem}"
 
 
 def _misfit_names(config: Config) -> _Misfits:
@@ -139,13 +179,16 @@ def _misfit_names(config: Config) -> _Misfits:
     if resident not in ("auto", "all") and config.pipeline.num_resident_stages is None:
         told = f"{quoted(resident)} is not a number of stages; write auto, all, or a number from 0 on"
         yield "resident_stages", f"`--resident_stages` {told}"
-    steps, profiled = config.output.profile_steps, config.output.profiled_steps
-    if steps is not None and not any(profiled[:1]):
+    steps = config.output.profile_steps
+    if steps is not None and not any(config.output.profiled_steps[:1]):
         told = f"{quoted(steps)} is no step or range of steps; write numbers from 1 on, such as 3 or 3-4"
         yield "profile_steps", f"`--profile_steps` {told}"
-    elif profiled and profiled[-1] > (config.optim.num_iterations or 2):
-        told = f"is more than the run has; use steps 1 to {config.optim.num_iterations or 2}, or more `--num_iterations`"
-        yield "profile_steps num_iterations", f"`--profile_steps` {excerpt(str(steps))} {told}"
+    for name, number, unit in (
+        ("warmup_steps", config.optim.warmup_steps, "steps, or a number below 1 for a share of the run"),
+        ("val_size", config.data.val_size, "samples, or a number below 1 for a share of the data"),
+    ):
+        if 1 < number != int(number):
+            yield name, f"`--{name}` is {number:g}; use a whole number of {unit}"
     devices = config.launch.cuda_visible_devices
     names = [name.strip() for name in devices.split(",")] if devices is not None else []
     if len(set(names)) < len(names) or not all(_DEVICE.fullmatch(name) for name in names):
@@ -182,6 +225,46 @@ def _misfit_choices(config: Config) -> _Misfits:
         if getattr(planning, name) is not None:
             told = "has no effect without `--dry_run`: a run has the ranks and GPUs that it is started with"
             yield f"dry_run {name}", f"`--{name}` {told}"
+
+
+def _misfit_data(config: Config) -> _Misfits:
+    data, optim = config.data, config.optim
+    if optim.num_iterations is not None and optim.num_train_epochs is not None:
+        yield (
+            "num_iterations num_train_epochs",
+            f"`--num_iterations` {optim.num_iterations} and `--num_train_epochs` {optim.num_train_epochs:g} both say "
+            "how long to train; remove one of them",
+        )
+    if data.val_size and data.eval_dataset is not None:
+        yield (
+            "val_size eval_dataset",
+            f"`--val_size` {data.val_size:g} holds samples out of training and `--eval_dataset` names others; remove "
+            "one of them",
+        )
+    if data.train_on_prompt and data.mask_history:
+        yield (
+            "train_on_prompt mask_history",
+            "`--train_on_prompt` trains on all of a conversation and `--mask_history` on its last answer only; remove "
+            "one of them",
+        )
+    if data.preview is not None and config.planning.dry_run:
+        told = "`--preview` shows the data and `--dry_run` plans a run, each by itself; remove one of them"
+        yield "preview dry_run", told
+
+
+def _misfit_steps(config: Config) -> _Misfits:
+    """Rules about a number of steps that is known."""
+    optim, steps, profiled = config.optim, config.optim.num_steps, config.output.profiled_steps
+    length, given = "num_iterations", f"`--num_iterations` {steps}"
+    if optim.num_train_epochs is not None:
+        length, given = "num_train_epochs", f"the {steps} steps of `--num_train_epochs` {optim.num_train_epochs:g}"
+    if steps < optim.warmup_steps == int(optim.warmup_steps):
+        told = f"is more than {given}; use at most {steps}"
+        yield "warmup_steps num_iterations num_train_epochs", f"`--warmup_steps` {optim.warmup_steps:g} {told}"
+    if any(profiled[:1]) and profiled[-1] > steps:
+        told = f"is more than the run has; use steps 1 to {steps}, or more `--{length}`"
+        shown = excerpt(str(config.output.profile_steps))
+        yield "profile_steps num_iterations num_train_epochs", f"`--profile_steps` {shown} {told}"
 
 
 def _nearest_multiple(value: int, divisor: int) -> str:

@@ -1,16 +1,29 @@
 """Owns YAML files of options: reading one, with every problem and its line, and writing a config as one."""
 
+import difflib
 import errno
 import os
 import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import yaml
 
-from mobius.config.config import Config
-from mobius.config.options import OptionValue, Source, Spelling, option_values, options, section_titles, spellings
+from mobius.config.config import Columns, Config, DatasetEntry, Datasets
+from mobius.config.options import (
+    Option,
+    OptionValue,
+    Source,
+    Spelling,
+    dataset_spellings,
+    option_values,
+    options,
+    section_titles,
+    spellings,
+)
+from mobius.config.words import is_plain
 from mobius.errors import ConfigError, first_line
 from mobius.excerpt import excerpt, quoted
 
@@ -19,6 +32,16 @@ _MOST_BYTES: Final = 1 << 18
 _MOST_DIGITS: Final = 1000
 _SHOWN_OF_PATH: Final = 200
 _MOST_PROBLEMS: Final = 100
+_MOST_ITEMS: Final = 1000
+"""Datasets of a list and columns of a mapping; aliases, which cost nothing to write, can make many of them."""
+_FOREIGN_KEYS: Final = {
+    **dict.fromkeys(("probability", "ratio", "proportion", "interleave_prob", "sampling_weight"), "weight"),
+    **dict.fromkeys(("num_samples", "samples", "limit", "max_train_samples"), "max_samples"),
+    **dict.fromkeys(("config", "config_name", "configuration", "dataset_config", "dataset_config_name"), "subset"),
+    **dict.fromkeys(("file", "file_name", "data_files", "hf_hub_url", "url", "id", "repo", "repo_id"), "path"),
+    **dict.fromkeys(("mapping", "column_mapping", "field_messages"), "columns"),
+}
+"""Keys of other tools' datasets and what they are here."""
 _TAG: Final = "tag:yaml.org,2002:"
 _PLAIN_KINDS: Final = ("null", "bool", "int", "float", "str")
 """Tags of the values that an option can have."""
@@ -87,16 +110,35 @@ def _parse(text: str, path: str) -> yaml.Node | None:
 
 def to_yaml(config: Config) -> str:
     """All options of a config as a flat YAML file with a heading per section; `--config` reads it back unchanged."""
-    sections: dict[str, dict[str, OptionValue]] = {section: {} for section in section_titles()}
+    sections: dict[str, dict[str, object]] = {section: {} for section in section_titles()}
     for name, value in option_values(config).items():
-        written = "auto" if value is None and options()[name].allows_auto else getattr(value, "value", value)
-        if isinstance(value, tuple):
-            written = value[0].name
-        sections[options()[name].section][name] = written
+        if name == "num_iterations" and config.optim.num_train_epochs is not None:
+            value = None  # what a run makes of its epochs is not what it was told
+        sections[options()[name].section][name] = _written(options()[name], value)
     return "\n".join(
         f"# {section_titles()[section]}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10_000)}"
         for section, values in sections.items()
     )
+
+
+def _written(option: Option, value: OptionValue) -> object:
+    if value is None:
+        return "auto" if option.allows_auto else None
+    if option.value_type is tuple:
+        return dict(typing.cast(Columns, value))
+    if not option.is_list:
+        return getattr(value, "value", value)
+    entries = [entry.name if is_plain(entry) else _written_dataset(entry) for entry in typing.cast(Datasets, value)]
+    return entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries
+
+
+def _written_dataset(entry: DatasetEntry) -> dict[str, object]:
+    given: dict[str, object] = {"path": entry.name}
+    for key, spelling in dataset_spellings().items():
+        value, option = getattr(entry, spelling.option.name), spelling.option
+        if option.name != "name" and value != option.default:
+            given[key] = _written(option, value)
+    return given
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -114,37 +156,52 @@ _YamlLoader.add_implicit_resolver(
 
 
 def _put_mapping(result: Source, path: str, root: yaml.MappingNode) -> None:
+    for key, place, node in _pairs(result, path, root, "the name of an option"):
+        if spelling := spellings().get(key):
+            _put_yaml_value(result, spelling, node, path=path, place=place)
+        else:
+            result.reject_unknown(f"{place}: unknown key `{excerpt(key)}`", key)
+
+
+def _pairs(result: Source, path: str, mapping: yaml.MappingNode, meaning: str) -> Iterator[tuple[str, str, yaml.Node]]:
+    """Keys of a mapping, their places and what they are set to; a key that is no word, or doubled, is a problem."""
     lines: dict[str, int] = {}
-    for key_node, value_node in root.value:
+    for key_node, value_node in mapping.value:
         line = key_node.start_mark.line + 1
         place = f"{path}, line {line}"
-        if len(result.problems) == _MOST_PROBLEMS:
-            result.problems.append(f"{place}: the rest was not read, for there are {_MOST_PROBLEMS} problems")
+        if len(result.problems) >= _MOST_PROBLEMS:
+            result.problems[_MOST_PROBLEMS:] = [
+                f"{place}: the rest was not read, for there are {_MOST_PROBLEMS} problems"
+            ]
             result.unreadable.update(options())
             return
         if not isinstance(key_node, yaml.ScalarNode):
-            result.problems.append(f"{place}: `{_as_written(key_node)}` is given where the name of an option is needed")
+            result.problems.append(f"{place}: `{_as_written(key_node)}` is given where {meaning} is needed")
             continue
         key = str(key_node.value)
         if key in lines:
             result.problems.append(f"{place}: `{excerpt(key)}` is already set on line {lines[key]}; keep one")
             continue
         lines[key] = line
-        if spelling := spellings().get(key):
-            _put_yaml_value(result, spelling, value_node, place=place)
-        else:
-            result.reject_unknown(f"{place}: unknown key `{excerpt(key)}`", key)
+        yield key, place, value_node
 
 
-def _put_yaml_value(result: Source, spelling: Spelling, node: yaml.Node, *, place: str) -> None:
+def _put_yaml_value(result: Source, spelling: Spelling, node: yaml.Node, *, path: str, place: str) -> None:
     option = spelling.option
+    if option.is_list and not isinstance(node, yaml.ScalarNode):
+        _put_datasets(result, spelling, node, path=path, place=place)
+        return
+    if option.value_type is tuple and isinstance(node, yaml.MappingNode):
+        _put_columns(result, spelling, node, path=path, place=place)
+        return
     needed, quotes = "true or false" if spelling.is_flag else option.expectation, ""
     shown = _as_written(node)
     try:
         value = _plain_value(node)
         shown = quoted(value)
         if not spelling.is_flag:
-            quotes = " in quotes" if option.value_type is str and isinstance(value, int | float) else ""
+            is_text = option.value_type in (str, DatasetEntry)
+            quotes = " in quotes" if is_text and isinstance(value, int | float) else ""
             result.put(spelling, option.from_yaml(value), place=place)
         elif not isinstance(value, bool):
             raise ValueError(value)
@@ -154,6 +211,62 @@ def _put_yaml_value(result: Source, spelling: Spelling, node: yaml.Node, *, plac
             result.put(spelling, not spelling.flag_value, place=place)
     except ValueError:
         result.reject(spelling, f"{place}: `{spelling.name}: {shown}`; {needed}{quotes} is needed")
+    except ConfigError as error:
+        result.reject(spelling, *(f"{place}: `{spelling.name}`: {problem}" for problem in error.problems))
+
+
+def _put_datasets(result: Source, spelling: Spelling, node: yaml.Node, *, path: str, place: str) -> None:
+    """Put a list of names and mappings, or one mapping."""
+    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if not 0 < len(items) <= _MOST_ITEMS or any(isinstance(item, yaml.SequenceNode) for item in items):
+        needed = f"text, or a list of 1 to {_MOST_ITEMS} texts and mappings"
+        result.reject(spelling, f"{place}: `{spelling.name}: {_as_written(node)}`; {needed} is needed")
+        return
+    entries: list[DatasetEntry] = []
+    for item in items:
+        own = Source()
+        if isinstance(item, yaml.MappingNode):
+            _put_dataset_keys(own, path, item)
+            name = str(own.values.pop("name", ""))
+            entries.append(DatasetEntry(name, **typing.cast(dict[str, typing.Any], own.values)))
+        else:
+            _put_yaml_value(own, spelling, item, path=path, place=f"{path}, line {item.start_mark.line + 1}")
+            entries += typing.cast(Datasets, own.values.get(spelling.option.name, ()))
+        if own.problems:
+            result.reject(spelling, *own.problems[: _MOST_PROBLEMS - len(result.problems)])
+    result.put(spelling, tuple(entries), place=place)
+
+
+def _put_dataset_keys(result: Source, path: str, mapping: yaml.MappingNode) -> None:
+    known = dataset_spellings()
+    for key, place, node in _pairs(result, path, mapping, "a key of a dataset"):
+        if spelling := known.get(key):
+            _put_yaml_value(result, spelling, node, path=path, place=place)
+            continue
+        near = [_FOREIGN_KEYS[key]] if key in _FOREIGN_KEYS else difflib.get_close_matches(key[:60], known, 1)
+        hint = f"did you mean `{near[0]}`?" if near else f"a dataset has {', '.join(known)}"
+        result.problems.append(f"{place}: unknown key `{excerpt(key)}` of a dataset; {hint}")
+    if "name" not in result.values and not result.problems:
+        line = mapping.start_mark.line + 1
+        result.problems.append(f"{path}, line {line}: a dataset without `path`; give its name, file or folder")
+
+
+def _put_columns(result: Source, spelling: Spelling, mapping: yaml.MappingNode, *, path: str, place: str) -> None:
+    if not 0 < len(mapping.value) <= _MOST_ITEMS:
+        needed = f"1 to {_MOST_ITEMS} pairs of what is read and its column"
+        result.reject(spelling, f"{place}: `{spelling.name}` has {len(mapping.value)}; {needed} are needed")
+        return
+    own, columns = Source(), []
+    for key, key_place, node in _pairs(own, path, mapping, "what is read"):
+        if key and node.value and isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAG}str":
+            columns.append((key, str(node.value)))
+        else:
+            shown = f"{excerpt(key)}: {_as_written(node)}"
+            own.problems.append(f"{key_place}: `{shown}` in `{spelling.name}`; what is read and its column are needed")
+    if own.problems:
+        result.reject(spelling, *own.problems)
+    else:
+        result.put(spelling, tuple(columns), place=place)
 
 
 def _plain_value(node: yaml.Node) -> OptionValue:
