@@ -1,0 +1,113 @@
+"""Owns how a tokenized sample is shown to people: what is trained on apart from what is not, and nothing that steers.
+
+Text of the data is foreign: a control character in it could move a terminal's cursor or write to its clipboard, a mark
+of direction could show an answer backwards, and one that has no width could hide in it.
+"""
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
+from mobius.data.store import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mobius.data.datasets import PreparedDataset
+
+_SHOWN_CHARACTERS: Final = 1200
+"""Characters of a part (a prompt or a target) that are shown, half of them from its end."""
+_SHOWN_LINES: Final = 40
+_SHOWN_PARTS: Final = 24
+_STACKED_MARKS: Final = 4
+"""Accents on one letter that are drawn; languages need up to three, and a hundred cover the lines around them."""
+_UNSEEN: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
+"""Unicode's categories: control, format, half a character, private use, separators of lines and paragraphs."""
+
+
+class Tone(StrEnum):
+    """Meaning of a line that a terminal shows as a colour; the value is that of an SGR sequence."""
+
+    PLAIN = ""
+    MASKED = "90"
+    TARGET = "32"
+    WARNING = "33"
+    TITLE = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Text without a line feed, in which nothing steers a terminal, and its meaning."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+
+    def painted(self) -> str:
+        """The text in the colour of its meaning, for terminals."""
+        return f"\x1b[{self.tone.value}m{self.text}\x1b[0m" if self.tone.value else self.text
+
+
+def visible(text: str) -> str:
+    """`text` with every character that has no shape of its own as an escape (`\\x1b`, `\\u202e`), but for line feeds.
+
+    Tabs are spaces; accents beyond those that a letter can have are escapes as well.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    shown, num_marks = list[str](), 0
+    for character in text:
+        category = unicodedata.category(character)
+        num_marks = num_marks + 1 if category in ("Mn", "Me") else 0
+        if character == "\t":
+            shown.append("    ")
+        elif character != "\n" and (category in _UNSEEN or num_marks > _STACKED_MARKS):
+            shown.append(character.encode("unicode_escape").decode("ascii"))
+        else:
+            shown.append(character)
+    return "".join(shown)
+
+
+def sample_lines(row: Row, tokenizer: "PreTrainedTokenizerBase", title: str) -> list[Line]:
+    """A sample as the model sees it: special tokens, prompt and target apart, what is long without its middle."""
+    input_ids, is_target = row
+    heading = f"{title}: {len(input_ids)} tokens, {int(is_target[1:].sum())} of them targets"
+    spans = list[tuple[bool, int, int]]()
+    position = 0
+    for part_is_target, group in groupby(is_target.tolist()):
+        length = sum(1 for _ in group)
+        spans.append((part_is_target, position, position + length))
+        position += length
+    lines = [Line(visible(heading), Tone.TITLE)]
+    left_out = len(spans) - _SHOWN_PARTS
+    for number, (part_is_target, first, last) in enumerate(spans):
+        if left_out > 0 and _SHOWN_PARTS // 2 <= number < _SHOWN_PARTS // 2 + left_out:
+            if number == _SHOWN_PARTS // 2:
+                lines.append(Line(f"  [... {left_out} parts ...]"))
+            continue
+        text = tokenizer.decode(
+            input_ids[first:last].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        tone, name = (Tone.TARGET, "target") if part_is_target else (Tone.MASKED, "prompt")
+        lines += [Line(f"  {name} | {line}", tone) for line in _shortened(text)]
+    return lines
+
+
+def describe_sample(prepared: "PreparedDataset", tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The first sample of a dataset as a record for the log."""
+    return "\n".join(line.text for line in sample_lines(prepared.tokenized.sample(0), tokenizer, "sample 0"))
+
+
+def _shortened(text: str) -> Iterator[str]:
+    """The lines of a part, all visible, with a word on what is left out of its middle."""
+    if len(text) > _SHOWN_CHARACTERS:
+        half = _SHOWN_CHARACTERS // 2
+        text = f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
+    lines: Sequence[str] = text.split("\n")
+    if len(lines) > _SHOWN_LINES:
+        half = _SHOWN_LINES // 2
+        lines = [*lines[:half], f"[... {len(lines) - 2 * half} lines ...]", *lines[-half:]]
+    return map(visible, lines)

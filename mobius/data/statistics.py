@@ -1,0 +1,180 @@
+"""Owns what is counted in tokenized samples before a run: tokens, targets, endings, duplicates; and what is told of it.
+
+Samples are memory-mapped and walked through once, some megabytes at a time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mobius.data.datasets import PreparedDataset
+from mobius.data.store import TokenizedDataset
+
+Fingerprints = npt.NDArray[np.uint64]
+"""One number for each sample, the same for samples of the same tokens."""
+
+_CHUNK_TOKENS: Final = 1 << 20
+"""Tokens that are looked at together: arrays of 8 MiB."""
+_KEPT_FINGERPRINTS: Final = 1 << 22
+"""Fingerprints that are kept, 32 MiB; of more samples, those of a part that is chosen by the fingerprint itself."""
+_FEW_TARGETS: Final = 0.03
+_MANY_UNKNOWN: Final = 0.001
+"""Shares of all tokens that are worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStatistics:
+    """Numbers of a dataset's samples; fingerprints are kept of one sample in `kept_one_in`, with its index."""
+
+    num_samples: int
+    num_tokens: int
+    num_targets: int
+    num_ended: int
+    """Samples whose last token is the end-of-sequence token."""
+    num_eos_targets: int
+    """Targets that are the end-of-sequence token."""
+    num_bare: int
+    """Samples of which one token alone is a target: such an answer is nothing but its end."""
+    num_unknown: int
+    """Tokens that stand for what the tokenizer does not know."""
+    largest_id: int
+    length_counts: npt.NDArray[np.int64]
+    """Samples of each length, from 0 tokens to those of the longest."""
+    kept_one_in: int
+    indices: npt.NDArray[np.int64]
+    fingerprints: Fingerprints
+
+    @property
+    def num_duplicates(self) -> int:
+        """Samples with the tokens of an earlier one; an estimate where not every fingerprint is kept."""
+        return self.kept_one_in * (len(self.fingerprints) - len(np.unique(self.fingerprints)))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether duplicates are counted, not estimated."""
+        return self.kept_one_in == 1
+
+    def fingerprints_of(self, indices: npt.NDArray[np.int64] | None) -> Fingerprints:
+        """The kept fingerprints of the samples `indices`; None: of all."""
+        return self.fingerprints if indices is None else self.fingerprints[np.isin(self.indices, indices)]
+
+
+def keep_one_in(num_samples: int) -> int:
+    """One in how many fingerprints to keep of so many samples."""
+    return -(-num_samples // _KEPT_FINGERPRINTS)
+
+
+def count_samples(
+    tokenized: TokenizedDataset, *, eos_token_id: int, unknown_token_id: int | None, kept_one_in: int = 1
+) -> SampleStatistics:
+    """Walk through all samples once; some three seconds for a million of 500 tokens."""
+    lengths = tokenized.lengths
+    longest = int(lengths.max())
+    multipliers, length_counts = _multipliers(longest), np.zeros(longest + 1, dtype=np.int64)
+    sums = dict.fromkeys(("targets", "ended", "eos", "bare", "unknown"), 0)
+    largest, indices, fingerprints = 0, list[npt.NDArray[np.int64]](), list[Fingerprints]()
+    for first, last in _chunks(tokenized.offsets):
+        tokens = slice(int(tokenized.offsets[first]), int(tokenized.offsets[last]))
+        ids, is_target = tokenized.input_ids[tokens], np.array(tokenized.is_target[tokens])
+        own = lengths[first:last].astype(np.int64)
+        ends = np.cumsum(own)
+        starts = ends - own
+        length_counts += np.bincount(own, minlength=longest + 1)
+        is_target[starts] = False  # nothing predicts the first token
+        is_eos = ids == eos_token_id
+        num_targets = np.add.reduceat(is_target, starts, dtype=np.int64)
+        sums["targets"] += int(num_targets.sum())
+        sums["bare"] += int(np.count_nonzero(num_targets == 1))
+        sums["eos"] += int(np.count_nonzero(is_eos & is_target))
+        sums["ended"] += int(np.count_nonzero(is_eos[ends - 1]))
+        if unknown_token_id is not None:
+            sums["unknown"] += int(np.count_nonzero(ids == unknown_token_id))
+        largest = max(largest, int(ids.max()))
+        prints = _fingerprints(ids, starts, own, multipliers)
+        kept = np.flatnonzero(prints % np.uint64(kept_one_in) == 0)
+        indices.append(kept + first)
+        fingerprints.append(prints[kept])
+    return SampleStatistics(
+        num_samples=len(lengths),
+        num_tokens=int(lengths.sum(dtype=np.int64)),
+        num_targets=sums["targets"],
+        num_ended=sums["ended"],
+        num_eos_targets=sums["eos"],
+        num_bare=sums["bare"],
+        num_unknown=sums["unknown"],
+        largest_id=largest,
+        length_counts=length_counts,
+        kept_one_in=kept_one_in,
+        indices=np.concatenate(indices),
+        fingerprints=np.concatenate(fingerprints),
+    )
+
+
+def _chunks(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Spans of samples of about `_CHUNK_TOKENS` tokens, at least one sample each."""
+    first, num_samples = 0, len(offsets) - 1
+    while first < num_samples:
+        last = int(np.searchsorted(offsets, offsets[first] + _CHUNK_TOKENS, side="right")) - 1
+        yield first, (last := max(first + 1, last))
+        first = last
+
+
+def _multipliers(longest: int) -> npt.NDArray[np.uint64]:
+    """Odd factors, one for each position, always the same."""
+    factors = np.random.Generator(np.random.PCG64(18)).integers(2**64, size=longest, dtype=np.uint64)
+    return factors | np.uint64(1)
+
+
+def _fingerprints(
+    ids: npt.NDArray[np.int32],
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    multipliers: npt.NDArray[np.uint64],
+) -> Fingerprints:
+    """The sum of (token + 1) x (factor of its position) modulo 2^64 of each sample; its high bits go into the low ones.
+
+    A hash of this kind (multilinear; Lemire and Kaser 2014) makes two different samples the same with chance 2^-32 or
+    less.
+    """
+    positions = np.arange(len(ids)) - np.repeat(starts, lengths)
+    products = multipliers[positions] * (ids.astype(np.uint64) + np.uint64(1))
+    sums: Fingerprints = np.add.reduceat(products, starts)
+    return sums ^ (sums >> np.uint64(29))
+
+
+def concerns(dataset: PreparedDataset, found: SampleStatistics) -> list[str]:
+    """Sentences about what a user would want to know of a dataset before it is trained on."""
+    counts, texts = dataset.counts, list(dataset.warnings)
+
+    def tell(number: int, total: int, text: str) -> None:
+        if number:
+            texts.append(f"{number:,} of {total:,} {text}")
+
+    tell(counts.empty, counts.read, "records are empty: they hold no text")
+    tell(counts.dropped, counts.read, "records were dropped: no target is left in them, as where an answer is empty")
+    tell(counts.cut, counts.read, "records were cut to seq_length: their ends are not trained on")
+    about = "" if found.is_exact else "about "
+    if found.num_duplicates:
+        texts.append(f"{about}{found.num_duplicates:,} of {found.num_samples:,} samples repeat an earlier one exactly")
+    tell(found.num_bare, found.num_samples, "samples have one token alone as their target: answers without words?")
+    if not found.num_eos_targets:
+        texts.append("no target is the end-of-sequence token: the model would not learn to stop")
+    elif not dataset.is_text and 2 * found.num_ended < found.num_samples:
+        tell(
+            found.num_samples - found.num_ended, found.num_samples, "samples do not end with the end-of-sequence token"
+        )
+    if found.num_targets < _FEW_TARGETS * found.num_tokens:
+        share = found.num_targets / found.num_tokens
+        texts.append(f"only {100 * share:.2g} % of the tokens are targets: most of the work is for prompts")
+    if found.num_unknown > _MANY_UNKNOWN * found.num_tokens:
+        share = found.num_unknown / found.num_tokens
+        texts.append(f"{100 * share:.2g} % of the tokens are unknown to the tokenizer: is it made for other text?")
+    return texts
+
+
+def num_repeated(fingerprints: Fingerprints, earlier: Fingerprints) -> int:
+    """How many of the samples are among `earlier` ones too, as an answer that is trained on and evaluated on."""
+    return int(np.count_nonzero(np.isin(fingerprints, earlier)))

@@ -1,0 +1,102 @@
+"""Owns how token counts of samples are drawn: a histogram as lines of text, and as a picture."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Counts = npt.NDArray[np.int64]
+"""Samples of each length, from 0 tokens on."""
+
+_MOST_BINS: Final = 16
+_BAR: Final = 50
+"""Characters of the longest bar."""
+
+
+def added(datasets: Sequence[Counts]) -> Counts:
+    """Samples of each length in all datasets together."""
+    total = np.zeros(max(map(len, datasets)), dtype=np.int64)
+    for counts in datasets:
+        total[: len(counts)] += counts
+    return total
+
+
+def bin_edges(counts: Counts) -> list[int]:
+    """Lengths at which the bins end, each inclusive, the first before the shortest sample and the last the longest.
+
+    Bins are equally wide; each ends at twice the one before it if lengths differ so much that the first of equal ones
+    would hold half of all samples.
+    """
+    found = np.flatnonzero(counts)
+    shortest, longest = int(found[0]), int(found[-1])
+    width = 1 << max(0, -(-longest // _MOST_BINS) - 1).bit_length()
+    inner = range((shortest - 1) // width * width, longest, width)
+    first = int(counts[: inner[0] + width + 1].sum())
+    if 2 * first < int(counts.sum()) or 8 * inner[0] >= longest or longest <= _MOST_BINS:
+        return [*inner, longest]
+    start = max(0, (shortest - 1).bit_length() - 1)
+    powers = [1 << power for power in range(start, longest.bit_length()) if 1 << power < longest]
+    return [0 if shortest <= powers[0] else powers.pop(0), *powers, longest]
+
+
+def binned(counts: Counts, edges: Sequence[int]) -> list[int]:
+    """Samples in each bin."""
+    through = np.cumsum(counts)
+    ends = [int(through[min(edge, len(counts) - 1)]) for edge in edges]
+    return [after - before for before, after in pairwise(ends)]
+
+
+def describe_lengths(counts: Counts) -> str:
+    """Shortest, median, mean and longest length in words."""
+    found, through = np.flatnonzero(counts), np.cumsum(counts)
+    median = int(np.searchsorted(through, (through[-1] + 1) // 2))
+    mean = float(counts @ np.arange(len(counts))) / int(through[-1])
+    return f"shortest {found[0]:,}, median {median:,}, mean {mean:,.1f}, longest {found[-1]:,}"
+
+
+def histogram_lines(counts: Counts, *, block: str) -> list[str]:
+    """A line for each bin: its lengths, its samples and a bar of `block`; a bin that is not empty has at least one."""
+    edges = bin_edges(counts)
+    numbers = binned(counts, edges)
+    labels = _labels(edges)
+    width, digits, most = max(map(len, labels)), len(f"{max(numbers):,}"), max(numbers)
+    return [
+        f"  {label:>{width}} | {number:>{digits},} {block * -(-number * _BAR // most)}".rstrip()
+        for label, number in zip(labels, numbers, strict=True)
+    ]
+
+
+def draw_lengths(path: Path, datasets: Sequence[tuple[str, Counts]], *, seq_length: int) -> None:
+    """Write the histogram as PNG, the bars of all datasets (name, counts) on top of each other. Raises OSError."""
+    # Imported here: matplotlib takes half a second and training does not need it.
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    total = added([counts for _, counts in datasets])
+    edges = bin_edges(total)
+    figure = Figure(figsize=(8.0, 4.0), facecolor="white", layout="constrained")
+    axes = figure.add_subplot()
+    places, bottom = np.arange(len(edges) - 1), np.zeros(len(edges) - 1)
+    bars = []
+    for number, (_, counts) in enumerate(datasets):
+        heights = np.array(binned(counts, edges), dtype=np.float64)
+        bars.append(axes.bar(places, heights, 0.9, bottom=bottom, color=colormaps["tab10"](number % 10)))
+        bottom += heights
+    axes.set_xticks(places, _labels(edges), rotation=45, ha="right", fontsize=8)
+    axes.set_xlabel("tokens", fontsize=9)
+    axes.set_ylabel("samples", fontsize=9)
+    axes.spines[["right", "top"]].set_visible(False)
+    title = f"Lengths of {int(total.sum()):,} samples in rows of {seq_length:,} tokens: {describe_lengths(total)}"
+    axes.set_title(title, fontsize=9, loc="left")
+    if len(datasets) > 1:
+        legend = axes.legend(bars, [name for name, _ in datasets], fontsize=8, frameon=False)
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a name may hold `$`
+    figure.savefig(path, dpi=150, format="png")
+
+
+def _labels(edges: Sequence[int]) -> list[str]:
+    return [f"{last:,}" if last == first + 1 else f"{first + 1:,}-{last:,}" for first, last in pairwise(edges)]
