@@ -1,6 +1,6 @@
 """Owns what to tell a user who gives an option of another trainer: what to use here, or that there is no such thing.
 
-The names are those of transformers' TrainingArguments, TRL's SFTConfig, LLaMA-Factory and DeepSpeed.
+The names are those of transformers' TrainingArguments, TRL's SFTConfig, LLaMA-Factory, Axolotl and DeepSpeed.
 """
 
 import re
@@ -27,8 +27,8 @@ def _read(table: str) -> Mapping[str, ForeignOption]:
 
 
 FOREIGN_OPTIONS: Final = _read("""
-num_train_epochs num_epochs epochs n_epochs -> num_iterations
-    use --num_iterations, the number of steps: epochs x samples / --batch_size
+num_epochs epochs n_epochs train_epochs max_epochs -> num_train_epochs
+    use --num_train_epochs
 per_device_train_batch_size per_gpu_train_batch_size train_micro_batch_size_per_gpu micro_batch_size
 per_device_batch_size -> batch_size num_chunks
     use --batch_size, all sequences of a step over all GPUs together, and --num_chunks, the microbatches that it is cut
@@ -104,30 +104,40 @@ stage task rlhf_type
 pref_beta dpo_beta beta pref_loss ref_model reward_model ppo_epochs
     not available; only supervised fine-tuning is done, without a reward or reference model
 dataset_name dataset_path train_file data_path data_files dataset_dir train_data train_dataset data_file
-custom_dataset_path -> dataset
-    use --dataset with a known name, a Hugging Face id, or a local file or folder
-dataset_config_name split dataset_split train_split
-    not available; of a dataset its `train` split is read (--dataset)
-dataset_text_field text_column prompt_column response_column input_column columns
-    not available; the columns are recognized by their names: rename them in the data
-template chat_template prompt_template conversation_template default_system
-    not needed: the tokenizer's own chat template is used; leave it out
-packing neat_packing pack sample_packing group_by_length padding_free
-    not an option: data with a `text` column is always packed, and conversations never are
-train_on_prompt completion_only_loss assistant_only_loss mask_history train_on_inputs mask_prompt train_on_input
-    not an option: only answers are trained on, and all of data with a `text` column
+custom_dataset_path datasets dataset_mixer -> dataset
+    use --dataset with a known name, a Hugging Face id, or a local file or folder; several are mixed
+dataset_config_name dataset_config dataset_subset split dataset_split train_split subset
+    not an option; a YAML file may give `dataset` as a mapping with `path`, `split` and `subset`
+interleave_probs mix_strategy dataset_weights dataset_mixture sampling_ratio data_weights -> dataset
+    use --dataset with a weight behind each word, such as --dataset a.jsonl b.jsonl:0.3
+dataset_text_field text_column prompt_column response_column input_column text_field column_mapping dataset_columns
+messages_field -> columns
+    use --columns, such as --columns text=body or --columns prompt=document,completion=summary
+template prompt_template conversation_template chat_template_path -> chat_template
+    use --chat_template with a Jinja file or the name of a built-in template; without it, the tokenizer's own is used
+system_prompt system_message default_system_prompt -> default_system
+    use --default_system
+neat_packing pack sample_packing padding_free packing_strategy -> packing
+    use --packing on, off, joined or auto; samples in a row never see each other with on
+group_by_length
+    not needed: --packing fills rows with whole samples; leave it out
+completion_only_loss assistant_only_loss train_on_inputs mask_prompt train_on_input -> train_on_prompt
+    use --train_on_prompt to train on prompts too; without it, only answers are trained on
 dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataloader_drop_last streaming num_workers
 dataloader_persistent_workers
     not needed: tokens are prepared before the run; --preprocessing_num_workers speeds that up
 dataset_num_proc num_proc preprocessing_batch_size dataset_num_workers -> preprocessing_num_workers
     use --preprocessing_num_workers
-overwrite_cache tokenized_path use_cached_dataset
-    not needed: tokenized data is kept and used again while nothing changes; leave it out
-do_eval do_predict eval_steps eval_strategy evaluation_strategy val_size eval_dataset per_device_eval_batch_size
-eval_batch_size eval_accumulation_steps predict_with_generate compute_accuracy metric_for_best_model
-load_best_model_at_end eval_on_start validation_file early_stopping_steps greater_is_better max_eval_samples
-eval_delay
-    not available; nothing is evaluated during a run. Evaluate the model in --save_dir afterwards
+tokenized_path use_cached_dataset dataset_prepared_path
+    not needed: tokenized data is kept and used again while nothing changes (--overwrite_cache makes it anew)
+validation_file validation_dataset val_dataset eval_file eval_data validation_data -> eval_dataset
+    use --eval_dataset
+validation_split validation_size validation_split_percentage test_size val_set_size eval_size val_split -> val_size
+    use --val_size with a number of samples, or below 1 with a share of the data
+do_eval do_predict eval_steps eval_strategy evaluation_strategy per_device_eval_batch_size eval_batch_size
+eval_accumulation_steps predict_with_generate compute_accuracy metric_for_best_model load_best_model_at_end
+eval_on_start early_stopping_steps greater_is_better max_eval_samples eval_delay
+    not available; when and how is evaluated cannot be chosen, only on what (--val_size, --eval_dataset)
 save_steps save_strategy save_total_limit save_on_each_node save_freq save_interval checkpointing_steps save_epochs
     not available; the model is saved once, at the end, to --save_dir
 resume_from_checkpoint resume load_checkpoint ignore_data_skip

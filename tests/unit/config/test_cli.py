@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mobius.config.cli import parse_args
-from mobius.config.config import Config, Dtype
+from mobius.config.config import Config, DatasetEntry, Dtype
 from mobius.config.options import options, spellings
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
@@ -31,7 +31,7 @@ def test_the_users_command_line_works_verbatim() -> None:
         ],
         num_ranks=4,
     )  # fmt: skip
-    assert (config.model.model_path, config.data.dataset) == ("meta-llama/Llama-2-7b-hf", "xsum")
+    assert (config.model.model_path, config.data.dataset) == ("meta-llama/Llama-2-7b-hf", (DatasetEntry("xsum"),))
     assert (config.optim.num_iterations, config.pipeline.batch_size, config.pipeline.num_stages) == (20, 64, 8)
     assert config.pipeline.use_prefetch
     assert config.pipeline.use_offload
@@ -57,7 +57,7 @@ def test_offload_and_prefetch_combine_freely(offload: str, prefetch: str) -> Non
         (["--num_micro_batches=8"], "num_chunks", 8),
         (["--batch-size", "256"], "batch_size", 256),
         (["--model_", "some/model"], "model_path", "some/model"),
-        (["--dataset=a=b.jsonl"], "dataset", "a=b.jsonl"),
+        (["--dataset=a=b.jsonl"], "dataset", (DatasetEntry("a=b.jsonl"),)),
         (["--fp16"], "dtype", Dtype.FP16),
         (["--dtype", "fp32"], "dtype", Dtype.FP32),
         (["--no_pre"], "use_prefetch", False),
@@ -136,7 +136,7 @@ def test_a_file_name_of_other_bytes_than_utf_8_is_a_file_name(tmp_path: Path) ->
     """Python hands such bytes over as half characters, which the same bytes come from again."""
     name = os.fsdecode(b"data-\xff.jsonl")
     config = parse_args(["--dataset", name])
-    assert config.data.dataset == name
+    assert config.data.dataset == (DatasetEntry(name),)
     file = tmp_path / "resolved.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
     assert parse_args(["--config", str(file)]) == config

@@ -5,13 +5,30 @@ import typing
 
 import pytest
 
-from mobius.config.config import Bounds, Config, Dtype, LrSchedulerType, OptimConfig, OutputConfig, PipelineConfig
-from mobius.config.options import config_from, nearest_name, option_values, options, spellings
+from mobius.config.config import (
+    Bounds,
+    Config,
+    DatasetEntry,
+    Dtype,
+    LrSchedulerType,
+    OptimConfig,
+    OutputConfig,
+    PipelineConfig,
+)
+from mobius.config.options import (
+    OptionValue,
+    config_from,
+    dataset_spellings,
+    nearest_name,
+    option_values,
+    options,
+    spellings,
+)
 
 # The manual's table: name, type, default.
 MANUAL = [
     ("model_path", str, "meta-llama/Llama-2-7b-hf"),
-    ("dataset", str, "xsum"),
+    ("dataset", DatasetEntry, (DatasetEntry("xsum"),)),
     ("save_params", str, "finetune_params.pt"),
     ("save_results", str, "test_result.txt"),
     ("save_dir", str, "save_ckpt"),
@@ -20,7 +37,7 @@ MANUAL = [
     ("batch_size", int, 128),
     ("num_chunks", int, 4),
     ("seq_length", int, 512),
-    ("num_iterations", int, 2),
+    ("num_iterations", int, None),  # 2, unless epochs are given
     ("num_stages", int, 8),
     ("num_layers", int, None),
     ("embedding_dim", int, None),
@@ -32,9 +49,7 @@ MANUAL = [
 
 
 @pytest.mark.parametrize(("name", "value_type", "default"), MANUAL)
-def test_an_option_of_the_manual_has_its_type_and_default(
-    name: str, value_type: type, default: str | int | bool | None
-) -> None:
+def test_an_option_of_the_manual_has_its_type_and_default(name: str, value_type: type, default: OptionValue) -> None:
     option = options()[name]
     assert (option.value_type, option.default) == (value_type, default)
 
@@ -50,7 +65,8 @@ def test_every_field_has_a_text_and_appears_once() -> None:
 
 
 def test_every_number_has_bounds() -> None:
-    without = [option.name for option in options().values() if option.value_type in (int, float) and not option.bounds]
+    every = [*options().values(), *(spelling.option for spelling in dataset_spellings().values())]
+    without = [option.name for option in every if option.value_type in (int, float) and not option.bounds]
     assert without == []
 
 
@@ -110,6 +126,14 @@ def test_warmup_is_a_number_of_steps_or_a_share_rounded_up(
     assert OptimConfig(warmup_steps=warmup_steps, num_iterations=num_iterations).num_warmup_steps == expected
 
 
+def test_steps_are_what_is_given_or_2_and_unknown_while_epochs_are_not_counted() -> None:
+    assert OptimConfig().num_steps == 2
+    assert OptimConfig(num_iterations=7).num_steps == 7
+    assert OptimConfig(num_iterations=7, num_train_epochs=0.5).num_steps == 7
+    with pytest.raises(AssertionError):
+        _ = OptimConfig(num_train_epochs=0.5).num_steps
+
+
 @pytest.mark.parametrize(
     ("text", "expected"), [(None, []), ("3", [3]), ("3-5", [3, 4, 5]), (" 7 - 8 ", [7, 8]), ("5-3", []), ("x", [])]
 )
@@ -147,10 +171,10 @@ def test_bounds_exclude_what_they_say() -> None:
     assert str(bounds) == "at least 0 and below 1"
 
 
-@pytest.mark.parametrize("name", ["num_stages", "num_chunks"])
+@pytest.mark.parametrize("name", ["num_stages", "num_chunks", "preprocessing_num_workers"])
 def test_auto_is_a_number_that_is_chosen_later(name: str) -> None:
     option = options()[name]
-    assert option.from_text("auto") is None
+    assert option.from_words(["auto"]) is None
     assert option.from_yaml("auto") is None
     assert option.expectation == "a whole number at least 1, or auto"
     for nothing in (None, "", "none"):
@@ -160,4 +184,4 @@ def test_auto_is_a_number_that_is_chosen_later(name: str) -> None:
 
 def test_other_numbers_know_no_auto() -> None:
     with pytest.raises(ValueError):
-        options()["batch_size"].from_text("auto")
+        options()["batch_size"].from_words(["auto"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mobius.config.cli import parse_args
-from mobius.config.config import Compile, Dtype
+from mobius.config.config import Compile, DatasetEntry, Dtype
 from mobius.config.options import config_from
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
@@ -37,7 +37,7 @@ def test_fine_tune_holds_the_values_of_the_readme() -> None:
     config = parse_args(["--config", str(ROOT / "configs/fine_tune.yaml")], num_ranks=4)
     assert (config.pipeline.batch_size, config.pipeline.num_chunks, config.pipeline.num_stages) == (64, 4, 8)
     assert (config.data.seq_length, config.optim.num_iterations, config.model.num_layers) == (128, 2, 32)
-    assert (config.model.model_path, config.data.dataset) == ("meta-llama/Llama-2-7b-hf", "xsum")
+    assert (config.model.model_path, config.data.dataset) == ("meta-llama/Llama-2-7b-hf", (DatasetEntry("xsum"),))
     assert (config.output.save_results, config.output.save_dir) == ("test_result.txt", "save_ckpt")
     assert (config.pipeline.use_prefetch, config.pipeline.use_offload) == (True, True)
     assert (config.launch.cuda_visible_devices, config.launch.master_port) == ("0,2,1,3", 29502)
@@ -64,7 +64,7 @@ def test_the_bare_words_on_and_off_are_choices_where_an_option_has_them(
 
 
 def test_a_name_that_looks_like_an_exponent_in_quotes_stays_text(tmp_path: Path) -> None:
-    assert parse_args(["--config", write(tmp_path, "dataset: '1e5'\n")]).data.dataset == "1e5"
+    assert parse_args(["--config", write(tmp_path, "dataset: '1e5'\n")]).data.dataset == (DatasetEntry("1e5"),)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "no_prefetch: false\nnum_layers:\n"])
@@ -155,13 +155,15 @@ def test_aliases_that_multiply_take_no_time(tmp_path: Path) -> None:
     lines += [f"a{n}: &a{n} [" + ", ".join([f"*a{n - 1}"] * 9) + "]" for n in range(1, 12)]
     file = write(tmp_path, "\n".join([*lines, "dataset: *a11"]))
     start = time.perf_counter()
-    with pytest.raises(ConfigError, match=r"line 13: `dataset: \[\.\.\.\]`; text is needed"):
+    with pytest.raises(ConfigError, match=r"line 13: `dataset: \[\.\.\.\]`; text, or a list"):
         parse_args(["--config", file])
     assert time.perf_counter() - start < 1
 
 
 def test_a_name_that_looks_like_a_date_is_text(tmp_path: Path) -> None:
-    assert parse_args(["--config", write(tmp_path, "dataset: 2024-01-01\n")]).data.dataset == "2024-01-01"
+    assert parse_args(["--config", write(tmp_path, "dataset: 2024-01-01\n")]).data.dataset == (
+        DatasetEntry("2024-01-01"),
+    )
 
 
 def test_a_byte_order_mark_before_utf_8_is_no_mistake(tmp_path: Path) -> None:
