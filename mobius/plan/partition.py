@@ -35,8 +35,9 @@ class ModelShape:
     @property
     def attention_width(self) -> int:
         """Width of all query heads together."""
-        known = self.num_heads is not None and self.head_size is not None
-        return self.num_heads * self.head_size if known else self.hidden_size
+        if self.num_heads is None or self.head_size is None:
+            return self.hidden_size
+        return self.num_heads * self.head_size
 
     @property
     def num_layers(self) -> int:

@@ -197,7 +197,7 @@ class PlanRequest:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of all microbatches of a step."""
+        """Tokens of all microbatches of a step, padding counted."""
         return self.config.pipeline.batch_size * self.config.data.seq_length
 
     @cached_property

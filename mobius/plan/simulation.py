@@ -262,4 +262,7 @@ def forecast(plan: Plan, request: PlanRequest, profile: Profile) -> tuple[Foreca
     prediction = simulate_steps(schedule_of(plan), stage_costs(plan, request.shape, profile), profile, request.rules)
     seconds = prediction.step_seconds
     limit, gain = limiting_resource(profile, lambda faster: plan_seconds(plan, request, faster), seconds)
-    return Forecast(seconds, limit, gain, f"{profile.source} ({profile.basis})"), prediction
+    basis = f"{profile.source} ({profile.basis})"
+    if request.packed is not None:
+        basis += f", packed rows with attention over {request.attention_length:.0f} tokens on average"
+    return Forecast(seconds, limit, gain, basis), prediction

@@ -61,8 +61,6 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     logger.info("plan of %s: %.3g parameters, %s", config.model.model_path, shape.num_parameters, dtype)
     if not machine.on_cpu:
         _log_devices(config, machine.num_ranks)
-    if config.data.packing in (Packing.AUTO, Packing.ON):
-        logger.info("%s", ROWS_AS_PLANNED)
     try:
         found = planned(config, shape, machine)
     except GpuMemoryError as error:
@@ -74,6 +72,8 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     else:
         logger.info("%s", describe_gpus(found))
         logger.info("%s", describe_step(found))
+        if config.data.packing in (Packing.AUTO, Packing.ON):
+            logger.info("  %s", ROWS_AS_PLANNED)
     fits = _log_host(found)
     _save(found)
     logger.info("%s", "the run fits" if fits else "the run does not fit")

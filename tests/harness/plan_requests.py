@@ -13,15 +13,17 @@ from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.plan.cards import CARDS
 from mobius.plan.partition import ModelShape
-from mobius.plan.request import Machine, PlanRequest
+from mobius.plan.request import Machine, PackedRows, PlanRequest
 
 USUAL = {"batch_size": 64, "seq_length": 512, "num_stages": 32, "num_chunks": 8}
 H200 = Machine(4, CARDS["H200"])
 
 
-def request_of(shape: ModelShape, machine: Machine = H200, **options: Any) -> PlanRequest:
+def request_of(
+    shape: ModelShape, machine: Machine = H200, *, packed: PackedRows | None = None, **options: Any
+) -> PlanRequest:
     """The question of a run of 64 x 512 tokens in 32 stages and 8 chunks, or as `options` of main.py say."""
-    return PlanRequest.of(config_from(USUAL | options), shape, machine)
+    return PlanRequest.of(config_from(USUAL | options), shape, machine, packed)
 
 
 @cache

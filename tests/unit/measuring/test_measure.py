@@ -22,6 +22,7 @@ from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import ModelParts
 from mobius.plan.cards import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
 from mobius.plan.profile import LayerSeconds, Profile, Source
+from mobius.plan.request import PackedRows
 
 CPU = torch.device("cpu")
 SHAPE = MicrobatchShape(batch=2, seq_length=8, dtype=torch.float32, loss_chunk_tokens=64)
@@ -141,9 +142,20 @@ def test_another_shape_model_or_number_of_ranks_is_another_file(tmp_path: Path) 
     model = parts_of("llama").shape()
     shapes = [SHAPE, replace(SHAPE, batch=4), replace(SHAPE, dtype=torch.bfloat16)]
     keys = [profile_key(model, s, device=CPU, num_ranks=n, is_compiled=False) for s in shapes for n in (1, 2)]
+    # Of packed rows: of many documents, of few, and of few where there may be more.
+    for packed in (PackedRows(1.1, 8), PackedRows(4.0, 8), PackedRows(4.0, 9), PackedRows(8.0, 1)):
+        shape = replace(SHAPE, packed=packed)
+        keys.append(profile_key(model, shape, device=CPU, num_ranks=1, is_compiled=False))
     keys.append(profile_key(replace(model, vocab_size=7), SHAPE, device=CPU, num_ranks=1, is_compiled=False))
     assert len({profile_path(tmp_path, key) for key in keys}) == len(keys)
     assert profile_path(tmp_path, keys[0]) == profile_path(tmp_path, dict(keys[0]))
+
+
+def test_packed_rows_that_are_measured_alike_share_a_file(tmp_path: Path) -> None:
+    model = parts_of("llama").shape()
+    shapes = [replace(SHAPE, packed=PackedRows(length, 8)) for length in (3.9, 4.1)]  # two documents of four tokens
+    keys = [profile_key(model, shape, device=CPU, num_ranks=1, is_compiled=False) for shape in shapes]
+    assert profile_path(tmp_path, keys[0]) == profile_path(tmp_path, keys[1])
 
 
 def test_a_host_that_waits_for_its_work_tells_nothing_of_launches() -> None:

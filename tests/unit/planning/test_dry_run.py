@@ -80,6 +80,15 @@ def test_a_plan_is_printed_with_bytes_by_category_a_predicted_step_and_whether_i
     assert not (large / "save_ckpt").exists()
 
 
+@pytest.mark.parametrize(("packing", "is_told"), [("auto", True), ("on", True), ("off", False), ("joined", False)])
+def test_where_rows_may_hold_several_documents_it_is_said_that_they_are_planned_as_one(
+    workplace: Path, caplog: pytest.LogCaptureFixture, packing: str, is_told: bool
+) -> None:
+    caplog.set_level("INFO", "mobius")
+    assert dry(*SMALL, "--num_ranks", "2", "--card", "L20", "--packing", packing)
+    assert ("rows are planned as full, one document each" in told(caplog)) == is_told
+
+
 def test_this_machine_s_memory_counts_unless_the_plan_is_for_another_one(
     workplace: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

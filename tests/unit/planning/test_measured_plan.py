@@ -14,11 +14,12 @@ from transformers import AutoConfig
 
 from mobius.config.cli import parse_args
 from mobius.measuring import bench, host_rates, measure
+from mobius.measuring.measure import MicrobatchShape
 from mobius.messages.transport import SingleRankTransport
 from mobius.plan.cards import CARDS, estimate_profile
 from mobius.plan.choice import estimated_profile, settle
 from mobius.plan.profile import Profile, Source
-from mobius.plan.request import Machine, PlanRequest
+from mobius.plan.request import Machine, PackedRows, PlanRequest
 from mobius.planning import measured_plan
 from mobius.planning.blueprint import Blueprint, draw_blueprint, machine_of_gpu, redraw
 from mobius.planning.measured_plan import is_to_be_measured, measured_profile, plan_by_measurement
@@ -30,10 +31,10 @@ SHORT = ("--batch_size", "16", "--seq_length", "512")
 AUTO = ("--num_stages", "auto", "--num_chunks", "auto")
 
 
-def blueprint_of(*arguments: str, num_ranks: int = 1) -> Blueprint:
+def blueprint_of(*arguments: str, num_ranks: int = 1, packed: PackedRows | None = None) -> Blueprint:
     words = ["--model_path", "model", "--device", "cpu", "--fp32", "--batch_size", "4", "--seq_length", "16"]
     config = parse_args([*words, *arguments], num_ranks=num_ranks)
-    return draw_blueprint(config, Ranks(0, num_ranks, 0), AutoConfig.from_pretrained("model"))
+    return draw_blueprint(config, Ranks(0, num_ranks, 0), AutoConfig.from_pretrained("model"), packed=packed)
 
 
 def on_gpu(blueprint: Blueprint) -> Blueprint:
@@ -116,6 +117,34 @@ def test_a_plan_drawn_again_keeps_the_microbatches() -> None:
     assert again.message_shape == blueprint.message_shape
     assert again.answer.forecast is not None
     assert again.answer.forecast.basis == "measured (2 x Some Future GPU)"
+
+
+@pytest.mark.usefixtures("workplace")
+def test_a_plan_drawn_again_is_for_the_same_rows_and_says_so() -> None:
+    packed = PackedRows(attention_length=5.3, most_documents=6)
+    blueprint = blueprint_of(*AUTO, packed=packed)
+    profile = replace(
+        measured_like("H200", 16), num_ranks=1, kind_of_layer=(0,) * blueprint.shape.num_layers, microbatch_tokens=16
+    )
+    again = redraw(blueprint, profile)
+    assert again.answer.request.packed == blueprint.answer.request.packed == packed
+    assert again.answer.forecast is not None
+    assert again.answer.forecast.describe().endswith(", packed rows with attention over 5 tokens on average")
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize("packed", [None, PackedRows(5.3, 6)])
+def test_layers_are_measured_on_the_rows_of_the_run(monkeypatch: pytest.MonkeyPatch, packed: PackedRows | None) -> None:
+    seen = []
+
+    def measure_nothing(blueprint: Blueprint, shape: MicrobatchShape, transport: SingleRankTransport) -> Profile:
+        seen.append(shape.packed)
+        return measured_like("H200", 16)
+
+    monkeypatch.setattr(measured_plan, "_measure", measure_nothing)
+    _, is_new = measured_profile(blueprint_of(*AUTO, packed=packed), SingleRankTransport())
+    assert is_new
+    assert seen == [packed]
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "Some Future GPU"])

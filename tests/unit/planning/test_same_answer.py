@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,10 @@ from mobius.plan.cards import CARDS
 from mobius.plan.choice import Answer
 from mobius.plan.gpu_peak import LayerBytes, estimate_layer
 from mobius.plan.partition import ModelShape
-from mobius.plan.request import OUTSIDE_BYTES
+from mobius.plan.request import OUTSIDE_BYTES, PackedRows
 from mobius.planning import blueprint, dry_run
 from mobius.planning.blueprint import draw_blueprint, redraw
-from mobius.planning.dry_run import run_dry
+from mobius.planning.dry_run import planned, run_dry
 from mobius.ranks import Ranks
 from mobius.units import GIB
 
@@ -41,6 +42,8 @@ def draw_shape(draw: random.Random) -> ModelShape:
         intermediate_size=inner,
         vocab_size=vocab,
         is_tied=draw.random() < 0.4,
+        num_heads=hidden // 128,
+        head_size=128,
     )
 
 
@@ -65,6 +68,12 @@ def draw_setting(draw: random.Random) -> tuple[ModelShape, str, int, list[str]]:
     return shape, draw.choice(["H200", "L20", "RTX4090", "A10"]), num_ranks, words
 
 
+def draw_packed(draw: random.Random) -> PackedRows | None:
+    """Facts of the data, which a dry run is told here as a run is."""
+    most_documents = draw.randint(2, 40)
+    return PackedRows(draw.uniform(20, 600), most_documents) if draw.random() < 0.4 else None
+
+
 class Parts:
     """A model of which only the sizes are asked for."""
 
@@ -80,7 +89,14 @@ def measured_as_estimated(parts: Parts, *, shape: Any, dtype: torch.dtype, devic
     return estimate_layer(dtype.itemsize, parts.shape(), batch * length, compiled=parts.compiled)
 
 
-def as_run(patch: pytest.MonkeyPatch, shape: ModelShape, card: str, ranks: Ranks, words: list[str]) -> Answer | str:
+def as_run(
+    patch: pytest.MonkeyPatch,
+    shape: ModelShape,
+    card: str,
+    ranks: Ranks,
+    words: list[str],
+    packed: PackedRows | None,
+) -> Answer | str:
     """The answer of a run on GPUs that are there in name only, its layers and rates measured as they are estimated."""
     config = parse_args(words, num_ranks=ranks.num_ranks)
     total, limit = int(CARDS[card].memory_gb * GIB), config.pipeline.gpu_memory_limit
@@ -103,7 +119,7 @@ def as_run(patch: pytest.MonkeyPatch, shape: ModelShape, card: str, ranks: Ranks
     properties = SimpleNamespace(name=f"NVIDIA {card}", total_memory=total)
     patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     try:
-        drawn = draw_blueprint(config, ranks, SimpleNamespace())  # type: ignore[arg-type]
+        drawn = draw_blueprint(config, ranks, SimpleNamespace(), packed=packed)  # type: ignore[arg-type]
         if (
             drawn.answer.forecast is None and drawn.answer.profile is not None
         ):  # it is planned again when it is measured
@@ -114,7 +130,12 @@ def as_run(patch: pytest.MonkeyPatch, shape: ModelShape, card: str, ranks: Ranks
 
 
 def as_dry_run(
-    patch: pytest.MonkeyPatch, shape: ModelShape, card: str, num_ranks: int, words: list[str]
+    patch: pytest.MonkeyPatch,
+    shape: ModelShape,
+    card: str,
+    num_ranks: int,
+    words: list[str],
+    packed: PackedRows | None,
 ) -> Answer | str:
     """The answer that `--dry_run` prints and saves."""
     saved: list[Answer] = []
@@ -127,6 +148,7 @@ def as_dry_run(
     patch.setattr(dry_run, "load_planned_config", lambda options: (None, None))
     patch.setattr(dry_run, "ModelParts", lambda config, device: Parts(shape))
     patch.setattr(dry_run, "_save", saved.append)
+    patch.setattr(dry_run, "planned", partial(planned, packed=packed))
     handler = Refusals(logging.ERROR)
     dry_run.logger.addHandler(handler)
     try:
@@ -144,16 +166,17 @@ def test_a_dry_run_answers_what_a_run_does(monkeypatch: pytest.MonkeyPatch) -> N
     num_planned = 0
     for number in range(NUM_SETTINGS):
         shape, card, num_ranks, words = draw_setting(draw)
-        rank = draw.randrange(num_ranks)
-        planned = as_dry_run(monkeypatch, shape, card, num_ranks, words)
-        run = as_run(monkeypatch, shape, card, Ranks(rank, num_ranks, rank), words)
-        case = f"setting {number}: {card} x {num_ranks}, {' '.join(words)}, {shape}"
-        if isinstance(planned, str) or isinstance(run, str):
-            assert planned == run, case
+        rank, packed = draw.randrange(num_ranks), draw_packed(draw)
+        dry = as_dry_run(monkeypatch, shape, card, num_ranks, words, packed)
+        run = as_run(monkeypatch, shape, card, Ranks(rank, num_ranks, rank), words, packed)
+        case = f"setting {number}: {card} x {num_ranks}, {' '.join(words)}, {shape}, {packed}"
+        if isinstance(dry, str) or isinstance(run, str):
+            assert dry == run, case
             continue
         num_planned += 1
         for name in COMPARED:
-            assert getattr(planned, name) == getattr(run, name), f"{name} in {case}"
-        assert planned.request == replace(run.request, config=planned.request.config, machine=planned.request.machine)
-        assert planned.request.rules == run.request.rules, case
+            assert getattr(dry, name) == getattr(run, name), f"{name} in {case}"
+        assert dry.request == replace(run.request, config=dry.request.config, machine=dry.request.machine)
+        assert dry.request.packed == packed
+        assert dry.request.rules == run.request.rules, case
     assert NUM_SETTINGS // 2 < num_planned < NUM_SETTINGS * 0.95  # some are refused, most are not
