@@ -6,6 +6,7 @@ import os
 import re
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -223,6 +224,7 @@ def _put_datasets(result: Source, spelling: Spelling, node: yaml.Node, *, path: 
         result.reject(spelling, f"{place}: `{spelling.name}: {_as_written(node)}`; {needed} is needed")
         return
     entries: list[DatasetEntry] = []
+    single = replace(spelling, option=replace(spelling.option, is_optional=False))
     for item in items:
         own = Source()
         if isinstance(item, yaml.MappingNode):
@@ -230,7 +232,7 @@ def _put_datasets(result: Source, spelling: Spelling, node: yaml.Node, *, path: 
             name = str(own.values.pop("name", ""))
             entries.append(DatasetEntry(name, **typing.cast(dict[str, typing.Any], own.values)))
         else:
-            _put_yaml_value(own, spelling, item, path=path, place=f"{path}, line {item.start_mark.line + 1}")
+            _put_yaml_value(own, single, item, path=path, place=f"{path}, line {item.start_mark.line + 1}")
             entries += typing.cast(Datasets, own.values.get(spelling.option.name, ()))
         if own.problems:
             result.reject(spelling, *own.problems[: _MOST_PROBLEMS - len(result.problems)])
