@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mobius.data.mixture import WeightedSamples, epoch_samples, epoch_size, generator
-from mobius.data.packing import WINDOW, attention_cost, balance, fill_rows, most_samples_per_row
+from mobius.data.packing import WINDOW, attention_cost, balance, fill_rows, most_samples_per_row, window_size
 from mobius.data.store import Row
 from mobius.errors import DataError
 
@@ -123,14 +123,13 @@ class Batches:
         facts, size = self.facts, self._batch_size
         rows = f"of {self._seq_length} tokens, {facts.padding:.1%} padding".replace("%", " %")
         if self.most_documents is None:
-            return f"packing is off: one sample in a row {rows}"
+            return f"no packing: one sample in a row {rows}"
         text = f"packing: {facts.samples_per_row:.1f} samples in a row {rows}; a step of {size} rows holds some "
         text += f"{facts.samples_per_row * size:.0f} samples"
-        smaller = round(size / facts.samples_per_row / self._num_microbatches) * self._num_microbatches
-        smaller = max(smaller, self._num_microbatches)
-        if smaller >= size:
-            return text
-        return f"{text}, as --batch_size {smaller} holds the {size} that there were without packing"
+        smaller = max(1, round(size / facts.samples_per_row / self._num_microbatches)) * self._num_microbatches
+        return (
+            text if smaller >= size else f"{text} (--batch_size {smaller} keeps the {size} of a step without packing)"
+        )
 
     def __iter__(self) -> "Batches":
         return self
@@ -206,10 +205,12 @@ class _RowStream:
         # Of each window made so far: its epoch, its number in it, and the rows of all windows through it.
         self._epochs, self._numbers, self._ends = array("q"), array("q"), array("q")
         self._next = (0, 0)
+        self._window_size = WINDOW
         self.most_samples: int | None = None
         """Limit of samples in a row; None if rows hold one each."""
         first = next(epoch for epoch in count() if epoch_size(parts, epoch))
         if is_packed:
+            self._window_size = window_size(self._fill(first, 0).lengths, seq_length)
             self.most_samples = most_samples_per_row(self._fill(first, 0).lengths, seq_length)
         self._loaded, self._window = -1, self._fill(first, 0)
         self.facts = self._measure(self._window)
@@ -228,10 +229,15 @@ class _RowStream:
     def num_rows_of(self, num_epochs: Fraction) -> int:
         """Rows of so many epochs; of the last, if it is a part of one, that share of its rows, rounded up."""
         whole = math.floor(num_epochs)
-        before = self._num_rows_before(whole)
-        if num_epochs == whole:
-            return before
-        return before + math.ceil((num_epochs - whole) * (self._num_rows_before(whole + 1) - before))
+        num_rows = self._num_rows_before(whole)
+        if num_epochs > whole:
+            num_rows += math.ceil((num_epochs - whole) * (self._num_rows_before(whole + 1) - num_rows))
+        if num_rows == 0:
+            raise DataError(
+                f"--num_train_epochs {float(num_epochs):.15g}: by their weights no sample of the datasets is in them. "
+                "Raise it, or the weights"
+            )
+        return num_rows
 
     def epochs_after(self, num_rows: int) -> float:
         """Epochs that are done after so many rows, which `row` has reached; counted in samples."""
@@ -267,7 +273,7 @@ class _RowStream:
     def _bounds(self, epoch: int, number: int) -> tuple[int, int]:
         """Places of a window in its epoch's order; an epoch's windows are equally large, so that none is too small."""
         size = epoch_size(self._parts, epoch)
-        num_windows = max(1, -(-size // WINDOW))
+        num_windows = max(1, -(-size // self._window_size))
         return number * size // num_windows, (number + 1) * size // num_windows
 
     def _fill(self, epoch: int, number: int) -> _Window:

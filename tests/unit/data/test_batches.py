@@ -1,11 +1,17 @@
-from itertools import islice
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mobius.data.batches import Batches
+from mobius.data.batches import Batch, Batches
 from mobius.data.mixture import WeightedSamples
+from mobius.data.packing import WINDOW, attention_cost
 from mobius.data.store import TokenizedDataset
+from mobius.errors import DataError
 
 PAD = 99
 
@@ -88,3 +94,250 @@ def test_seek_reaches_any_step_forwards_and_backwards(step: int) -> None:
     order(used, 9)
     used.seek(step)
     assert order(used, 3) == expected[step : step + 3]
+
+
+def of_lengths(lengths: Sequence[int], first: int = 0) -> TokenizedDataset:
+    """Sample i is its length times the token first + i, all targets."""
+    return TokenizedDataset.from_rows(
+        [(np.full(n, first + i, dtype=np.int32), np.ones(n, dtype=np.bool_)) for i, n in enumerate(lengths)]
+    )
+
+
+def drawn_lengths(number: int, longest: int = 64) -> list[int]:
+    return np.random.default_rng(number).integers(2, longest, number, endpoint=True).tolist()
+
+
+def packed(*parts: TokenizedDataset | WeightedSamples, batch_size: int = 4, **changes: Any) -> Batches:
+    options: dict[str, Any] = {"seq_length": 64, "pad_token_id": -1, "seed": 42, "is_packed": True}
+    weighted = [part if isinstance(part, WeightedSamples) else WeightedSamples(part) for part in parts]
+    return Batches(weighted, batch_size=batch_size, **(options | changes))
+
+
+def documents_of(batch: Batch) -> list[tuple[int, int]]:
+    """Token and length of each document, read from the tokens: no two neighbours have the same one."""
+    found = list[tuple[int, int]]()
+    for row in batch.input_ids:
+        bounds = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), len(row)]
+        found += [(int(row[start]), stop - start) for start, stop in pairwise(bounds)]
+    return [document for document in found if document[0] != -1]
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 300])
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_packed_epochs_have_every_sample_whole_and_exactly_so_often(number: int, num_epochs: int) -> None:
+    lengths = drawn_lengths(number)
+    counts = Counter(
+        document for batch in packed(of_lengths(lengths), num_epochs=num_epochs) for document in documents_of(batch)
+    )
+    assert counts == dict.fromkeys(enumerate(lengths), num_epochs)
+
+
+def test_windows_hold_every_sample_of_an_epoch_once() -> None:
+    lengths = drawn_lengths(2 * WINDOW + 1, longest=9)
+    stream = packed(of_lengths(lengths), batch_size=64, num_epochs=1)
+    assert Counter(token for batch in stream for token, _ in documents_of(batch)) == dict.fromkeys(
+        range(len(lengths)), 1
+    )
+
+
+def test_packed_rows_say_their_documents_and_mask_the_first_token_of_each() -> None:
+    stream = packed(of_lengths([5, 3, 2]), batch_size=1, seq_length=12, num_epochs=1)
+    (batch,) = stream
+    assert batch.documents == ((5, 3, 2),)
+    assert batch.input_ids.tolist() == [[0] * 5 + [1] * 3 + [2] * 2 + [-1] * 2]
+    assert batch.labels.tolist() == [[-100, 0, 0, 0, 0, -100, 1, 1, -100, 2, -100, -100]]
+    assert (batch.num_samples, batch.num_tokens, batch.num_targets) == (3, 10, 7)
+    assert batch.padding == pytest.approx(2 / 12)
+    assert stream.most_documents is not None
+    assert stream.most_documents >= 4, "the padding is a document"
+
+
+def test_targets_of_packed_samples_are_those_of_the_samples() -> None:
+    (batch,) = packed(dataset(([5, 6, 7], [0, 1, 1]), ([8, 9], [0, 1])), batch_size=1, seq_length=6, num_epochs=1)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, -1]]
+    assert batch.labels.tolist() == [[-100, 6, 7, -100, 9, -100]]
+
+
+def test_documents_agree_with_the_tokens_and_with_the_limit() -> None:
+    stream = packed(of_lengths(drawn_lengths(500)), num_microbatches=2)
+    for batch in islice(stream, 60):
+        assert batch.documents is not None
+        assert [length for row in batch.documents for length in row] == [length for _, length in documents_of(batch)]
+        assert max(len(row) + (sum(row) < 64) for row in batch.documents) <= (stream.most_documents or 0)
+        assert batch.num_samples == sum(map(len, batch.documents))
+
+
+def test_rows_without_packing_have_no_documents() -> None:
+    stream = batches(numbered(3), 2)
+    assert next(stream).documents is None
+    assert stream.most_documents is None
+    assert next(stream).num_samples == 2
+
+
+def test_a_step_has_the_same_rows_in_whatever_microbatches() -> None:
+    lengths = drawn_lengths(400)
+    streams = [packed(of_lengths(lengths), batch_size=8, num_microbatches=number) for number in (1, 2, 4)]
+    costs = Counter[int]()
+    for one, *others in islice(zip(*streams, strict=True), 30):
+        for number, batch in zip((2, 4), others, strict=True):
+            assert sorted(batch.input_ids.tolist()) == sorted(one.input_ids.tolist())
+            assert sorted(batch.labels.tolist()) == sorted(one.labels.tolist())
+            costs[number] += most_cost(batch, number)
+            costs[-number] += most_cost(one, number)
+    assert costs[2] < costs[-2]
+    assert costs[4] < costs[-4]
+
+
+def most_cost(batch: Batch, num_microbatches: int) -> int:
+    assert batch.documents is not None
+    costs = [attention_cost(row, batch.input_ids.shape[1]) for row in batch.documents]
+    return int(np.array(costs).reshape(num_microbatches, -1).sum(axis=1).max())
+
+
+def test_a_step_has_the_same_order_without_packing_in_whatever_microbatches() -> None:
+    one, two = (packed(of_lengths(drawn_lengths(40)), is_packed=False, num_microbatches=number) for number in (1, 2))
+    for mine, other in islice(zip(one, two, strict=True), 20):
+        assert mine.input_ids.tolist() == other.input_ids.tolist()
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("number", [1, 5, 90])
+def test_seek_reaches_any_step_of_mixed_epochs(number: int, is_packed: bool) -> None:
+    def fresh() -> Batches:
+        parts = of_lengths(drawn_lengths(number)), WeightedSamples(of_lengths(drawn_lengths(7), 1000), 0.4)
+        return packed(*parts, is_packed=is_packed, num_microbatches=2)
+
+    expected = [(batch.input_ids.tolist(), batch.epoch) for batch in islice(fresh(), 40)]
+    used = fresh()
+    for step in (37, 0, 11, 5, 30, 4):
+        other = fresh()
+        for stream in (used, other):
+            stream.seek(step)
+            assert stream.state == step
+            found = [(batch.input_ids.tolist(), batch.epoch) for batch in islice(stream, 3)]
+            assert found == expected[step : step + 3]
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_epochs_end_with_a_step_that_is_filled_with_empty_rows(is_packed: bool) -> None:
+    stream = packed(of_lengths([60] * 7), batch_size=4, num_epochs=1, is_packed=is_packed, num_microbatches=2)
+    assert stream.num_steps == 2
+    full, last = stream
+    assert (full.num_samples, last.num_samples) == (4, 3)
+    empty = [row for row in range(4) if (last.input_ids[row] == -1).all()]
+    assert len(empty) == 1
+    assert (last.labels[empty[0]] == -100).all()
+    assert last.documents is None or last.documents[empty[0]] == ()
+    assert (full.epoch, last.epoch) == (pytest.approx(4 / 7), 1)
+    assert list(stream) == []
+
+
+@pytest.mark.parametrize(
+    ("num_epochs", "num_steps"), [(1, 10), (0.1, 1), (0.11, 2), (0.3, 3), (2.5, 25), (3, 30), (0.001, 1)]
+)
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_parts_of_an_epoch_are_counted_in_rows_and_rounded_up(
+    num_epochs: float, num_steps: int, is_packed: bool
+) -> None:
+    stream = packed(of_lengths([60] * 10), batch_size=1, num_epochs=num_epochs, is_packed=is_packed)
+    assert stream.num_steps == num_steps
+    steps = list(stream)
+    assert len(steps) == num_steps
+    assert steps[-1].epoch == pytest.approx(num_steps / 10)
+
+
+def test_without_a_number_of_epochs_there_is_no_end() -> None:
+    stream = packed(of_lengths([60] * 3), batch_size=2)
+    assert stream.num_steps is None
+    assert [batch.epoch for batch in islice(stream, 6)] == pytest.approx([2 / 3, 4 / 3, 2, 8 / 3, 10 / 3, 4])
+    assert stream.num_epochs_of(6) == pytest.approx(4)
+
+
+def test_a_mixture_is_trained_by_weight() -> None:
+    parts = [
+        WeightedSamples(of_lengths(drawn_lengths(600), 0)),
+        WeightedSamples(of_lengths(drawn_lengths(900), 10_000), 1 / 3),
+        WeightedSamples(of_lengths(drawn_lengths(200), 20_000), 2.5),
+    ]
+    counts = Counter(
+        token // 10_000 for batch in packed(*parts, num_epochs=1) for token, _ in merged(documents_of(batch), parts)
+    )
+    for part, expected in enumerate((600, 300, 500)):
+        assert counts[part] == pytest.approx(expected, rel=0.01)
+
+
+def merged(documents: list[tuple[int, int]], parts: Sequence[WeightedSamples]) -> list[tuple[int, int]]:
+    """Documents with those apart that are the same sample twice in a row."""
+    lengths = {
+        10_000 * number + index: int(length)
+        for number, part in enumerate(parts)
+        for index, length in enumerate(part.tokenized.lengths)
+    }
+    return [(token, lengths[token]) for token, length in documents for _ in range(length // lengths[token])]
+
+
+def test_only_the_given_samples_are_trained_on() -> None:
+    part = WeightedSamples(of_lengths(drawn_lengths(20)), indices=np.array([3, 4, 17]))
+    assert {token for batch in packed(part, num_epochs=1) for token, _ in documents_of(batch)} == {3, 4, 17}
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_samples_as_long_as_a_row_fill_it(is_packed: bool) -> None:
+    (batch,) = packed(of_lengths([64] * 4), num_epochs=1, is_packed=is_packed)
+    assert batch.padding == 0
+    assert sorted(token for token, _ in documents_of(batch)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_an_epoch_without_a_sample_of_a_dataset_or_of_any_is_passed_by(is_packed: bool) -> None:
+    halves = [WeightedSamples(of_lengths([9], first), 0.5) for first in (1, 2)]
+    (batch,) = packed(*halves, num_epochs=2, is_packed=is_packed)
+    assert sorted(documents_of(batch)) == [(1, 9), (2, 9)]
+    assert next(packed(*halves, is_packed=is_packed)).epoch > 1
+    with pytest.raises(DataError, match=r"--num_train_epochs 1: .* no sample"):
+        packed(*halves, num_epochs=1, is_packed=is_packed)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_an_empty_mixture_is_refused_with_its_numbers(is_packed: bool) -> None:
+    for part in (WeightedSamples(of_lengths([9]), 0.001), WeightedSamples(of_lengths([9]), indices=np.array([], int))):
+        with pytest.raises(DataError, match=r"empty mixture: .* \([01] x [\d.]+\), at least 1 .* Raise the weights"):
+            packed(part, is_packed=is_packed)
+
+
+def test_facts_are_the_averages_of_all_rows() -> None:
+    lengths = drawn_lengths(500)
+    stream = packed(of_lengths(lengths), batch_size=1, num_epochs=1)
+    rows = [row for batch in stream for row in batch.documents or ()]
+    squares = sum(sum(n * n for n in row) + (64 - sum(row)) ** 2 for row in rows)
+    assert stream.facts.samples_per_row == pytest.approx(500 / len(rows))
+    assert stream.facts.padding == pytest.approx(1 - sum(lengths) / (64 * len(rows)))
+    assert stream.facts.attention_length == pytest.approx(squares / (64 * len(rows)))
+    assert packed(of_lengths(lengths), is_packed=False).facts.attention_length == 64
+
+
+def test_a_line_says_how_full_rows_are_and_which_batch_keeps_the_samples_of_a_step() -> None:
+    corpus = of_lengths([16] * 400)
+    assert packed(corpus, batch_size=64, num_microbatches=4).describe() == (
+        "packing: 4.0 samples in a row of 64 tokens, 0.0 % padding; a step of 64 rows holds some 256 samples "
+        "(--batch_size 16 keeps the 64 of a step without packing)"
+    )
+    assert (
+        packed(corpus, batch_size=12, num_microbatches=12)
+        .describe()
+        .endswith("a step of 12 rows holds some 48 samples")
+    )
+    assert packed(corpus, is_packed=False).describe() == "no packing: one sample in a row of 64 tokens, 75.0 % padding"
+
+
+def test_short_samples_fill_long_rows() -> None:
+    lengths = [50] * 40_000
+    assert packed(of_lengths(lengths), seq_length=32_768).facts.padding < 0.02
+
+
+def test_a_step_deep_in_the_data_is_sought_by_lengths_in_little_time() -> None:
+    stream = packed(of_lengths(drawn_lengths(50_000)), batch_size=64)
+    started = time.perf_counter()
+    stream.seek(1000)
+    assert next(stream).epoch > 2
+    assert time.perf_counter() - started < 5  # some 0.2 s on an idle core
