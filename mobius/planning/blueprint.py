@@ -109,7 +109,12 @@ def draw_blueprint(
     check_dtype(config.model.dtype, device)
     free_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
     machine = _machine(device, ranks.num_ranks, free_bytes)
-    parts = ModelParts(model_config, device, compiled=compiles(config, machine))
+    parts = ModelParts(
+        model_config,
+        device,
+        compiled=compiles(config, machine),
+        packed=None if packed is None else TORCH_DTYPES[config.model.dtype],
+    )
     shape = parts.shape()
     if saved is not None:
         digest = ModelDigest.of(shape, config.model.dtype)

@@ -108,7 +108,7 @@ def as_run(
         "choose_device": lambda *_: torch.device("cuda", ranks.rank),
         "check_dtype": lambda *_: None,
         "cap_gpu_memory": lambda *_: free if limit is None else min(free, int(limit * GIB)),
-        "ModelParts": lambda config, device, compiled: Parts(shape, compiled=compiled),
+        "ModelParts": lambda config, device, compiled, packed: Parts(shape, compiled=compiled),
         "measure_layer_bytes": measured_as_estimated,
         "cpu_share": lambda num_ranks: 16,
         "own_host_bytes": lambda: 0,
