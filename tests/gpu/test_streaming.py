@@ -127,4 +127,6 @@ def test_a_layers_graph_is_measured_as_the_memory_that_its_saved_tensors_take() 
 
 
 def _on_gpu(batch: StepBatch) -> StepBatch:
-    return StepBatch(batch.input_ids.to(CUDA), batch.labels.to(CUDA), batch.num_targets, batch.num_tokens, batch.num_samples)
+    return StepBatch(
+        batch.input_ids.to(CUDA), batch.labels.to(CUDA), batch.num_targets, batch.num_tokens, batch.num_samples
+    )

@@ -154,7 +154,7 @@ def test_arguments_are_told_apart_by_what_they_are_and_not_all_of_them_kept(
     case = with_graphs(layer_of("llama"))
     outputs = []
     for factor in (1.0, 0.5, 0.25, 1.0):
-        arguments = tree_map_only(Tensor, partial(torch.mul, factor), case.arguments)
+        arguments = tree_map_only(Tensor, partial(torch.mul, factor), dict(case.arguments))
         part = replace(case, arguments=arguments)
         outputs.append(part.forward())
         assert torch.equal(outputs[-1], part.by_autograd()[0])

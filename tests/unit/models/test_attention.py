@@ -1,0 +1,149 @@
+"""Attention within documents beside a dense mask, which nothing but a test makes."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+
+from mobius.models.attention import (
+    BlockMasks,
+    DocumentAttention,
+    Documents,
+    _cap,
+    attend_documents,
+    choose_attention,
+    make_block_mask,
+)
+
+LENGTH, HEADS, KEY_HEADS, WIDTH = 300, 4, 2, 16
+ROWS = [[100, 50, 130, 20], [300], [1, 1, 127, 171]]
+POSITIONS = torch.tensor([[place for length in row for place in range(length)] for row in ROWS], dtype=torch.int32)
+BOUNDS = torch.tensor([0, 100, 150, 280, 300, 600, 601, 602, 729, 900, 900, 900], dtype=torch.int32)
+CPU = torch.device("cpu")
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Query, key and value [B, H, L, D]."""
+    torch.manual_seed(0)
+    return [torch.randn(len(ROWS), heads, LENGTH, WIDTH, dtype=dtype) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, *, window: int | None, softcap: float | None) -> Tensor:
+    """Scores of all pairs, and a mask of those that see each other."""
+    places, document = torch.arange(LENGTH), torch.arange(LENGTH) - POSITIONS
+    distance = places.unsqueeze(1) - places
+    seen = (distance >= 0) & (document.unsqueeze(2) == document.unsqueeze(1))
+    if window is not None:
+        seen = seen & (distance < window)
+    key, value = (each.repeat_interleave(HEADS // KEY_HEADS, 1) for each in (key, value))
+    scores = query @ key.transpose(2, 3) / math.sqrt(WIDTH)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1)
+    return (weights @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 1, 7, 128, 200])
+def test_documents_one_by_one_are_what_a_dense_mask_gives(window: int | None, softcap: float | None) -> None:
+    results = []
+    for attend in (
+        partial(dense, window=window, softcap=softcap),
+        lambda *given: attend_documents(
+            nn.Identity(), *given, None, sliding_window=window, softcap=softcap, document_bounds=BOUNDS
+        )[0],
+    ):
+        given = [each.requires_grad_() for each in tensors()]
+        output = attend(*given)
+        gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
+        results.append([output, *torch.autograd.grad(output, given, gradient)])
+    for expected, actual in zip(*results, strict=True):
+        assert (expected - actual).abs().max() <= 2e-6 * expected.abs().max()
+
+
+def test_without_bounds_each_row_is_one_document() -> None:
+    query, key, value = tensors()
+    bounds = torch.arange(0, 4 * LENGTH, LENGTH, dtype=torch.int32)
+    expected, _ = attend_documents(nn.Identity(), query, key, value, None, document_bounds=bounds)
+    assert torch.equal(attend_documents(nn.Identity(), query, key, value, None)[0], expected)
+
+
+def test_two_byte_formats_are_attended_in_their_format() -> None:
+    query, key, value = tensors(torch.bfloat16)
+    for softcap in (None, 3.0):
+        output, _ = attend_documents(nn.Identity(), query, key, value, None, document_bounds=BOUNDS, softcap=softcap)
+        expected = dense(query.float(), key.float(), value.float(), window=None, softcap=softcap)
+        assert output.dtype == torch.bfloat16
+        assert (output - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 1, 7, 128, 200])
+def test_block_masks_show_each_token_its_document(window: int | None, softcap: float | None) -> None:
+    """FlexAttention without its kernel, which only GPUs have, but with the masks and the cap that it gets there."""
+    query, key, value = tensors()
+    mask = make_block_mask(Documents(POSITIONS, BOUNDS), window)
+    cap = None if softcap is None else partial(_cap, softcap)
+    output = flex_attention(query, key, value, score_mod=cap, block_mask=mask, enable_gqa=True).transpose(1, 2)
+    expected = dense(query, key, value, window=window, softcap=softcap)
+    assert (output - expected).abs().max() <= 2e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 128, 200])
+def test_a_block_mask_has_the_blocks_that_hold_a_visible_pair_and_no_others(window: int | None) -> None:
+    mask = make_block_mask(Documents(POSITIONS, BOUNDS), window)
+    blocks = -(-LENGTH // 128)
+    document = torch.arange(LENGTH) - POSITIONS
+    for row in range(len(ROWS)):
+        for block in range(blocks):
+            own = mask.kv_indices[row, 0, block, : mask.kv_num_blocks[row, 0, block]].tolist()
+            queries = range(128 * block, min(LENGTH, 128 * (block + 1)))
+            needed = {
+                key // 128
+                for query in queries
+                for key in range(max(int(document[row, query]), query - (window or LENGTH) + 1), query + 1)
+            }
+            assert set(own) == needed
+
+
+def test_masks_are_made_once_for_each_window() -> None:
+    masks = BlockMasks(Documents(POSITIONS, BOUNDS))
+    assert masks.of_window(None) is masks.of_window(None)
+    assert masks.of_window(7) is not masks.of_window(None)
+
+
+def test_a_cpu_attends_one_by_one() -> None:
+    assert choose_attention(CPU, torch.float32, head_width=64, softcap=None) is DocumentAttention.ONE_BY_ONE
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width", "softcap", "expected"),
+    [
+        ((9, 0), torch.bfloat16, 128, None, DocumentAttention.VARLEN),
+        ((8, 0), torch.float16, 256, None, DocumentAttention.VARLEN),
+        ((8, 9), torch.bfloat16, 256, None, DocumentAttention.VARLEN),
+        ((8, 9), torch.bfloat16, 200, None, DocumentAttention.FLEX),
+        ((9, 0), torch.bfloat16, 200, None, DocumentAttention.VARLEN),
+        ((9, 0), torch.bfloat16, 264, None, DocumentAttention.FLEX),
+        ((9, 0), torch.bfloat16, 100, None, DocumentAttention.FLEX),
+        ((9, 0), torch.bfloat16, 128, 50.0, DocumentAttention.FLEX),
+        ((9, 0), torch.float32, 128, None, DocumentAttention.FLEX),
+        ((7, 5), torch.float16, 128, None, DocumentAttention.FLEX),
+    ],
+)
+def test_a_gpu_takes_variable_lengths_where_the_kernel_can(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    width: int,
+    softcap: float | None,
+    expected: DocumentAttention,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert choose_attention(torch.device("cuda"), dtype, head_width=width, softcap=softcap) is expected
