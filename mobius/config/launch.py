@@ -124,6 +124,9 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, resources: Res
     config_path = path if is_in_project else str(caller_folder / path)
     command_line.config_path = config_path
     config = resolve(command_line)
+    program = ["main.py", *options, "--config", config_path]
+    if config.data.preview is not None:
+        return [sys.executable, *program], None  # one process, wherever it is
     placement = place(config, resources, is_device_list_typed="cuda_visible_devices" in command_line.values)
     validate(config, placement.num_processes)
     check_port(config.launch.master_port)
@@ -134,7 +137,7 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, resources: Res
         words.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
     words += [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", str(num_processes)]
     words += ["--master_port", str(config.launch.master_port)]
-    return [*words, "main.py", *options, "--config", config_path], placement.notice
+    return [*words, *program], placement.notice
 
 
 def main(argv: Sequence[str]) -> int:

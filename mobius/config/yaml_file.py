@@ -236,6 +236,8 @@ def _put_datasets(result: Source, spelling: Spelling, node: yaml.Node, *, path: 
             entries += typing.cast(Datasets, own.values.get(spelling.option.name, ()))
         if own.problems:
             result.reject(spelling, *own.problems[: _MOST_PROBLEMS - len(result.problems)])
+        if len(result.problems) >= _MOST_PROBLEMS:
+            break
     result.put(spelling, tuple(entries), place=place)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mobius.config.cli import parse_args
-from mobius.config.config import Config, DatasetEntry, Dtype
+from mobius.config.cli import given_options, parse_args
+from mobius.config.config import Config, DatasetEntry, Dtype, Packing
 from mobius.config.options import options, spellings
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
@@ -64,6 +64,16 @@ def test_offload_and_prefetch_combine_freely(offload: str, prefetch: str) -> Non
         (["--overwrite_output_dir"], "overwrite_output_dir", True),
         (["--seed", "1", "--seed", "2"], "seed", 2),
         (["--lr", "1e-3", "--learning_rate", "0.001"], "learning_rate", 1e-3),
+        (["--preview"], "preview", 3),
+        (["--preview", "12"], "preview", 12),
+        (["--preview=12"], "preview", 12),
+        (["--preview", "--seed", "1"], "preview", 3),
+        (["--preprocessing_num_workers", "auto"], "preprocessing_num_workers", None),
+        (["--num_train_epochs", "0.5"], "num_train_epochs", 0.5),
+        (["--val_size", "500"], "val_size", 500),
+        (["--packing", "joined"], "packing", Packing.JOINED),
+        (["--default_system", "Be brief."], "default_system", "Be brief."),
+        (["--mask_history", "--no_train_on_prompt"], "mask_history", True),
     ],
 )
 def test_spellings_prefixes_and_values(argv: list[str], name: str, value: object) -> None:
@@ -93,6 +103,14 @@ def test_spellings_prefixes_and_values(argv: list[str], name: str, value: object
         (["--learning_rate", "-1e-4"], ["`--learning_rate` is -0.0001", "above 0"]),
         (["--learning_rate", "nan"], ["`--learning_rate` is nan"]),
         (["--dataset", "--"], ["`--dataset --`", "text"]),
+        (["--dataset", "a", "--", "b"], ["`--dataset a -- b`", "text"]),
+        (["--dataset", "-:2"], ["`--dataset -:2`", "text"]),
+        (["--preview="], ["`--preview `", "whole number"]),
+        (["--preview", "a.jsonl"], ["`--preview a.jsonl`", "whole number at least 1"]),
+        (["--preview", "3", "4"], ["`4` belongs to no option"]),
+        (["--num_iterations", "5", "--num_train_epochs", "1"], ["`--num_iterations` 5", "`--num_train_epochs` 1"]),
+        (["--packing", "of"], ["auto, on, off, joined"]),
+        (["--columns", "--seed", "1"], ["`--columns` has no value", "text such as prompt=document"]),
         (["--dataset=---"], ["`--dataset ---`", "text"]),
         (["--dataset", "-"], ["`--dataset -`", "text"]),
         (["--batch_size", "--"], ["`--batch_size --`", "whole number"]),
@@ -175,6 +193,24 @@ def test_what_no_machine_can_hold_is_refused_before_anything_is_made(argv: list[
         assert part in problem
 
 
+def test_what_is_typed_replaces_its_alternative_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("num_iterations: 100\nval_size: 0.1\n", encoding="utf-8")
+    config = parse_args(["--config", str(file), "--num_train_epochs", "2", "--eval_dataset", "held.jsonl"])
+    assert (config.optim.num_iterations, config.optim.num_train_epochs, config.data.val_size) == (None, 2.0, 0.0)
+    assert "num_iterations" not in given_options(["--config", str(file), "--num_train_epochs", "2"])
+    file.write_text("num_train_epochs: 2\neval_dataset: a\n", encoding="utf-8")
+    config = parse_args(["--config", str(file), "--num_iterations", "5", "--val_size", "0"])
+    assert (config.optim.num_iterations, config.optim.num_train_epochs) == (5, None)
+    assert config.data.eval_dataset == (DatasetEntry("a"),)
+    file.write_text("num_train_epochs: 2\nnum_iterations: 5\n", encoding="utf-8")
+    assert "remove one of them" in problems_of("--config", str(file))[0]
+
+
+def test_a_preview_is_not_measured_by_the_number_of_ranks() -> None:
+    assert parse_args(["--preview", "--num_stages", "6"], num_ranks=4).data.preview == 3
+
+
 def test_all_problems_are_told_in_one_message(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text("learning_rat: 1\nseq_length: long\nlogging_steps: 0\n", encoding="utf-8")
@@ -221,6 +257,9 @@ def test_help_shows_every_option_with_its_default_and_aliases(
     for name in spellings():
         assert f"--{name}" in text
     assert "default: 128" in text
+    assert "--dataset WORD [WORD ...] " in text
+    assert "default: xsum]" in text
+    assert "--preview [INT] " in text
     for title in ("Model:", "Data:", "Pipeline and memory:", "Optimizer:", "Output:", "Launch"):
         assert f"\n{title}" in text
 

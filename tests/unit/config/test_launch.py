@@ -74,6 +74,21 @@ def test_help_is_asked_of_the_program_itself() -> None:
     assert words_of(["configs/quickstart.yaml", "-h"], LAPTOP) == [sys.executable, "main.py", "--help"]
 
 
+def test_a_preview_is_one_process_that_needs_no_gpu_and_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    arguments = ["--num_stages", "6", "--device", "cuda", "--preview"]
+    assert words_of(arguments, LAPTOP) == [
+        sys.executable, "main.py", *arguments, "--config", "configs/fine_tune.yaml",
+    ]  # fmt: skip
+
+
+def test_many_datasets_are_handed_over_as_they_are(monkeypatch: pytest.MonkeyPatch, free_port: str) -> None:
+    monkeypatch.chdir(ROOT)
+    arguments = ["--master_port", free_port, "--dataset", "a.jsonl", "b.parquet:0.3"]
+    words = words_of(arguments, BOX)
+    assert words[words.index("main.py") + 1 :] == [*arguments, "--config", "configs/fine_tune.yaml"]
+
+
 @pytest.mark.parametrize(
     ("values", "machine", "is_typed", "expected"),
     [

@@ -1,10 +1,14 @@
 """Values that do not fit together are told with the nearest ones that do."""
 
+from pathlib import Path
+
 import pytest
 
-from mobius.config.config import Config, Device, Recompute
+from mobius.config.cli import parse_args
+from mobius.config.config import Config, DatasetEntry, Device, Packing, Recompute
 from mobius.config.options import OptionValue, config_from
-from mobius.config.validation import find_problems, validate
+from mobius.config.validation import find_problems, resolve_epochs, validate
+from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
 
 
@@ -32,6 +36,19 @@ from mobius.errors import ConfigError
         ({"resident_stages": "-1"}, 4, ["'-1'", "from 0 on"]),
         ({"resident_stages": "2", "use_offload": False}, 4, ["`--resident_stages` 2", "`--no_offload`", "remove one"]),
         ({"recompute": Recompute.NONE, "resident_stages": "7"}, 4, ["`--recompute none`", "--no_offload"]),
+        ({"num_iterations": 5, "num_train_epochs": 0.5}, 4, ["`--num_iterations` 5", "`--num_train_epochs` 0.5"]),
+        ({"num_train_epochs": 0.0}, 4, ["`--num_train_epochs` is 0", "above 0"]),
+        ({"num_train_epochs": -1.0}, 4, ["`--num_train_epochs` is -1", "above 0"]),
+        ({"num_train_epochs": 2.0, "warmup_steps": 1.5}, 4, ["whole number of steps"]),
+        ({"num_train_epochs": 2.0, "profile_steps": "x"}, 4, ["such as 3 or 3-4"]),
+        ({"val_size": 1.5}, 4, ["`--val_size` is 1.5", "whole number of samples", "below 1"]),
+        ({"val_size": -1.0}, 4, ["`--val_size` is -1", "at least 0"]),
+        ({"val_size": 0.1, "eval_dataset": (DatasetEntry("a"),)}, 4, ["`--val_size` 0.1", "`--eval_dataset`"]),
+        ({"train_on_prompt": True, "mask_history": True}, 4, ["`--train_on_prompt`", "`--mask_history`", "remove one"]),
+        ({"preview": 3, "dry_run": True}, 4, ["`--preview`", "`--dry_run`", "remove one"]),
+        ({"preview": 0}, 4, ["`--preview` is 0", "at least 1"]),
+        ({"preview": 5000}, 4, ["`--preview` is 5000", "below 1001"]),
+        ({"preprocessing_num_workers": 0}, 4, ["at least 1"]),
         ({"master_port": 70000}, 4, ["below 65536"]),
         ({"seq_length": 1}, 4, ["at least 2"]),
         ({"adam_beta2": 1.0}, 4, ["at least 0 and below 1"]),
@@ -65,6 +82,13 @@ def test_the_defaults_are_valid(num_ranks: int) -> None:
         {"warmup_steps": 2.0, "num_iterations": 2},
         {"profile_steps": "2", "num_iterations": 2},
         {"profile_steps": "1 - 2", "num_iterations": 2},
+        {"num_train_epochs": 0.01, "warmup_steps": 500.0, "profile_steps": "100-102"},
+        {"val_size": 1.0},
+        {"val_size": 0.999},
+        {"val_size": 500.0},
+        {"val_size": 0.0, "eval_dataset": (DatasetEntry("a"),)},
+        {"default_system": "~nobody/" + "x" * 5000},
+        {"packing": Packing.JOINED, "train_on_prompt": True},
         {"resident_stages": "0"},
         {"resident_stages": "all", "use_offload": False},
         {"resident_stages": "all", "recompute": Recompute.NONE},
@@ -78,3 +102,28 @@ def test_the_number_of_ranks_is_only_judged_where_it_is_known() -> None:
     config = config_from({"num_stages": 6})
     assert find_problems(config) == []
     assert len(find_problems(config, num_ranks=4)) == 1
+
+
+def test_the_steps_of_epochs_are_judged_once_they_are_known() -> None:
+    config = config_from({"num_train_epochs": 0.5, "warmup_steps": 8.0, "profile_steps": "9-10"})
+    assert find_problems(config) == []
+    assert resolve_epochs(config, 10).optim.num_steps == 10
+    with pytest.raises(ConfigError) as caught:
+        resolve_epochs(config, 7)
+    warmup, profile = caught.value.problems
+    assert warmup == "`--warmup_steps` 8 is more than the 7 steps of `--num_train_epochs` 0.5; use at most 7"
+    assert profile == "`--profile_steps` 9-10 is more than the run has; use steps 1 to 7, or more `--num_train_epochs`"
+
+
+def test_a_share_of_warm_up_is_one_of_the_steps_that_epochs_make() -> None:
+    config = resolve_epochs(config_from({"num_train_epochs": 3.0, "warmup_steps": 0.1}), 200)
+    assert config.optim.num_warmup_steps == 20
+
+
+def test_a_run_of_epochs_is_written_down_as_it_was_asked_for(tmp_path: Path) -> None:
+    """Its number of steps would not end it in the same rows."""
+    config = config_from({"num_train_epochs": 2.5})
+    text = to_yaml(resolve_epochs(config, 240))
+    (tmp_path / "training_args.yaml").write_text(text)
+    assert text == to_yaml(config)
+    assert parse_args(["--config", str(tmp_path / "training_args.yaml")]) == config

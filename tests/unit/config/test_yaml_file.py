@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mobius.config.cli import parse_args
-from mobius.config.config import Compile, DatasetEntry, Dtype
+from mobius.config.config import Compile, DatasetEntry, Dtype, Packing
 from mobius.config.options import config_from
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
@@ -54,6 +54,11 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_defaults(
 @pytest.mark.parametrize("text", ["1e-5", "1.0e-5", "1E-05", "0.00001", "+1e-5", ".1e-4"])
 def test_numbers_with_an_exponent_are_numbers(tmp_path: Path, text: str) -> None:
     assert parse_args(["--config", write(tmp_path, f"lr: {text}\n")]).optim.learning_rate == pytest.approx(1e-5)
+
+
+def test_packing_may_be_on_or_off_in_yaml(tmp_path: Path) -> None:
+    assert parse_args(["--config", write(tmp_path, "packing: on\npreview: 5\n")]).data.packing is Packing.ON
+    assert parse_args(["--config", write(tmp_path, "packing: off\n")]).data.packing is Packing.OFF
 
 
 @pytest.mark.parametrize(("text", "value"), [("on", Compile.ON), ("off", Compile.OFF), ("auto", Compile.AUTO)])
@@ -213,5 +218,6 @@ def test_auto_is_written_as_auto_and_read_back(tmp_path: Path) -> None:
     config = config_from({"num_stages": None, "num_chunks": None})
     text = to_yaml(config)
     assert "num_stages: auto\n" in text
+    assert "preprocessing_num_workers: auto\n" in text
     (tmp_path / "auto.yaml").write_text(text)
     assert parse_args(["--config", str(tmp_path / "auto.yaml")], num_ranks=3) == config
