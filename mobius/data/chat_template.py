@@ -1,17 +1,19 @@
-"""Owns rendering a conversation by the tokenizer's chat template, and what to say when that fails.
+"""Owns rendering a conversation by a chat template, and what to say when that fails.
 
 A template is a small program that came with the model: it may refuse a conversation, which is the data's matter, or be
 broken, which is not.
 """
 
+import json
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from mobius.data.formats import Turn
+from mobius.data.formats import Conversation
+from mobius.data.turns import Turn, function_of
 from mobius.errors import DataError, first_line
 from mobius.excerpt import excerpt, listed
 
@@ -28,34 +30,132 @@ class _UnusableError(Exception):
     """The reason why a template had to be stopped, or its text cannot be used."""
 
 
-def render(
-    tokenizer: "PreTrainedTokenizerBase", turns: Sequence[Turn], where: str, *, add_generation_prompt: bool = False
-) -> str:
-    """The conversation as the template writes it; raises DataError that names `where`."""
-    from jinja2 import TemplateError
+class Chat:
+    """A conversation in the form that a chat template takes: `template`, or the tokenizer's own where that is None.
 
-    messages = [{"role": turn.role.value, "content": turn.content} for turn in turns]
-    try:
+    Raises DataError that names `where` if the template refuses it or is broken.
+    """
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", template: str | None, conversation: Conversation, where: str
+    ) -> None:
+        self._tokenizer, self._template, self._where = tokenizer, template, where
+        self._tools = [dict(tool) for tool in conversation.tools] or None
+        self._messages = list(map(_message, conversation.turns))
+
+    def adapt(self, whole: str) -> str:
+        """Give the turns the form that the template wants, judged by `whole`, their rendering; returns the new one.
+
+        A template that writes no turn's text wants content parts. One that writes a call's arguments in quotes wants
+        an object, where the data have its JSON text.
+        """
+        texts = [message["content"].strip() for message in self._messages if message["content"].strip()]
+        if texts and not any(text in whole for text in texts):
+            plain = self._messages
+            self._messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in plain]
+            parted = self.render(len(plain))
+            if any(text in parted for text in texts):
+                whole = parted
+            else:
+                self._messages = plain
+        calls = [call for message in self._messages for call in message.get("tool_calls", ())]
+        if any(json.dumps(text, ensure_ascii=False) in whole for text in filter(None, map(_arguments_text, calls))):
+            self._messages = [_with_objects(message) for message in self._messages]
+            whole = self.render(len(self._messages))
+        return whole
+
+    def render(self, stop: int, *, answer: str | None = None, add_generation_prompt: bool = False) -> str:
+        """Text of the turns before `stop`; where `answer` is given, an assistant's turn with it follows them."""
+        messages = self._messages[:stop]
+        if answer is not None:
+            messages = [*messages, {"role": "assistant", "content": answer}]
+        try:
+            return self._apply(messages, add_generation_prompt)
+        except Exception as error:  # a template is foreign code and raises what it likes
+            raise DataError(f"{self._where}: {self._complaint(error, messages, add_generation_prompt)}") from error
+
+    def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         with _limited_time():
             text = str(
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+                self._tokenizer.apply_chat_template(
+                    messages,
+                    tools=self._tools,
+                    chat_template=self._template,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
             )
-        if len(text) > _MOST_CHARACTERS + 100 * sum(len(turn.content) for turn in turns):
-            raise _UnusableError(f"it made {len(text):,} characters of {len(turns)} turns")
+        if len(text) > _MOST_CHARACTERS and len(text) > _MOST_CHARACTERS + 100 * len(str([self._tools, messages])):
+            raise _UnusableError(f"it made {len(text):,} characters of {len(messages)} turns")
         text.encode()
         return text
-    except Exception as error:  # a template is foreign code and raises what it likes
+
+    def _complaint(self, error: Exception, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """Words for why the messages could not be rendered, with the first turn that the template fails on."""
+        from jinja2 import TemplateError
+
+        is_own = self._template is None
+        template = "the tokenizer's chat template" if is_own else "the template of --chat_template"
+        roles = listed(message["role"] for message in messages)
+        number = self._failing_turn(error, messages, add_generation_prompt)
         if type(error) is TemplateError:  # what `raise_exception` in a template raises; broken ones raise subclasses
-            roles = listed(turn.role for turn in turns)
-            raise DataError(
-                f"{where}: the tokenizer's chat template refuses the conversation ({roles}): "
-                f"{excerpt(str(error), 400)}. Change the order or the roles of the turns"
-            ) from error
-        raise DataError(
-            f"{where}: the tokenizer's chat template is broken: {_reason(error)}. The conversation is not the cause: "
-            "mend the template (chat_template.jinja in the model's folder, or `chat_template` in its "
-            "tokenizer_config.json), or use the tokenizer files of a model like it"
-        ) from error
+            place = f" from turn {number} on, {messages[number - 1]['role']}" if number is not None else ""
+            told = f"refuses the conversation ({roles}): {excerpt(str(error), 400)}"
+            return f"{template} {told}. Change the order or the roles of the turns{place}"
+        if number is not None and number > 1:
+            place = f"turn {number}, {messages[number - 1]['role']}, of the conversation ({roles})"
+            return (
+                f"{template} fails on {place}: {_reason(error)}. It can render the turns before: change that turn, or "
+                "mend the template"
+            )
+        place = "chat_template.jinja in the model's folder, or `chat_template` in its tokenizer_config.json"
+        return (
+            f"{template} is broken: {_reason(error)}. The conversation is not the cause: mend the template"
+            f"{f' ({place})' if is_own else ''}, or use another one with --chat_template"
+        )
+
+    def _failing_turn(
+        self, error: Exception, messages: list[dict[str, Any]], add_generation_prompt: bool
+    ) -> int | None:
+        """Number, from 1, of the turn up to which the conversation can be rendered but not with it; None if unknown."""
+        from jinja2 import TemplateSyntaxError
+
+        if isinstance(error, _UnusableError | TemplateSyntaxError):
+            return None
+        rendered, failed = 0, len(messages)
+        while failed - rendered > 1:
+            middle = (rendered + failed) // 2
+            try:
+                self._apply(messages[:middle], add_generation_prompt)
+                rendered = middle
+            except Exception:  # as above
+                failed = middle
+        return failed
+
+
+def _message(turn: Turn) -> dict[str, Any]:
+    return {"role": turn.role.value, "content": turn.content, **turn.fields}
+
+
+def _arguments_text(call: Mapping[str, Any]) -> str | None:
+    """The arguments of a call where they are text that holds a JSON object."""
+    arguments = function_of(call).get("arguments")
+    if not isinstance(arguments, str):
+        return None
+    try:
+        return arguments if isinstance(json.loads(arguments), dict) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as objects."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        text = _arguments_text(call)
+        function = function_of(call) if text is None else {**function_of(call), "arguments": json.loads(text)}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def _reason(error: Exception) -> str:

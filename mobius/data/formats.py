@@ -1,36 +1,24 @@
 """Owns the record formats: which columns make which format, and how a record of it becomes a `Sample`."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+from mobius.data.turns import Role, Turn, as_text, parse_tools, parse_turns
 from mobius.errors import DataError
-from mobius.excerpt import listed, quoted
-
-
-class Role(StrEnum):
-    """Speaker of a turn, by the names that chat templates use."""
-
-    SYSTEM = "system"
-    USER = "user"
-    ASSISTANT = "assistant"
-    TOOL = "tool"
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Text that one role said in one go."""
-
-    role: Role
-    content: str
+from mobius.excerpt import excerpt, listed, quoted
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, of which every assistant's is a target."""
+    """Turns, of which every assistant's is a target but those of a prompt."""
 
     turns: tuple[Turn, ...]
+    tools: tuple[Mapping[str, object], ...] = ()
+    """JSON schemas of the tools that the assistant may call."""
+    num_prompt_turns: int = 0
+    """Turns at the start that are no targets, whoever speaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,61 +47,111 @@ class RecordFormat:
     required: tuple[str, ...]
     optional: tuple[str, ...]
     parse: Callable[[Mapping[str, object]], Sample]
-    is_packed: bool = False
-    """Whether samples are joined and cut into full rows, instead of one sample to a row."""
+    is_text: bool = False
+    """Whether records are plain text, which may be joined and cut, instead of one sample each."""
+    mapping: Mapping[str, str] = field(default_factory=dict)
+    """Columns by what they are read as, where the names differ: {"prompt": "document"}."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Earlier name of `is_text`."""
+        return self.is_text
 
     def describe(self) -> str:
         """Name and columns, the optional ones in brackets, for messages."""
-        return f"{self.name} ({', '.join([*self.required, *(f'[{column}]' for column in self.optional)])})"
+        names = [*map(self._told, self.required), *(f"[{self._told(column)}]" for column in self.optional)]
+        return f"{self.name} ({', '.join(names)})"
+
+    def _told(self, name: str) -> str:
+        return f"{name}={excerpt(self.mapping[name])}" if name in self.mapping else name
 
 
-def recognize(columns: Sequence[str], where: str) -> RecordFormat:
-    """The first format whose required columns are all there. Raises DataError that names `where`."""
+def recognize(columns: Sequence[str], where: str, mapping: Mapping[str, str] | None = None) -> RecordFormat:
+    """The first format whose required columns are all there, and that reads all of `mapping`.
+
+    `mapping` tells the column of what is read: {"prompt": "document"} for `--columns prompt=document`. Raises DataError
+    that names `where`.
+    """
+    mapping = mapping or {}
+    _check_mapping(columns, where, mapping)
+    names = {column for column in columns if column not in mapping.values()} | set(mapping)
     for record_format in FORMATS:
-        if set(columns).issuperset(record_format.required):
-            return record_format
+        if names.issuperset(record_format.required) and _names([record_format]).issuperset(mapping):
+            return replace(record_format, mapping=mapping)
     accepted = "\n".join(f"  {record_format.describe()}" for record_format in FORMATS)
+    given = f" with --columns {_written(mapping)}" if mapping else ""
     raise DataError(
-        f"{where}: the columns {listed(sorted(set(columns)))} match no known format. "
-        f"Rename the columns to one of these (optional ones in brackets):\n{accepted}"
+        f"{where}: the columns {listed(sorted(set(columns)))}{given} match no known format. Tell what to read from "
+        "which column, such as --columns prompt=question,completion=answer, or rename the columns to one of these "
+        f"(optional ones in brackets):\n{accepted}"
     )
 
 
 def parse_record(record_format: RecordFormat, record: Mapping[str, object], where: str) -> Sample:
     """The sample of a record; raises DataError that names `where` if a column is missing or of another kind."""
+    mapping = record_format.mapping
     try:
-        if missing := [column for column in record_format.required if column not in record]:
+        columns = (mapping.get(name, name) for name in record_format.required)
+        if missing := [column for column in columns if column not in record]:
             raise DataError(
-                f"the column {', '.join(missing)} is missing; found: {listed(map(str, record))}. "
+                f"the column {listed(missing)} is missing; found: {listed(map(str, record))}. "
                 f"The first record is in the format {record_format.describe()}, and all must be"
             )
-        return record_format.parse(record)
+        return record_format.parse(_renamed(record, mapping) if mapping else record)
     except DataError as error:
-        raise DataError(f"{where}: {error}") from error
+        told = f" (--columns {_written(mapping)})" if mapping else ""
+        raise DataError(f"{where}: {error}{told}") from error
+
+
+def _renamed(record: Mapping[str, object], mapping: Mapping[str, str]) -> dict[str, object]:
+    """The record with the names that are read; a column that is read as something else is not read as itself."""
+    others = {column: value for column, value in record.items() if column not in mapping.values()}
+    return others | {name: record[column] for name, column in mapping.items() if column in record}
+
+
+def _check_mapping(columns: Collection[str], where: str, mapping: Mapping[str, str]) -> None:
+    problems = [
+        f"{quoted(name)} is nothing that a format reads{_nearest(name, known)}; known are {', '.join(sorted(known))}"
+        for known in [_names(FORMATS)]
+        for name in mapping
+        if name not in known
+    ]
+    problems += [
+        f"there is no column {quoted(column)}{_nearest(column, columns)}; found: {listed(sorted(set(columns)))}"
+        for column in mapping.values()
+        if column not in columns
+    ]
+    if problems:
+        raise DataError(f"{where}: --columns {_written(mapping)}: {'. '.join(problems)}")
+
+
+def _nearest(name: str, names: Collection[str]) -> str:
+    """Words that name what may have been meant; long names are compared by their beginnings."""
+    near = difflib.get_close_matches(name[:100], [other[:100] for other in names], n=2)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+def _written(mapping: Mapping[str, str]) -> str:
+    return ",".join(f"{excerpt(name)}={excerpt(column)}" for name, column in mapping.items())
+
+
+def _names(formats: Iterable[RecordFormat]) -> set[str]:
+    return {name for record_format in formats for name in (*record_format.required, *record_format.optional)}
 
 
 def _text(record: Mapping[str, object], column: str) -> str:
     """The column's text; an absent or null column is empty text."""
     value = record.get(column)
-    return "" if value is None else _as_text(value, f"`{column}`")
-
-
-def _as_text(value: object, place: str) -> str:
-    """`value` if it is text that can be encoded, as a tokenizer needs it; JSON's escapes can name half a character."""
-    if not isinstance(value, str):
-        raise DataError(f"{place} must be text, not {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place} holds half of a character, {value[error.start]!r}, at position {error.start}; write whole ones"
-        ) from error
-    return value
+    return "" if value is None else as_text(value, f"`{column}`")
 
 
 def _system_turns(record: Mapping[str, object]) -> list[Turn]:
     system = _text(record, "system")
     return [Turn(Role.SYSTEM, system)] if system.strip() else []
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _items(record: Mapping[str, object], column: str) -> Sequence[object]:
@@ -128,7 +166,7 @@ def _parse_alpaca(record: Mapping[str, object]) -> Sample:
     for pair in _items(record, "history"):
         match pair:
             case [str(), str()]:
-                texts = (_as_text(text, "`history`") for text in pair)
+                texts = (as_text(text, "`history`") for text in pair)
                 turns += map(Turn, (Role.USER, Role.ASSISTANT), texts)
             case _:
                 raise DataError(f"`history` must hold [question, answer] pairs of text, not {quoted(pair)}")
@@ -136,26 +174,36 @@ def _parse_alpaca(record: Mapping[str, object]) -> Sample:
     return Conversation((*turns, Turn(Role.USER, question), Turn(Role.ASSISTANT, _text(record, "output"))))
 
 
-_ROLES = {
-    **dict.fromkeys(("system", "developer"), Role.SYSTEM),
-    **dict.fromkeys(("human", "user"), Role.USER),
-    **dict.fromkeys(("gpt", "chatgpt", "model", "assistant"), Role.ASSISTANT),
-    **dict.fromkeys(("tool", "observation"), Role.TOOL),
-}
+_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 
 
-def _parse_turns(column: str, role_key: str, content_key: str, record: Mapping[str, object]) -> Sample:
-    turns = _system_turns(record)
-    for position, item in enumerate(_items(record, column)):
-        place = f"`{column}[{position}]`"
-        if not isinstance(item, Mapping) or role_key not in item or content_key not in item:
-            raise DataError(f"{place} must have `{role_key}` and `{content_key}`, not {quoted(item)}")
-        name = item[role_key]
-        role = _ROLES.get(name) if isinstance(name, str) else None
-        if role is None:
-            raise DataError(f"{place} has the {role_key} {quoted(name)}; known are {', '.join(_ROLES)}")
-        turns.append(Turn(role, _as_text(item[content_key], f"{place}.{content_key}")))
-    return Conversation(tuple(turns))
+def _parse_tools(record: Mapping[str, object]) -> tuple[Mapping[str, object], ...]:
+    """The record's tools; refuses images, audio and video beside them."""
+    for name in _MEDIA:
+        value = record.get(name)
+        if value is not None and not (isinstance(value, Sized) and len(value) == 0):
+            raise DataError(
+                f"`{name}` is not empty; Mobius trains on text only, without images, audio and video. Leave such "
+                "records out, or remove the column"
+            )
+    return parse_tools(record.get("tools"), "`tools`")
+
+
+def _parse_conversation(column: str, record: Mapping[str, object]) -> Sample:
+    turns = (*_system_turns(record), *parse_turns(_items(record, column), column))
+    return Conversation(turns, _parse_tools(record))
+
+
+def _parse_completion(record: Mapping[str, object]) -> Sample:
+    prompt, completion = record["prompt"], record["completion"]
+    if not _is_list(prompt) and not _is_list(completion):
+        return Completion(_text(record, "prompt"), _text(record, "completion"))
+    if not _is_list(prompt) or not _is_list(completion):
+        kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
+        raise DataError(f"`prompt` and `completion` must both be text, or both lists of messages, not {kinds}")
+    asked = parse_turns(_items(record, "prompt"), "prompt")
+    turns = (*asked, *parse_turns(_items(record, "completion"), "completion"))
+    return Conversation(turns, _parse_tools(record), len(asked))
 
 
 def _parse_xsum(record: Mapping[str, object]) -> Sample:
@@ -165,18 +213,17 @@ def _parse_xsum(record: Mapping[str, object]) -> Sample:
     return Completion(f"Summarize the article in one sentence.\n\n{document}\n\nSummary:\n", summary)
 
 
+def _parse_text(record: Mapping[str, object]) -> Sample:
+    return Document(_text(record, "text"))
+
+
 # Order matters: a record that has the columns of two formats (alpaca sets often carry a rendered `text` too) is read
 # as the earlier one, which says more about what is a target.
 FORMATS: tuple[RecordFormat, ...] = (
-    RecordFormat("messages", ("messages",), ("system",), partial(_parse_turns, "messages", "role", "content")),
-    RecordFormat("sharegpt", ("conversations",), ("system",), partial(_parse_turns, "conversations", "from", "value")),
+    RecordFormat("messages", ("messages",), ("system", "tools"), partial(_parse_conversation, "messages")),
+    RecordFormat("sharegpt", ("conversations",), ("system", "tools"), partial(_parse_conversation, "conversations")),
     RecordFormat("alpaca", ("instruction", "output"), ("input", "system", "history"), _parse_alpaca),
-    RecordFormat(
-        "prompt-completion",
-        ("prompt", "completion"),
-        (),
-        lambda record: Completion(_text(record, "prompt"), _text(record, "completion")),
-    ),
+    RecordFormat("prompt-completion", ("prompt", "completion"), ("tools",), _parse_completion),
     RecordFormat("xsum", ("document", "summary"), (), _parse_xsum),
-    RecordFormat("text", ("text",), (), lambda record: Document(_text(record, "text")), is_packed=True),
+    RecordFormat("text", ("text",), (), _parse_text, is_text=True),
 )

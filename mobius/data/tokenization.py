@@ -1,17 +1,20 @@
 """Owns the way from one sample to rows of token ids with a target mask, at most seq_length tokens each."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from mobius.data.chat_template import render
-from mobius.data.formats import Completion, Conversation, Document, Role, Sample, Turn
+from mobius.data.chat_template import Chat
+from mobius.data.formats import Completion, Conversation, Document, Sample
 from mobius.data.store import Row
+from mobius.data.turns import Role, Turn, called_names, function_of
 from mobius.errors import DataError
+from mobius.excerpt import listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,11 +31,36 @@ class Note(StrEnum):
         "the chat template's generation prompt holds text that a finished answer does not (a thinking tag, for "
         "example); the model is trained without it"
     )
+    OTHER_END = (
+        "the chat template does not end an answer with the tokenizer's end-of-sequence token, so this token was added "
+        "behind each: the model learns to stop with it"
+    )
+    NO_TOOLS = (
+        "the chat template leaves out the `tools`, so the model is trained without seeing them; of the built-in "
+        "templates (--chat_template) chatml writes tools"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingRules:
+    """Choice of the targets, and of the text around them."""
+
+    train_on_prompt: bool = False
+    """Whether every token but a row's first is a target."""
+    mask_history: bool = False
+    """Whether only the last answer of a conversation is a target."""
+    default_system: str | None = None
+    """System message of conversations that have none."""
+    chat_template: str | None = None
+    """Jinja text in place of the tokenizer's own template."""
+
+    def __post_init__(self) -> None:
+        assert not (self.train_on_prompt and self.mask_history), "the options contradict each other"
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Rows of a record; `is_cut` if tokens were lost to seq_length. A document is one long row, which `pack` cuts."""
+    """Rows of a record; `is_cut` if tokens were lost to seq_length. A document is one row, however long."""
 
     rows: tuple[Row, ...]
     is_empty: bool = False
@@ -49,13 +77,15 @@ ExchangeIds = tuple[list[int], list[int]]
 class SampleEncoder:
     """Turns samples into rows. Holds a tokenizer and no other state; can be pickled."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, seq_length: int) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", *, seq_length: int, rules: EncodingRules | None = None
+    ) -> None:
         if tokenizer.eos_token_id is None or tokenizer.eos_token is None:
             raise DataError(
                 "the tokenizer has no end-of-sequence token, so a model could not learn to stop: "
                 "set `eos_token` in its tokenizer_config.json"
             )
-        self._tokenizer, self.seq_length = tokenizer, seq_length
+        self._tokenizer, self.seq_length, self._rules = tokenizer, seq_length, rules or EncodingRules()
         self._eos_id, self._eos = int(tokenizer.eos_token_id), str(tokenizer.eos_token)
         bos_id = tokenizer.bos_token_id
         adds_bos = bos_id is not None and list(tokenizer("a").input_ids[:1]) == [bos_id]
@@ -68,32 +98,42 @@ class SampleEncoder:
                 return Encoded((_as_row([([], [*self._start, *self._tokenize(text), self._eos_id])]),))
             case Completion(prompt, response) if prompt.strip() or response.strip():
                 return self._encode_rows([[(prompt, response)]] if response.strip() else [], self._start)
-            case Conversation(turns) if any(turn.content.strip() for turn in turns):
-                return self._encode_conversation(turns, where)
+            case Conversation(turns) if any(turn.is_said for turn in turns):
+                return self._encode_conversation(self._with_system(sample), where)
         return Encoded((), is_empty=True)
 
-    def _encode_conversation(self, turns: Sequence[Turn], where: str) -> Encoded:
+    def _with_system(self, conversation: Conversation) -> Conversation:
+        system, turns = self._rules.default_system, conversation.turns
+        if not system or any(turn.role is Role.SYSTEM for turn in turns):
+            return conversation
+        num_prompt_turns = conversation.num_prompt_turns + 1
+        return replace(conversation, turns=(Turn(Role.SYSTEM, system), *turns), num_prompt_turns=num_prompt_turns)
+
+    def _encode_conversation(self, conversation: Conversation, where: str) -> Encoded:
+        turns = conversation.turns
         asked = next((index for index, turn in enumerate(turns) if turn.role in (Role.USER, Role.TOOL)), len(turns))
+        first = max(asked + 1, conversation.num_prompt_turns)
         answers = ((index, turn) for index, turn in enumerate(turns) if turn.role is Role.ASSISTANT)
-        answered = [index for index, turn in answers if index > asked and turn.content.strip()]
+        answered = [index for index, turn in answers if index >= first and turn.is_said]
         if not answered:
             return Encoded(())
-        if self._tokenizer.chat_template is None:
-            return self._encode_rows([self._plain_exchanges(turns, answered)], self._start)
-        exchanges = self._template_exchanges(turns, answered, where)
-        if exchanges is not None:
-            return self._encode_rows([exchanges], [])
-        split = [self._last_exchange(turns[: index + 1], where) for index in answered]
-        notes = [Note.SPLIT_TURNS] if len(answered) > 1 else []
-        if not all(is_prompt_whole for _, is_prompt_whole in split):
-            notes.append(Note.OTHER_PROMPT)
-        return self._encode_rows([[exchange] for exchange, _ in split], [], frozenset(notes))
+        if self._rules.mask_history:
+            del answered[:-1]
+        conversation = replace(conversation, turns=turns[: answered[-1] + 1])
+        if self._rules.chat_template is None and self._tokenizer.chat_template is None:
+            return self._encode_plain(conversation, answered, where)
+        return self._encode_chat(conversation, answered, where)
 
-    def _plain_exchanges(self, turns: Sequence[Turn], answered: Sequence[int]) -> list[Exchange]:
-        """Prompts and targets of a conversation for tokenizers without a chat template."""
+    def _encode_plain(self, conversation: Conversation, answered: Sequence[int], where: str) -> Encoded:
+        """Rows of a conversation for tokenizers without a chat template."""
+        if any(turn.has_calls for turn in conversation.turns):
+            raise DataError(
+                f"{where}: the tokenizer has no chat template, so tool calls cannot be written. Give one with "
+                "--chat_template, such as the built-in chatml"
+            )
         headings = {Role.SYSTEM: "", Role.USER: "### Instruction:\n", Role.TOOL: "### Tool:\n"}
         exchanges, prompt = list[Exchange](), ""
-        for index, turn in enumerate(turns[: answered[-1] + 1]):
+        for index, turn in enumerate(conversation.turns):
             if index in answered:
                 exchanges.append((f"{prompt}### Response:\n", turn.content + self._eos))
                 prompt = "\n\n"
@@ -101,18 +141,47 @@ class SampleEncoder:
                 prompt += f"### Response:\n{turn.content}{self._eos}\n\n"
             else:
                 prompt += f"{headings[turn.role]}{turn.content}\n\n"
-        return exchanges
+        return self._encode_rows([exchanges], self._start, {Note.NO_TOOLS} if conversation.tools else set())
 
-    def _template_exchanges(self, turns: Sequence[Turn], answered: Sequence[int], where: str) -> list[Exchange] | None:
+    def _encode_chat(self, conversation: Conversation, answered: Sequence[int], where: str) -> Encoded:
+        """Rows of a conversation by the chat template: one, or one for each answer if the template is not regular."""
+        chat = Chat(self._tokenizer, self._rules.chat_template, conversation, where)
+        whole = chat.adapt(chat.render(len(conversation.turns)))
+        notes = set[Note]()
+        if any(str(function_of(tool).get("name", "")) not in whole for tool in conversation.tools):
+            notes.add(Note.NO_TOOLS)
+        exchanges = self._regular_exchanges(chat, whole, answered)
+        if exchanges is not None:
+            conversations = [exchanges]
+        else:
+            # With every token a target, the last row has all of the others in it.
+            answered = answered[-1:] if self._rules.train_on_prompt else answered
+            split = [self._last_exchange(chat, index, where) for index in answered]
+            conversations = [[exchange] for exchange, _ in split]
+            if len(answered) > 1:
+                notes.add(Note.SPLIT_TURNS)
+            if not all(is_prompt_whole for _, is_prompt_whole in split):
+                notes.add(Note.OTHER_PROMPT)
+        if not all(exchanges[-1][1].endswith(self._eos) for exchanges in conversations):
+            notes.add(Note.OTHER_END)
+        targets = (target for exchanges in conversations for _, target in exchanges)
+        for index, target in zip(answered, targets, strict=True):
+            if lost := [name for name in called_names(conversation.turns[index]) if name not in target]:
+                raise DataError(
+                    f"{where}: the chat template leaves out the tool calls of turn {index + 1} ({listed(lost)}). Give "
+                    "one that writes them with --chat_template, such as the built-in chatml"
+                )
+        return self._encode_rows(conversations, [], notes)
+
+    def _regular_exchanges(self, chat: Chat, whole: str, answered: Sequence[int]) -> list[Exchange] | None:
         """The whole conversation as one text, cut where each turn adds to the rendering of those before it.
 
         None if the template is not that regular, or ends an inner turn without the end-of-sequence token.
         """
-        whole = render(self._tokenizer, turns[: answered[-1] + 1], where)
         exchanges, position = list[Exchange](), 0
         for index in answered:
-            prompt = render(self._tokenizer, turns[:index], where, add_generation_prompt=True)
-            through = render(self._tokenizer, turns[: index + 1], where)
+            prompt = chat.render(index, add_generation_prompt=True)
+            through = whole if index == answered[-1] else chat.render(index + 1)
             if not (through.startswith(prompt) and whole.startswith(through)) or len(prompt) < position:
                 return None
             target = self._until_eos(through[len(prompt) :])
@@ -122,20 +191,20 @@ class SampleEncoder:
             position = len(prompt) + len(target)
         return exchanges
 
-    def _last_exchange(self, turns: Sequence[Turn], where: str) -> tuple[Exchange, bool]:
-        """The last turn as the target of all before it, and whether the prompt is what inference would render."""
-        prompt = render(self._tokenizer, turns[:-1], where, add_generation_prompt=True)
-        through = render(self._tokenizer, turns, where)
+    def _last_exchange(self, chat: Chat, index: int, where: str) -> tuple[Exchange, bool]:
+        """The turn `index` as the target of all before it, and whether the prompt is what inference would render."""
+        prompt = chat.render(index, add_generation_prompt=True)
+        through = chat.render(index + 1)
         if through.startswith(prompt):
             return (prompt, self._until_eos(through[len(prompt) :])), True
         # Two answers that differ in their first character show where the template puts an answer.
-        probes = [render(self._tokenizer, [*turns[:-1], Turn(Role.ASSISTANT, letter)], where) for letter in "xy"]
+        probes = [chat.render(index, answer=letter) for letter in "xy"]
         prompt = "".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*probes, strict=False)))
         if not through.startswith(prompt):
             raise DataError(
-                f"{where}: the tokenizer's chat template renders the turns before an answer differently for different "
-                "answers, so prompt and target cannot be told apart. Use a tokenizer with another chat template, or "
-                "give the data as `prompt` and `completion`"
+                f"{where}: the chat template renders the turns before an answer differently for different answers, so "
+                "prompt and target cannot be told apart. Use another template (--chat_template), or give the data as "
+                "`prompt` and `completion`"
             )
         return (prompt, self._until_eos(through[len(prompt) :])), False
 
@@ -145,12 +214,12 @@ class SampleEncoder:
         return stripped if stripped.endswith(self._eos) else text
 
     def _encode_rows(
-        self, conversations: Iterable[Sequence[Exchange]], start: list[int], notes: frozenset[Note] = frozenset()
+        self, conversations: Iterable[Sequence[Exchange]], start: list[int], notes: Iterable[Note] = ()
     ) -> Encoded:
         fitted = (fit(self._tokenize_exchanges(exchanges, start), self.seq_length) for exchanges in conversations)
-        rows = [(_as_row(ids), is_cut) for ids, is_cut in fitted]
+        rows = [(_as_row(ids, self._rules.train_on_prompt), is_cut) for ids, is_cut in fitted]
         kept = [(row, is_cut) for row, is_cut in rows if row[1][1:].any()]
-        return Encoded(tuple(row for row, _ in kept), is_cut=any(is_cut for _, is_cut in kept), notes=notes)
+        return Encoded(tuple(row for row, _ in kept), is_cut=any(is_cut for _, is_cut in kept), notes=frozenset(notes))
 
     def _tokenize_exchanges(self, exchanges: Sequence[Exchange], start: list[int]) -> list[ExchangeIds]:
         """Token ids of each prompt and target; the last target ends with the end-of-sequence token.
@@ -206,15 +275,53 @@ def share_length(num_prompt: int, num_target: int, seq_length: int) -> tuple[int
     return seq_length - num_target, num_target
 
 
+class DocumentJoiner:
+    """Joins documents, each with its end-of-sequence token, and cuts them into rows of seq_length.
+
+    Holds the tokens that do not fill a row yet, `remainder`; a joiner that is given them goes on from there.
+    """
+
+    def __init__(self, seq_length: int, remainder: npt.NDArray[np.int32] | None = None) -> None:
+        self._seq_length = seq_length
+        self.remainder = np.empty(0, np.int32) if remainder is None else remainder
+
+    def add(self, documents: Iterable[Row]) -> list[Row]:
+        """The full rows that there are now."""
+        ids = np.concatenate([self.remainder, *(row[0] for row in documents)])
+        end = len(ids) // self._seq_length * self._seq_length
+        self.remainder = ids[end:].copy()
+        return [_as_document(ids[first : first + self._seq_length]) for first in range(0, end, self._seq_length)]
+
+    def finish(self) -> list[Row]:
+        """The last row, which is shorter, if there is one; nothing predicts a row's first token, so one is no row."""
+        last, self.remainder = self.remainder, self.remainder[:0]
+        return [_as_document(last)] if len(last) > 1 else []
+
+
+def cut_document(row: Row, seq_length: int) -> list[Row]:
+    """Consecutive pieces of at most seq_length tokens; a last one of a single token is dropped."""
+    ids, is_target = row
+    pieces = (slice(first, first + seq_length) for first in range(0, len(ids), seq_length))
+    return [(ids[piece], is_target[piece]) for piece in pieces if len(ids[piece]) > 1]
+
+
 def pack(documents: Iterable[Row], seq_length: int) -> list[Row]:
-    """Join documents, each with its end-of-sequence token, and cut them into rows of seq_length, the last shorter."""
-    ids = np.concatenate([row[0] for row in documents] or [np.empty(0, np.int32)])
-    blocks = [ids[first : first + seq_length] for first in range(0, len(ids), seq_length)]
-    # A single token is no row: nothing predicts a row's first one.
-    return [(block, np.ones(len(block), dtype=np.bool_)) for block in blocks if len(block) > 1]
+    """All documents joined; earlier form of `DocumentJoiner`."""
+    joiner = DocumentJoiner(seq_length)
+    return [*joiner.add(documents), *joiner.finish()]
 
 
-def _as_row(exchanges: Sequence[ExchangeIds]) -> Row:
+def _as_document(ids: npt.NDArray[np.int32]) -> Row:
+    return ids, np.ones(len(ids), dtype=np.bool_)
+
+
+def _as_row(exchanges: Sequence[ExchangeIds], train_on_prompt: bool = False) -> Row:
     ids = [token for prompt, target in exchanges for token in (*prompt, *target)]
-    mask = [is_target for prompt, target in exchanges for is_target in (*[False] * len(prompt), *[True] * len(target))]
+    mask = [
+        is_target
+        for prompt, target in exchanges
+        for is_target in (*[train_on_prompt] * len(prompt), *[True] * len(target))
+    ]
+    if train_on_prompt:
+        mask[:1] = [False]
     return np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_)

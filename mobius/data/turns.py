@@ -1,0 +1,194 @@
+"""Owns the turns of a conversation: their roles and fields, and how the messages of chat data become turns."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+from mobius.errors import DataError
+from mobius.excerpt import listed, quoted
+
+
+class Role(StrEnum):
+    """Speaker of a turn, by the names that chat templates use."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Text that one role said in one go, and the tools it called."""
+
+    role: Role
+    content: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+    """Further fields of the message that chat templates read, such as tool_calls, a list of mappings."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether tools are called."""
+        return bool(self.fields.get("tool_calls"))
+
+    @property
+    def is_said(self) -> bool:
+        """Whether there is anything but white space."""
+        return bool(self.content.strip()) or self.has_calls
+
+
+_ROLES: Final = {
+    **dict.fromkeys(("system", "developer"), Role.SYSTEM),
+    **dict.fromkeys(("human", "user"), Role.USER),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "assistant"), Role.ASSISTANT),
+    **dict.fromkeys(("tool", "observation", "function", "tool_response", "function_response"), Role.TOOL),
+}
+_CALL_ROLE: Final = "function_call"
+"""Speaker of a turn whose text is the JSON of the assistant's tool calls."""
+_KEYS: Final = (("role", "content"), ("from", "value"))
+_TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "thinking")
+_MOST_LEVELS: Final = 40
+"""Depth of a tool's JSON; a schema has some ten levels."""
+
+
+def parse_turns(items: Sequence[object], column: str) -> list[Turn]:
+    """Turns of messages with `role` and `content`, or ShareGPT's `from` and `value`; raises DataError."""
+    return [_parse_turn(item, f"`{column}[{position}]`") for position, item in enumerate(items)]
+
+
+def parse_tools(value: object, place: str) -> tuple[Mapping[str, object], ...]:
+    """JSON schemas of tools from a list of them, or from its JSON text; none for null and for empty text."""
+    return tuple(_mappings(value, place))
+
+
+def called_names(turn: Turn) -> list[str]:
+    """Names of the functions that a turn calls."""
+    calls = turn.fields.get("tool_calls", ())
+    assert isinstance(calls, Sequence)
+    return [str(function_of(call)["name"]) for call in calls]
+
+
+def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Name and arguments of a call, which some write into its `function` and some into itself."""
+    function = call.get("function")
+    return function if isinstance(function, Mapping) else call
+
+
+def as_text(value: object, place: str) -> str:
+    """`value` if it is text that can be encoded, as a tokenizer needs it; JSON's escapes can name half a character."""
+    if not isinstance(value, str):
+        raise DataError(f"{place} must be text, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place} holds half of a character, {value[error.start]!r}, at position {error.start}; write whole ones"
+        ) from error
+    return value
+
+
+def _parse_turn(item: object, place: str) -> Turn:
+    keys = next((keys for keys in _KEYS if isinstance(item, Mapping) and keys[0] in item), None)
+    if keys is None or not isinstance(item, Mapping):
+        raise DataError(f"{place} must have `role` and `content`, or `from` and `value`, not {quoted(item)}")
+    role_key, content_key = keys
+    name, content, fields = item[role_key], item.get(content_key), _parse_fields(item, place)
+    if name == _CALL_ROLE:
+        calls = [
+            call if "function" in call else {"function": call} for call in _calls(content, f"{place}.{content_key}")
+        ]
+        return Turn(Role.ASSISTANT, "", {**fields, "tool_calls": [{"type": "function", **call} for call in calls]})
+    role = _ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        known = listed([*_ROLES, _CALL_ROLE])
+        raise DataError(f"{place} has the {role_key} {quoted(name)}; known are {known}")
+    if content is None and "tool_calls" not in fields:
+        if content_key not in item:
+            raise DataError(f"{place} must have `{role_key}` and `{content_key}`, not {quoted(item)}")
+        raise DataError(
+            f"{place}.{content_key} is null; only an assistant's turn with `tool_calls` may be without text. Write an "
+            "empty text, or leave the turn out"
+        )
+    return Turn(role, _content_text(content, f"{place}.{content_key}"), fields)
+
+
+def _parse_fields(item: Mapping[object, object], place: str) -> dict[str, object]:
+    """Fields of a message beside role and content that templates read; a null is none, tables fill in such."""
+    texts = {name: as_text(item[name], f"{place}.{name}") for name in _TEXT_FIELDS if item.get(name) is not None}
+    calls = _calls(item.get("tool_calls"), f"{place}.tool_calls")
+    return {**texts, "tool_calls": calls} if calls else dict(texts)
+
+
+def _content_text(content: object, place: str) -> str:
+    """Text of a message; content parts, a list of texts, are joined."""
+    if content is None:
+        return ""
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        return "".join(_part_text(part, f"{place}[{position}]") for position, part in enumerate(content))
+    return as_text(content, place)
+
+
+def _part_text(part: object, place: str) -> str:
+    if isinstance(part, str):
+        return as_text(part, place)
+    if not isinstance(part, Mapping) or "type" not in part:
+        raise DataError(f'{place} must be a text part, {{"type": "text", "text": ...}}, not {quoted(part)}')
+    if part["type"] != "text":
+        raise DataError(
+            f"{place} is of the type {quoted(part['type'])}; Mobius trains on text only, without images, audio and "
+            "video. Leave such records out"
+        )
+    return as_text(part.get("text"), f"{place}.text")
+
+
+def _calls(value: object, place: str) -> list[dict[str, object]]:
+    """Tool calls as the data have them, each with a function's name."""
+    calls = _mappings([value] if isinstance(value, Mapping) else value, place)
+    for position, call in enumerate(calls):
+        function = function_of(call)
+        if not isinstance(function.get("name"), str):
+            raise DataError(f"{place}[{position}] must have the `name` of a function, not {quoted(call)}")
+    return calls
+
+
+def _mappings(value: object, place: str) -> list[dict[str, object]]:
+    """`value`, or the JSON text of it, as a list of mappings of plain values; none for null and for empty text."""
+    value = _decoded(value, place)
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise DataError(f"{place} must be a list of JSON objects, not {type(value).__name__}")
+    result = []
+    for position, item in enumerate(value):
+        plain = _plain(_decoded(item, f"{place}[{position}]"), f"{place}[{position}]")
+        if not isinstance(plain, dict):
+            raise DataError(f"{place}[{position}] must be a JSON object, not {quoted(item)}")
+        result.append(plain)
+    return result
+
+
+def _decoded(value: object, place: str) -> object:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return []
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} must be JSON, not {quoted(value)}: {quoted(str(error))}") from error
+
+
+def _plain(value: object, place: str, level: int = 0) -> object:
+    """A copy of a JSON value without keys that are null: tables fill in those that a record does not have."""
+    if level > _MOST_LEVELS:
+        raise DataError(f"{place} is nested more than {_MOST_LEVELS} levels deep")
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        items = ((key, item) for key, item in value.items() if item is not None)
+        return {as_text(key, f"a key of {place}"): _plain(item, place, level + 1) for key, item in items}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(item, place, level + 1) for item in value]
+    return as_text(value, place)
