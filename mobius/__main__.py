@@ -34,6 +34,11 @@ def main() -> None:
             from mobius.planning.dry_run import run_dry
 
             sys.exit(0 if run_dry(config, ranks, given=given_options(sys.argv[1:])) else 1)
+        if config.data.preview is not None:
+            from mobius.training.preview_run import run_preview
+
+            run_preview(config, ranks, given=given_options(sys.argv[1:]))
+            sys.exit(0)
         from mobius.training.run import run_training
 
         run_training(config, ranks, given=given_options(sys.argv[1:]), standing=standing)

@@ -121,6 +121,11 @@ def omp_num_threads() -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
+def allows_colour() -> bool:
+    """Whether a terminal may be written to in colours: not where `NO_COLOR` is set (no-color.org) or it has none."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def cache_folder() -> Path:
     """Folder of prepared data, kept between runs: `mobius` in `$XDG_CACHE_HOME`, or in `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME")

@@ -40,7 +40,6 @@ class SampleStatistics:
     """Samples of which one token alone is a target: such an answer is nothing but its end."""
     num_unknown: int
     """Tokens that stand for what the tokenizer does not know."""
-    largest_id: int
     length_counts: npt.NDArray[np.int64]
     """Samples of each length, from 0 tokens to those of the longest."""
     kept_one_in: int
@@ -75,7 +74,7 @@ def count_samples(
     longest = int(lengths.max())
     multipliers, length_counts = _multipliers(longest), np.zeros(longest + 1, dtype=np.int64)
     sums = dict.fromkeys(("targets", "ended", "eos", "bare", "unknown"), 0)
-    largest, indices, fingerprints = 0, list[npt.NDArray[np.int64]](), list[Fingerprints]()
+    indices, fingerprints = list[npt.NDArray[np.int64]](), list[Fingerprints]()
     for first, last in _chunks(tokenized.offsets):
         tokens = slice(int(tokenized.offsets[first]), int(tokenized.offsets[last]))
         ids, is_target = tokenized.input_ids[tokens], np.array(tokenized.is_target[tokens])
@@ -92,7 +91,6 @@ def count_samples(
         sums["ended"] += int(np.count_nonzero(is_eos[ends - 1]))
         if unknown_token_id is not None:
             sums["unknown"] += int(np.count_nonzero(ids == unknown_token_id))
-        largest = max(largest, int(ids.max()))
         prints = _fingerprints(ids, starts, own, multipliers)
         kept = np.flatnonzero(prints % np.uint64(kept_one_in) == 0)
         indices.append(kept + first)
@@ -105,7 +103,6 @@ def count_samples(
         num_eos_targets=sums["eos"],
         num_bare=sums["bare"],
         num_unknown=sums["unknown"],
-        largest_id=largest,
         length_counts=length_counts,
         kept_one_in=kept_one_in,
         indices=np.concatenate(indices),
@@ -155,16 +152,16 @@ def concerns(dataset: PreparedDataset, found: SampleStatistics) -> list[str]:
 
     tell(counts.empty, counts.read, "records are empty: they hold no text")
     tell(counts.dropped, counts.read, "records were dropped: no target is left in them, as where an answer is empty")
-    tell(counts.cut, counts.read, "records were cut to seq_length: their ends are not trained on")
+    tell(counts.cut, counts.read, "records are longer than seq_length: they were cut, and tokens of them are lost")
     about = "" if found.is_exact else "about "
     if found.num_duplicates:
         texts.append(f"{about}{found.num_duplicates:,} of {found.num_samples:,} samples repeat an earlier one exactly")
     tell(found.num_bare, found.num_samples, "samples have one token alone as their target: answers without words?")
     if not found.num_eos_targets:
         texts.append("no target is the end-of-sequence token: the model would not learn to stop")
-    elif not dataset.is_text and 2 * found.num_ended < found.num_samples:
+    elif not dataset.is_text:
         tell(
-            found.num_samples - found.num_ended, found.num_samples, "samples do not end with the end-of-sequence token"
+            found.num_samples - found.num_ended, found.num_samples, "samples end in the middle of an answer: it was cut"
         )
     if found.num_targets < _FEW_TARGETS * found.num_tokens:
         share = found.num_targets / found.num_tokens

@@ -1,5 +1,6 @@
 """Owns how token counts of samples are drawn: a histogram as lines of text, and as a picture."""
 
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -95,7 +96,9 @@ def draw_lengths(path: Path, datasets: Sequence[tuple[str, Counts]], *, seq_leng
         legend = axes.legend(bars, [name for name, _ in datasets], fontsize=8, frameon=False)
         for text in legend.get_texts():
             text.set_parse_math(False)  # a name may hold `$`
-    figure.savefig(path, dpi=150, format="png")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a letter that its font has not is drawn as a box
+        figure.savefig(path, dpi=150, format="png")
 
 
 def _labels(edges: Sequence[int]) -> list[str]:

@@ -1,0 +1,97 @@
+"""Owns how datasets are told before a run: a table of their samples and tokens, and of what a step will hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from mobius.config.config import DatasetEntry
+from mobius.data.batches import Batches
+from mobius.data.datasets import PreparedDataset
+from mobius.data.preview import visible
+from mobius.data.statistics import SampleStatistics
+
+_NAME: Final = 32
+"""Characters of a dataset's name in a table; the end of a path tells more than its beginning."""
+
+
+@dataclass(frozen=True)
+class LookedAt:
+    """A dataset, what was counted in it, and how many of its samples are trained on (none: it is evaluated on)."""
+
+    dataset: PreparedDataset
+    found: SampleStatistics
+    num_trained: int
+
+    @property
+    def name(self) -> str:
+        return name_of(self.dataset.entry)
+
+    @property
+    def epoch_tokens(self) -> float:
+        """Tokens that an epoch takes of it, on average."""
+        return self.found.num_tokens * self.dataset.entry.weight * self.num_trained / self.found.num_samples
+
+
+def name_of(entry: DatasetEntry) -> str:
+    """The dataset as it was given, short and visible, with what chooses a part of it."""
+    parts = [entry.name, *([entry.subset] if entry.subset else []), *([entry.split] if entry.split != "train" else [])]
+    name = visible(" ".join(parts)).replace("\n", "\\n")
+    return name if len(name) <= _NAME else f"...{name[3 - _NAME :]}"
+
+
+def dataset_table(datasets: Sequence[LookedAt]) -> list[str]:
+    """A line for each dataset: what became of its records, its samples and tokens, and its share of an epoch."""
+    total = sum(each.epoch_tokens for each in datasets)
+    has_weights = any(each.dataset.entry.weight != 1 for each in datasets)
+    heads = ("dataset", "format", "read", "kept", "cut", "dropped", "empty", "samples", "tokens", "targets", "of them")
+    rows: list[Sequence[str]] = [(*heads, *(["weight"] if has_weights else []), "epoch")]
+    for each in datasets:
+        counts, found = each.dataset.counts, each.found
+        numbers = (counts.read, counts.kept, counts.cut, counts.dropped, counts.empty)
+        sums = (found.num_samples, found.num_tokens, found.num_targets)
+        uses = [_percent(each.epoch_tokens / total)]
+        if has_weights:
+            uses.insert(0, f"{each.dataset.entry.weight:g}")
+        uses = uses if each.num_trained else ["-"] * len(uses)
+        cells = (f"{number:,}" for number in (*numbers, *sums))
+        rows.append(
+            (each.name, each.dataset.format_name, *cells, _percent(found.num_targets / found.num_tokens), *uses)
+        )
+    lines = _aligned(rows, num_left=2)
+    if any(each.dataset.counts.cut for each in datasets):
+        lines.append("  cut: longer than seq_length, so that tokens are lost")
+    if any(each.dataset.counts.dropped for each in datasets):
+        lines.append("  dropped: no target is left, as where an answer is empty, or lies behind the cut")
+    return lines
+
+
+def step_table(
+    ways: Sequence[tuple[str, Batches]], *, batch_size: int, seq_length: int, target_share: float
+) -> list[str]:
+    """A line for each way (name, batches) to make rows: what a step holds and how many make an epoch."""
+    rows: list[Sequence[str]] = [("a step holds", "samples", "tokens", "targets", "padding", "steps of an epoch")]
+    for name, batches in ways:
+        facts = batches.facts
+        tokens = batch_size * seq_length * (1 - facts.padding)
+        samples = facts.samples_per_row * batch_size
+        steps = 1 / batches.num_epochs_of(1)
+        numbers = (f"{samples:,.0f}", f"{tokens:,.0f}", f"{tokens * target_share:,.0f}", _percent(facts.padding))
+        rows.append((name, *numbers, f"{steps:,.1f}"))
+    return _aligned(rows, num_left=1)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _aligned(rows: Sequence[Sequence[str]], *, num_left: int) -> list[str]:
+    """Lines of a table; the first columns are flush left, numbers are flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            cell.ljust(width) if place < num_left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

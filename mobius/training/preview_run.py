@@ -1,0 +1,237 @@
+"""The life of a look at the data (`--preview`): tokenize, count, show; it reads no weights and touches no GPU."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from mobius.config.config import Config, Packing
+from mobius.data.batches import Batches
+from mobius.data.datasets import PreparedData, prepare_data
+from mobius.data.mixture import WeightedSamples, hold_out
+from mobius.data.preview import Line, Tone, sample_lines
+from mobius.data.statistics import concerns, count_samples, keep_one_in, num_repeated
+from mobius.log import drop, printable
+from mobius.models.base_files import read_json_object
+from mobius.models.families import locate_model
+from mobius.models.tokenizer import load_tokenizer, pad_token_id
+from mobius.output.data_report import LookedAt, dataset_table, step_table
+from mobius.output.lengths_picture import added, describe_lengths, draw_lengths, histogram_lines
+from mobius.output.output_folder import replaced_whole
+from mobius.planning.planned import adopt_plan
+from mobius.ranks import Ranks, allows_colour, cache_folder
+
+logger = logging.getLogger(__name__)
+
+PICTURE: Final = "preview.png"
+"""File in the current folder; not in save_dir, which a run wants empty."""
+_FEW_ROWS_USED: Final = 0.8
+"""Share of a model's vocabulary that its own tokenizer has at least: rows are added to make the number round."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Everything that is shown: `trained` and `held_out` are indices of each training dataset's samples."""
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    prepared: PreparedData
+    trained: Sequence[npt.NDArray[np.int64]]
+    held_out: Sequence[npt.NDArray[np.int64]]
+    training: Sequence[LookedAt]
+    evaluation: Sequence[LookedAt]
+
+    def batches(self, *, is_packed: bool, num_epochs: float | None = None) -> Batches:
+        """The batches of a run with these rows."""
+        weights = [each.dataset.entry.weight for each in self.training]
+        tokenized = [each.dataset.tokenized for each in self.training]
+        return Batches(
+            [WeightedSamples(*part) for part in zip(tokenized, weights, self.trained, strict=True)],
+            batch_size=self.config.pipeline.batch_size,
+            seq_length=self.config.data.seq_length,
+            pad_token_id=pad_token_id(self.tokenizer),
+            seed=self.config.optim.seed,
+            is_packed=is_packed,
+            num_epochs=num_epochs,
+            num_microbatches=self.config.pipeline.num_chunks or 1,
+        )
+
+
+def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) -> None:
+    """Show samples as they are trained on, what was counted in the data, and what a step will hold.
+
+    On the first rank's standard output, in colours where that is a terminal; the picture of the lengths goes to the
+    current folder. `given` are the options that the user set, which a plan (`--plan`) may not contradict.
+    Raises MobiusError for data that a run would refuse.
+    """
+    if not ranks.is_first:
+        return
+    config = adopt_plan(config, given=given).config
+    folder = Path(config.model.model_path).expanduser()
+    folder = folder if folder.is_dir() else locate_model(config.model.model_path)
+    # A tokenizer with more tokens than the model has rows is told below, beside what it makes of the data.
+    tokenizer = load_tokenizer(folder, sys.maxsize)
+    prepared = prepare_data(config.data, tokenizer, cache_dir=cache_folder(), show_progress=True, show_downloads=True)
+    look = _look_at(config, tokenizer, prepared)
+    blocks = [_samples(look), _datasets(look), _lengths(look, sys.stdout), _steps(look), _warnings(look, folder)]
+    _show((line for block in blocks for line in [*block, Line("")]), sys.stdout)
+    _draw(look)
+
+
+def _look_at(config: Config, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData) -> _Look:
+    every = (*prepared.training, *prepared.evaluation)
+    kept_one_in = keep_one_in(sum(len(dataset.tokenized) for dataset in every))
+    eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
+    assert isinstance(eos, int), "without one the data would have been refused"
+    sizes = [len(dataset.tokenized) for dataset in prepared.training]
+    trained, held_out = hold_out(sizes, config.data.val_size, config.optim.seed)
+    looked = [
+        LookedAt(
+            dataset,
+            count_samples(
+                dataset.tokenized,
+                eos_token_id=eos,
+                unknown_token_id=unknown if isinstance(unknown, int) else None,
+                kept_one_in=kept_one_in,
+            ),
+            num_trained,
+        )
+        for dataset, num_trained in zip(every, [*map(len, trained), *[0] * len(prepared.evaluation)], strict=True)
+    ]
+    num_training = len(prepared.training)
+    return _Look(config, tokenizer, prepared, trained, held_out, looked[:num_training], looked[num_training:])
+
+
+def _samples(look: _Look) -> Iterator[Line]:
+    """As many samples as are wanted, of the datasets in turns, drawn by the seed."""
+    wanted, num_datasets = look.config.data.preview or 0, len(look.training)
+    generator = np.random.Generator(np.random.PCG64(look.config.optim.seed))
+    for number, (each, indices) in enumerate(zip(look.training, look.trained, strict=True)):
+        share = wanted // num_datasets + (number < wanted % num_datasets)
+        for index in np.sort(generator.choice(indices, min(share, len(indices)), replace=False)).tolist():
+            row = each.dataset.tokenized.sample(index)
+            yield from sample_lines(row, look.tokenizer, f"{each.name}, sample {index}")
+
+
+def _datasets(look: _Look) -> Iterator[Line]:
+    heads, *lines = dataset_table([*look.training, *look.evaluation])
+    yield Line(heads, Tone.TITLE)
+    yield from map(Line, lines)
+    num_held = sum(map(len, look.held_out))
+    if num_held:
+        total = num_held + sum(map(len, look.trained))
+        yield Line(f"  validation: {num_held:,} of {total:,} samples are held out (--val_size)")
+    elif look.evaluation:
+        names = ", ".join(each.name for each in look.evaluation)
+        yield Line(f"  validation: {sum(each.found.num_samples for each in look.evaluation):,} samples of {names}")
+
+
+def _lengths(look: _Look, stream: IO[str]) -> Iterator[Line]:
+    counts = added([each.found.length_counts for each in look.training])
+    yield Line(f"  tokens of a sample: {describe_lengths(counts)}", Tone.TITLE)
+    block = "\N{FULL BLOCK}"
+    yield from map(Line, histogram_lines(counts, block=block if printable(block, stream) == block else "#"))
+
+
+def _steps(look: _Look) -> Iterator[Line]:
+    config, is_packed = look.config, look.prepared.is_packed
+    own = look.batches(is_packed=is_packed, num_epochs=config.optim.num_train_epochs)
+    other = look.batches(is_packed=not is_packed)
+    packed, single = (own, other) if is_packed else (other, own)
+    ways = [("packed", packed), ("one sample in a row", single)]
+    if config.data.packing in (Packing.AUTO, Packing.JOINED) and all(each.dataset.is_text for each in look.training):
+        ways = [("joined", own)]
+    num_tokens = sum(each.epoch_tokens for each in look.training)
+    num_targets = sum(each.epoch_tokens * each.found.num_targets / each.found.num_tokens for each in look.training)
+    batch_size, seq_length = config.pipeline.batch_size, config.data.seq_length
+    heads, *lines = step_table(
+        ways, batch_size=batch_size, seq_length=seq_length, target_share=num_targets / num_tokens
+    )
+    yield Line(heads, Tone.TITLE)
+    yield from map(Line, lines)
+    yield Line(f"  this run: {own.describe()}")
+    if config.optim.num_train_epochs is not None:
+        yield Line(f"  --num_train_epochs {config.optim.num_train_epochs:g} takes {own.num_steps:,} steps")
+    else:
+        steps = config.optim.num_steps
+        yield Line(f"  --num_iterations {steps:,} makes {own.num_epochs_of(steps):.3g} epochs")
+
+
+def _warnings(look: _Look, folder: Path) -> Iterator[Line]:
+    every = [*look.training, *look.evaluation]
+    texts = [
+        f"{each.name}: {text}" if len(every) > 1 else text
+        for each in every
+        for text in concerns(each.dataset, each.found)
+    ]
+    texts += [*_of_validation(look), *_of_tokenizer(look, folder)]
+    yield from (Line(f"  warning: {text}", Tone.WARNING) for text in texts)
+    if not texts:
+        yield Line("  no warnings")
+
+
+def _of_validation(look: _Look) -> Iterator[str]:
+    """Samples that are both trained on and evaluated on make an evaluation too good."""
+    trained = [each.found.fingerprints_of(indices) for each, indices in zip(look.training, look.trained, strict=True)]
+    held = [each.found.fingerprints_of(indices) for each, indices in zip(look.training, look.held_out, strict=True)]
+    held += [each.found.fingerprints for each in look.evaluation]
+    found = look.training[0].found
+    number = found.kept_one_in * num_repeated(np.concatenate(held), np.concatenate(trained))
+    if number:
+        about = "" if found.is_exact else "about "
+        yield f"{about}{number:,} samples of the validation are trained on too, the same to the token"
+
+
+def _of_tokenizer(look: _Look, folder: Path) -> Iterator[str]:
+    """Signs that the tokenizer is another model's."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return
+    fields, tokenizer = read_json_object(path), look.tokenizer
+    num_rows = fields.get("vocab_size")
+    num_tokens = max([len(tokenizer), *(token + 1 for token in tokenizer.added_tokens_decoder)])
+    if isinstance(num_rows, int) and num_tokens > num_rows:
+        yield (
+            f"the tokenizer has {num_tokens:,} tokens, the model only {num_rows:,} (vocab_size): a run is refused; is "
+            "it another model's?"
+        )
+    elif isinstance(num_rows, int) and num_tokens < _FEW_ROWS_USED * num_rows:
+        yield f"the tokenizer has {num_tokens:,} tokens, the model {num_rows:,} (vocab_size): is it another model's?"
+    for name, own in (("bos", tokenizer.bos_token_id), ("eos", tokenizer.eos_token_id)):
+        named = fields.get(f"{name}_token_id")
+        theirs = named if isinstance(named, list) else [named]
+        if own is not None and named is not None and own not in theirs:
+            shown = " or ".join(map(str, theirs))
+            yield f"{name}_token_id is {own} in the tokenizer and {shown} in {path}: is it another model's?"
+
+
+def _show(lines: Iterable[Line], stream: IO[str]) -> None:
+    """Write the lines, in colour to a terminal that takes them."""
+    is_painted = stream.isatty() and allows_colour()
+    try:
+        for line in lines:
+            line = Line(printable(line.text, stream), line.tone)
+            stream.write(f"{line.painted() if is_painted else line.text}\n")
+        stream.flush()
+    except BrokenPipeError:  # its reader has gone, as behind `| head`
+        drop(stream)
+
+
+def _draw(look: _Look) -> None:
+    path = Path(PICTURE)
+    counts = [(each.name, each.found.length_counts) for each in look.training]
+    try:
+        with replaced_whole(path) as temporary:
+            draw_lengths(temporary, counts, seq_length=look.config.data.seq_length)
+    except OSError as error:
+        logger.warning("the picture of the lengths cannot be written to %s: %s", path.absolute(), error.strerror)
+        return
+    logger.info("picture of the lengths: %s", path.absolute())
