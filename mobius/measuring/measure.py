@@ -25,8 +25,7 @@ from mobius.measuring.host_rates import (
 from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStage
 from mobius.messages.transport import Transport
-from mobius.models.attention import Documents
-from mobius.models.blocks import LayerArguments, LayerInputs, ModelParts
+from mobius.models.blocks import ModelParts
 from mobius.optim.adamw import FlatAdamW
 from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.kernel import AdamWKernel
@@ -34,7 +33,7 @@ from mobius.plan.cards import STEP_OVERHEAD, SUSTAINED_SHARE, action_launch
 from mobius.plan.partition import StageCut
 from mobius.plan.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.plan.request import PackedRows
-from mobius.runtime.documents import place_documents
+from mobius.runtime.documents import typical_arguments
 from mobius.runtime.stage import StageModule
 
 GPU_PARAMETERS, MESSAGES = 2**26, 8
@@ -112,17 +111,6 @@ def measure_profile(
     return profile
 
 
-def layer_arguments(parts: ModelParts, shape: MicrobatchShape, device: torch.device) -> LayerArguments:
-    """Arguments of every layer for a microbatch, whose rows have equal documents if they are packed."""
-    inputs, packed = LayerInputs(parts, device=device, dtype=shape.dtype), shape.packed
-    if packed is None:
-        return inputs(shape.seq_length)
-    rows, most = [packed.typical_row(shape.seq_length)] * shape.batch, packed.most_documents
-    places = place_documents(rows, seq_length=shape.seq_length, num_microbatches=1, most_documents=most)
-    positions, (bounds,) = (torch.from_numpy(each).to(device) for each in places)
-    return inputs(shape.seq_length, Documents(positions, bounds))
-
-
 def measure_launches(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> LayerSeconds:
     """The host's seconds to enqueue the first layer, while the other ranks do the same; 0 on a CPU. Collective.
 
@@ -143,7 +131,9 @@ def _layer_seconds(seconds: Callable[[Work], float], work: Sequence[Work]) -> La
 def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int) -> Sequence[Work]:
     """A stage of one layer on a microbatch, with random weights: forward, with a kept graph both ways, recomputed."""
     span = StageCut(0, index, index + 1, is_first=False, is_last=False)
-    arguments = layer_arguments(parts, shape, bench.device)
+    arguments = typical_arguments(
+        parts, shape.packed, batch=shape.batch, seq_length=shape.seq_length, dtype=shape.dtype, device=bench.device
+    )
     stage = StageModule(parts, span, loss_chunk_tokens=shape.loss_chunk_tokens)
     weights, gradients = _memory_of(stage, shape.dtype, bench.device)
     hidden = torch.randn(shape.hidden_size(parts), device=bench.device, dtype=shape.dtype)

@@ -26,7 +26,7 @@ IMPLEMENTATION = "mobius_documents"
 """Name by which transformers finds `attend_documents`."""
 BLOCK = 128
 """Tokens of a block of FlexAttention's masks."""
-_MOST_HEAD_WIDTH = 256
+_MOST_HEAD_SIZE = 256
 _ONE_BY_ONE = "mobius::attend_one_by_one"
 
 
@@ -49,15 +49,15 @@ class Documents:
 
 
 def choose_attention(
-    device: torch.device, dtype: torch.dtype, *, head_width: int, softcap: float | None
+    device: torch.device, dtype: torch.dtype, *, head_size: int, softcap: float | None
 ) -> DocumentAttention:
     """The fastest that can: FlashAttention takes formats of two bytes, heads of up to 256, and no capped scores."""
     if device.type != "cuda":
         return DocumentAttention.ONE_BY_ONE
     major, minor = torch.cuda.get_device_capability(device)
     # As in torch's own choice: backward of these widths asks for more shared memory than such cards have.
-    is_too_wide = (major, minor) in ((8, 6), (8, 9), (12, 0), (12, 1)) and 192 < head_width <= 224
-    fits = head_width <= _MOST_HEAD_WIDTH and head_width % 8 == 0 and not is_too_wide
+    is_too_wide = (major, minor) in ((8, 6), (8, 9), (12, 0), (12, 1)) and 192 < head_size <= 224
+    fits = head_size <= _MOST_HEAD_SIZE and head_size % 8 == 0 and not is_too_wide
     if major >= 8 and dtype in (torch.bfloat16, torch.float16) and fits and softcap is None:
         return DocumentAttention.VARLEN
     return DocumentAttention.FLEX

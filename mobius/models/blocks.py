@@ -138,6 +138,8 @@ class ModelParts:
             intermediate_size=self.config.intermediate_size,
             vocab_size=self.config.vocab_size,
             is_tied=self.is_tied,
+            num_heads=self.config.num_attention_heads,
+            head_size=_head_size(self.config),
         )
 
     def _part_names(self) -> list[str]:
@@ -181,9 +183,12 @@ class ModelParts:
 
 
 def _attention_of(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> DocumentAttention:
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     softcap = getattr(config, "attn_logit_softcapping", None)
-    return choose_attention(device, dtype, head_width=width, softcap=softcap)
+    return choose_attention(device, dtype, head_size=_head_size(config), softcap=softcap)
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _block(prefix: str, module: nn.Module) -> Block:

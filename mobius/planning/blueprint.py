@@ -17,7 +17,7 @@ from mobius.models.blocks import ModelParts
 from mobius.plan.budget import check_host_memory
 from mobius.plan.cards import Host, card_of_device
 from mobius.plan.choice import Answer, answer, settle
-from mobius.plan.gpu_peak import LayerBytes, document_bytes
+from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, check_saved_plan
@@ -85,7 +85,7 @@ class Blueprint:
         return _message_shape(self.answer.request)
 
 
-def draw_blueprint(
+def sketch_blueprint(
     config: Config,
     ranks: Ranks,
     model_config: PretrainedConfig,
@@ -93,10 +93,10 @@ def draw_blueprint(
     saved: SavedPlan | None = None,
     packed: PackedRows | None = None,
 ) -> Blueprint:
-    """Plan the run and check that it fits into GPU and host memory; collective if ranks have GPUs.
+    """The run by guess, before anything is compiled; collective if ranks have GPUs.
 
     With `saved` (`--plan`) nothing is chosen, only checked; `config` must have taken its numbers. `packed` are the
-    facts of packed rows, the same on all ranks; None: rows are one document each.
+    facts of packed rows, where they are known already.
 
     Raises PlanError, GpuMemoryError or HostMemoryError, each with its arithmetic.
     """
@@ -109,19 +109,43 @@ def draw_blueprint(
     check_dtype(config.model.dtype, device)
     free_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
     machine = _machine(device, ranks.num_ranks, free_bytes)
-    parts = ModelParts(
-        model_config,
-        device,
-        compiled=compiles(config, machine),
-        packed=None if packed is None else TORCH_DTYPES[config.model.dtype],
-    )
+    parts = ModelParts(model_config, device, compiled=compiles(config, machine))
     shape = parts.shape()
     if saved is not None:
         digest = ModelDigest.of(shape, config.model.dtype)
         check_saved_plan(saved, Path(config.planning.plan or ""), model=digest, num_ranks=ranks.num_ranks)
     place = Place(ranks=ranks, device=device, device_order=device_order, meeting=meeting)
-    request = PlanRequest.of(config, shape, machine, packed)
-    return _draw(request, place, parts, given=None if saved is None else saved.plan)
+    request = settle(PlanRequest.of(config, shape, machine, packed))
+    given = None if saved is None else saved.plan
+    return _blueprint(place, parts, answer(request, given=given, own_bytes=own_host_bytes(), is_preliminary=True))
+
+
+def complete_blueprint(
+    sketch: Blueprint, *, packed: PackedRows | None = None, saved: SavedPlan | None = None
+) -> Blueprint:
+    """The plan of a sketched run, once its data are known: `packed` are the facts of packed rows, alike on all ranks.
+
+    On a GPU a layer's memory is measured. `saved` and errors as `sketch_blueprint`.
+    """
+    request, parts = sketch.answer.request, sketch.parts
+    if packed is not None:
+        dtype = TORCH_DTYPES[sketch.asked.model.dtype]
+        parts = ModelParts(parts.config, sketch.place.device, compiled=request.compiles, packed=dtype)
+    asked = PlanRequest.of(sketch.asked, request.shape, request.machine, packed)
+    return _draw(asked, sketch.place, parts, given=None if saved is None else saved.plan)
+
+
+def draw_blueprint(
+    config: Config,
+    ranks: Ranks,
+    model_config: PretrainedConfig,
+    *,
+    saved: SavedPlan | None = None,
+    packed: PackedRows | None = None,
+) -> Blueprint:
+    """Sketch and complete the plan of a run at once; arguments and errors are those of both."""
+    sketch = sketch_blueprint(config, ranks, model_config, saved=saved, packed=packed)
+    return complete_blueprint(sketch, packed=packed, saved=saved)
 
 
 def redraw(blueprint: Blueprint, profile: Profile) -> Blueprint:
@@ -165,13 +189,13 @@ def _draw(
     will_be_redrawn = on_gpu and measures and profile is None and given is None
     request = settle(request, measured=profile)
     if layer is None and on_gpu:
-        # By guess: what cannot fit is refused before anything is compiled.
-        _check_host(answer(request, given=given, own_bytes=own_host_bytes(), is_preliminary=True))
         layer = measure_layer_bytes(
-            parts, shape=_message_shape(request), dtype=TORCH_DTYPES[request.config.model.dtype], device=place.device
+            parts,
+            shape=_message_shape(request),
+            dtype=TORCH_DTYPES[request.config.model.dtype],
+            device=place.device,
+            packed=request.packed,
         )
-        # UNCONNECTED: to be measured with `request.packed`; rows of one document lack what documents take.
-        layer = replace(layer, peak=layer.peak + document_bytes(request.shape, request.microbatch_documents))
     found = answer(
         request,
         layer=layer,
@@ -180,6 +204,11 @@ def _draw(
         own_bytes=own_host_bytes(),  # measuring layers may have made it larger
         is_preliminary=will_be_redrawn,
     )
+    return _blueprint(place, parts, found)
+
+
+def _blueprint(place: Place, parts: ModelParts, found: Answer) -> Blueprint:
+    """The blueprint of an answer whose stages fit into the host's memory. Raises HostMemoryError."""
     _check_host(found)
     plan = found.plan
     schedule = build_schedule(plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.slots, plan.resident)

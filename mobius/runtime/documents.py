@@ -6,6 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from mobius.models.attention import Documents
+from mobius.models.blocks import LayerArguments, LayerInputs, ModelParts
+from mobius.plan.request import PackedRows
 
 Rows = Sequence[Sequence[int]]
 """Lengths of the documents of each row, without the padding behind them."""
@@ -30,6 +35,25 @@ def place_documents(
         own[0] = 0
         own[1 : len(ends) + 1] = ends
     return positions.reshape(len(rows), seq_length), bounds
+
+
+def typical_arguments(
+    parts: ModelParts,
+    packed: PackedRows | None,
+    *,
+    batch: int,
+    seq_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LayerArguments:
+    """Arguments of every layer for a microbatch that stands for a run's; packed rows have equal documents."""
+    inputs = LayerInputs(parts, device=device, dtype=dtype)
+    if packed is None:
+        return inputs(seq_length)
+    rows, most = [packed.typical_row(seq_length)] * batch, packed.most_documents
+    places = place_documents(rows, seq_length=seq_length, num_microbatches=1, most_documents=most)
+    positions, (bounds,) = (torch.from_numpy(each).to(device) for each in places)
+    return inputs(seq_length, Documents(positions, bounds))
 
 
 def _with_padding(row: Sequence[int], seq_length: int) -> list[int]:

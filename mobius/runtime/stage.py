@@ -12,11 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mobius.models.blocks import LayerArguments, LayerInputs, ModelParts
+from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.models.graph import BlockGraph, Views, backward, recomputed_backward, run, run_with_graph
 from mobius.models.loss import chunked_cross_entropy, shift_labels
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.partition import StageCut
+from mobius.plan.request import PackedRows
+from mobius.runtime.documents import typical_arguments
 
 Kept = Tensor | BlockGraph
 """A layer's forward as backward needs it: its input [B, L, H] to recompute from, or its graph."""
@@ -118,14 +120,19 @@ class StageModule:
 
 
 def measure_layer_bytes(
-    parts: ModelParts, *, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    parts: ModelParts,
+    *,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: PackedRows | None = None,
 ) -> LayerBytes:
     """GPU memory that one layer takes for one microbatch of `shape` [B, L, H]: its graph's, and at most in backward.
 
     Each is of the kind of layer that takes most, backward with its activations kept or recomputed, whichever takes
     more. Layers run on zeros; all memory is given back.
     """
-    arguments = LayerInputs(parts, device=device, dtype=dtype)(shape[1])
+    arguments = typical_arguments(parts, packed, batch=shape[0], seq_length=shape[1], dtype=dtype, device=device)
     kinds = {id(layer.module): (layer, arguments[index]) for index, layer in enumerate(parts.layers)}
     most = LayerBytes(0, 0)
     for layer, own_arguments in kinds.values():

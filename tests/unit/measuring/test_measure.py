@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mobius.measuring import bench, host_rates, measure
 from mobius.measuring.bench import Bench
-from mobius.measuring.measure import MicrobatchShape, layer_arguments, measure_launches, measure_profile
+from mobius.measuring.measure import MicrobatchShape, measure_launches, measure_profile
 from mobius.measuring.profile_cache import cached_profile, profile_key, profile_path
 from mobius.messages.transport import SingleRankTransport
-from mobius.models.blocks import ModelParts
+from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.plan.cards import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
 from mobius.plan.profile import LayerSeconds, Profile, Source
 from mobius.plan.request import PackedRows
+from mobius.runtime.documents import typical_arguments
 
 CPU = torch.device("cpu")
 SHAPE = MicrobatchShape(batch=2, seq_length=8, dtype=torch.float32, loss_chunk_tokens=64)
@@ -72,14 +73,20 @@ def test_one_rank_measures_every_kind_of_layer(family: str, monkeypatch: pytest.
     assert Profile.from_json(profile.to_json()) == profile
 
 
+def arguments_of(parts: ModelParts, shape: MicrobatchShape) -> LayerArguments:
+    return typical_arguments(
+        parts, shape.packed, batch=shape.batch, seq_length=shape.seq_length, dtype=shape.dtype, device=CPU
+    )
+
+
 def test_layers_over_packed_rows_are_measured_with_their_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = ModelParts(FAMILIES["gemma3"](), CPU, packed=torch.float32)
     shape = replace(SHAPE, packed=PackedRows(attention_length=2.9, most_documents=4))
-    for arguments in layer_arguments(parts, shape, CPU):
+    for arguments in arguments_of(parts, shape):
         # Eight tokens in documents of 3, 3 and 2, twice; there may be eight documents.
         assert arguments["document_bounds"].tolist() == [0, 3, 6, 8, 11, 14, 16, 16, 16]
         assert arguments["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1]] * 2
-    assert all("document_bounds" not in arguments for arguments in layer_arguments(parts, SHAPE, CPU))
+    assert all("document_bounds" not in arguments for arguments in arguments_of(parts, SHAPE))
     monkeypatch.setattr(Bench, "seconds", operations)
     profile = measure_profile(parts, shape, device=CPU, transport=SingleRankTransport(), kernel=None)
     assert all(layer.forward > 0 for layer in profile.layer_kinds)

@@ -119,7 +119,7 @@ def test_masks_are_made_once_for_each_window() -> None:
 
 
 def test_a_cpu_attends_one_by_one() -> None:
-    assert choose_attention(CPU, torch.float32, head_width=64, softcap=None) is DocumentAttention.ONE_BY_ONE
+    assert choose_attention(CPU, torch.float32, head_size=64, softcap=None) is DocumentAttention.ONE_BY_ONE
 
 
 @pytest.mark.parametrize(
@@ -146,4 +146,4 @@ def test_a_gpu_takes_variable_lengths_where_the_kernel_can(
     expected: DocumentAttention,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choose_attention(torch.device("cuda"), dtype, head_width=width, softcap=softcap) is expected
+    assert choose_attention(torch.device("cuda"), dtype, head_size=width, softcap=softcap) is expected

@@ -18,6 +18,8 @@ def test_llama_7b_is_what_was_counted_by_hand() -> None:
         intermediate_size=11008,
         vocab_size=32000,
         is_tied=False,
+        num_heads=32,
+        head_size=128,
     )
 
 

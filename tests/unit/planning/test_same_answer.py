@@ -78,15 +78,19 @@ class Parts:
     """A model of which only the sizes are asked for."""
 
     def __init__(self, shape: ModelShape, *_: object, compiled: bool = False) -> None:
-        self._shape, self.compiled = shape, compiled
+        self._shape, self.compiled, self.config = shape, compiled, None
 
     def shape(self) -> ModelShape:
         return self._shape
 
 
-def measured_as_estimated(parts: Parts, *, shape: Any, dtype: torch.dtype, device: torch.device) -> LayerBytes:
+def measured_as_estimated(
+    parts: Parts, *, shape: Any, dtype: torch.dtype, device: torch.device, packed: PackedRows | None
+) -> LayerBytes:
     batch, length, _ = shape
-    return estimate_layer(dtype.itemsize, parts.shape(), batch * length, compiled=parts.compiled)
+    documents = 0 if packed is None or dtype == torch.float32 else batch * packed.most_documents
+    tokens = batch * length
+    return estimate_layer(dtype.itemsize, parts.shape(), tokens, compiled=parts.compiled, num_documents=documents)
 
 
 def as_run(
@@ -108,7 +112,7 @@ def as_run(
         "choose_device": lambda *_: torch.device("cuda", ranks.rank),
         "check_dtype": lambda *_: None,
         "cap_gpu_memory": lambda *_: free if limit is None else min(free, int(limit * GIB)),
-        "ModelParts": lambda config, device, compiled, packed: Parts(shape, compiled=compiled),
+        "ModelParts": lambda config, device, compiled, packed=None: Parts(shape, compiled=compiled),
         "measure_layer_bytes": measured_as_estimated,
         "cpu_share": lambda num_ranks: 16,
         "own_host_bytes": lambda: 0,
