@@ -1,40 +1,43 @@
-"""Owns the preparation of a dataset: read, tokenize, count, cache by content, once for all ranks of the machine."""
+"""Owns the preparation of datasets: each read, tokenized, counted and cached by content, once for all ranks."""
 
 import hashlib
 import json
 import logging
-import multiprocessing
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from tqdm import tqdm
 
 from mobius.config.config import DataConfig, DatasetEntry, Packing
 from mobius.data import store
-from mobius.data.formats import Sample, parse_record, recognize
+from mobius.data.blocks import Block
+from mobius.data.chat_templates import resolve_template
+from mobius.data.formats import RecordFormat, recognize
 from mobius.data.sources import Source, open_source
-from mobius.data.store import Row, TokenizedDataset
-from mobius.data.tokenization import Encoded, Note, SampleEncoder, pack
+from mobius.data.store import DatasetWriter, TokenizedDataset
+from mobius.data.tokenization import EncodingRules, SampleEncoder
+from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
 from mobius.errors import DataError
-from mobius.interruption import end_with_parent, workers_not_interrupted
+from mobius.excerpt import excerpt
+from mobius.ranks import cpu_share
+from mobius.units import bytes_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-Chunk = Sequence[tuple[Sample, str]]
-"""Samples, each with the place that its record came from."""
-
-_CHUNK_RECORDS = 256
-_CHUNKS_PER_WORKER = 4  # in flight: enough to keep it busy, few enough that a large dataset is never whole in memory
+_PART_RECORDS: Final = 8192
+_PART_TOKENS: Final = 1 << 23  # 40 MiB on the disk
+_MOST_WORKERS: Final = 16
+_BYTES_WORTH_A_WORKER: Final = 1 << 23  # some seconds of work, and a worker takes some to start
+_BYTES_OF_A_RECORD: Final = 1 << 14  # a generous guess, where the number of records is not known
 _SHOWN_CHARACTERS = 1200
 
 
@@ -94,15 +97,18 @@ def prepare_data(
     downloads are every rank's, so only one should show them. Raises DataError if a dataset is missing, broken, empty
     or without a trainable token.
     """
+    preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", show_progress, show_downloads)
     training, evaluation = (
-        tuple(_prepare(entry, config, tokenizer, cache_dir, show_progress, show_downloads) for entry in entries or ())
-        for entries in (config.dataset, config.eval_dataset)
+        tuple(preparation.dataset(entry, option) for entry in entries or ())
+        for option, entries in (("--dataset", config.dataset), ("--eval_dataset", config.eval_dataset))
     )
-    is_packed = {Packing.ON: True, Packing.OFF: False}.get(
-        config.packing, not all(dataset.is_text for dataset in training)
-    )
-    warnings = tuple(warning for dataset in (*training, *evaluation) for warning in dataset.warnings)
-    return PreparedData(training, evaluation, is_packed, warnings)
+    both = (*training, *evaluation)
+    num_bytes = sum({dataset.cache_folder: dataset.cache_bytes for dataset in both}.values())
+    place = both[0].cache_folder if len(both) == 1 else preparation.folder
+    logger.info("tokenized data: %s in %s", bytes_text(num_bytes), place)
+    is_text = all(dataset.is_text for dataset in training)
+    is_packed = {Packing.ON: True, Packing.OFF: False}.get(config.packing, not is_text)
+    return PreparedData(training, evaluation, is_packed, tuple(text for dataset in both for text in dataset.warnings))
 
 
 def prepare_dataset(
@@ -129,38 +135,6 @@ def prepare_dataset(
     return prepared.training[0]
 
 
-def _prepare(
-    entry: DatasetEntry,
-    config: DataConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    cache_dir: Path,
-    show_progress: bool,
-    show_downloads: bool,
-) -> PreparedDataset:
-    max_samples = config.max_samples if entry.max_samples is None else entry.max_samples
-    source = open_source(entry.name, show_progress=show_downloads)
-    encoder = SampleEncoder(tokenizer, seq_length=config.seq_length)
-    folder = cache_dir / "tokenized" / _cache_key(source, tokenizer, config.seq_length, max_samples)
-    with store.locked(folder):
-        stored = store.load(folder)
-        if stored is None:
-            num_workers = config.preprocessing_num_workers or 1
-            store.save(folder, *_tokenize(source, encoder, max_samples, num_workers, show_progress))
-            stored = store.load(folder)
-    assert stored is not None
-    tokenized, facts = stored
-    return PreparedDataset(
-        entry=entry,
-        tokenized=tokenized,
-        counts=SampleCounts(**facts["counts"]),
-        format_name=facts["format_name"],
-        is_text=facts["format_name"] == "text",
-        warnings=tuple(facts["warnings"]),
-        cache_folder=folder,
-        cache_bytes=sum(path.stat().st_size for path in folder.iterdir()),
-    )
-
-
 def describe_sample(prepared: PreparedDataset, tokenizer: "PreTrainedTokenizerBase") -> str:
     """The first sample as the model sees it: special tokens, prompt and target apart, long parts without a middle."""
     input_ids, is_target = prepared.tokenized.sample(0)
@@ -178,106 +152,176 @@ def describe_sample(prepared: PreparedDataset, tokenizer: "PreTrainedTokenizerBa
     return "\n".join(lines)
 
 
-def _cache_key(source: Source, tokenizer: "PreTrainedTokenizerBase", seq_length: int, max_samples: int | None) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    facts = {
-        "source": source.fingerprint,
-        "tokenizer": tokenizer.get_vocab() if backend is None else backend.to_str(),
-        "tokenizer_class": type(tokenizer).__name__,
-        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        "chat_template": tokenizer.chat_template,
-        "seq_length": seq_length,
-        "max_samples": max_samples,
-        "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.glob("*.py"))],
-        "libraries": [metadata.version(name) for name in ("transformers", "tokenizers")],
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+class _Preparation:
+    """Makes the datasets of one configuration."""
 
-
-def _tokenize(
-    source: Source, encoder: SampleEncoder, max_samples: int | None, num_workers: int, show_progress: bool
-) -> tuple[TokenizedDataset, dict[str, Any]]:
-    """The dataset, and the facts stored beside it: counts, format and warnings."""
-    records = islice(source.read(), max_samples)
-    first = next(records, None)
-    if first is None:
-        raise DataError(f"--dataset {source.label}: the dataset is empty; it must hold at least one record")
-    record_format = recognize([str(column) for column in first.fields], first.where)
-    # Columns that no format knows, of any kind and depth, go no further than here.
-    samples = ((parse_record(record_format, each.fields, each.where), each.where) for each in chain([first], records))
-    chunks = iter(lambda: list(islice(samples, _CHUNK_RECORDS)), [])
-    total = source.num_records if max_samples is None else min(source.num_records or max_samples, max_samples)
-    rows: list[Row] = []
-    tally: Counter[str] = Counter()
-    notes: Counter[Note] = Counter()
-    with tqdm(total=total, desc="tokenizing", unit=" records", disable=not show_progress) as progress:
-        for encoded_chunk in _encode_chunks(chunks, encoder, num_workers):
-            for encoded in encoded_chunk:
-                rows += encoded.rows
-                notes.update(encoded.notes)
-                tally["read"] += 1
-                tally["cut"] += encoded.is_cut
-                tally["kept" if encoded.rows else "empty" if encoded.is_empty else "dropped"] += 1
-            progress.update(len(encoded_chunk))
-    counts = SampleCounts(**{field.name: tally[field.name] for field in fields(SampleCounts)})
-    if record_format.is_packed:
-        rows = pack(rows, encoder.seq_length)
-    if not rows:
-        raise DataError(
-            f"--dataset {source.label}: no record has a token to train on ({counts}; format "
-            f"{record_format.describe()}). Check that the answers are in the column named there, and that --seq_length "
-            f"{encoder.seq_length} leaves room for them"
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: "PreTrainedTokenizerBase",
+        folder: Path,
+        show_progress: bool,
+        show_downloads: bool,
+    ) -> None:
+        self._config, self._tokenizer, self.folder = config, tokenizer, folder
+        self._show_progress, self._show_downloads = show_progress, show_downloads
+        self._rules = EncodingRules(
+            train_on_prompt=config.train_on_prompt,
+            mask_history=config.mask_history,
+            default_system=config.default_system,
+            chat_template=resolve_template(config.chat_template),
         )
-    warnings = [f"{count} of {counts.read} records: {note}" for note, count in sorted(notes.items())]
-    return TokenizedDataset.from_rows(rows), {
-        "counts": asdict(counts),
-        "format_name": record_format.name,
-        "warnings": warnings,
-    }
+        self._encoder = SampleEncoder(tokenizer, seq_length=config.seq_length, rules=self._rules)
+        self._is_text_joined = config.packing in (Packing.AUTO, Packing.JOINED)
+        self._begun = time.time()
+
+    def dataset(self, entry: DatasetEntry, option: str) -> PreparedDataset:
+        """A dataset from the cache, or tokenized now while other ranks wait."""
+        memory = self.folder / "hashes"
+        source = open_source(entry, option=option, show_progress=self._show_downloads, memory=memory)
+        columns = dict(entry.columns or self._config.columns or ())
+        max_samples = self._config.max_samples if entry.max_samples is None else entry.max_samples
+        folder = self.folder / self._key(source, columns, max_samples)
+        with store.locked(folder):
+            # One that another rank has made since this run began is as new as can be.
+            if self._config.overwrite_cache and not (folder.exists() and folder.stat().st_mtime > self._begun):
+                store.remove(folder)
+            stored = store.load(folder)
+            if stored is None:
+                with DatasetWriter(folder) as writer:
+                    _Tokenization(f"{option} {excerpt(source.label, 300)}", source, max_samples, writer).run(
+                        self._encoder,
+                        columns,
+                        is_text_joined=self._is_text_joined,
+                        num_workers=self._config.preprocessing_num_workers,
+                        show_progress=self._show_progress,
+                    )
+                stored = store.load(folder)
+        assert stored is not None
+        tokenized, facts = stored
+        return PreparedDataset(
+            entry=entry,
+            tokenized=tokenized,
+            counts=SampleCounts(**facts["counts"]),
+            format_name=facts["format_name"],
+            is_text=facts["is_text"],
+            warnings=tuple(facts["warnings"]),
+            cache_folder=folder,
+            cache_bytes=sum(path.stat().st_size for path in folder.iterdir()),
+        )
+
+    def _key(self, source: Source, columns: Mapping[str, str], max_samples: int | None) -> str:
+        """A name for the result: it changes with all that changes the tokens."""
+        tokenizer, code = self._tokenizer, sorted(Path(__file__).parent.glob("*.py"))
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        facts = {
+            "source": source.fingerprint,
+            "tokenizer": tokenizer.get_vocab() if backend is None else backend.to_str(),
+            "tokenizer_class": type(tokenizer).__name__,
+            "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            "chat_template": tokenizer.chat_template,
+            "rules": asdict(self._rules),
+            "columns": columns,
+            "seq_length": self._config.seq_length,
+            "is_text_joined": self._is_text_joined,
+            "max_samples": max_samples,
+            "code": [
+                hashlib.sha256(path.read_bytes()).hexdigest() for path in code if path.suffix in (".py", ".jinja")
+            ],
+            "libraries": [metadata.version(name) for name in ("transformers", "tokenizers")],
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _encode_chunks(chunks: Iterator[Chunk], encoder: SampleEncoder, num_workers: int) -> Iterator[list[Encoded]]:
-    """Encoded chunks in the order of the records, whatever the number of workers."""
-    first_chunks = list(islice(chunks, 2))
-    chunks = chain(first_chunks, chunks)
-    if num_workers == 1 or len(first_chunks) < 2:  # a worker takes seconds to start
-        yield from ([encoder.encode(*sample) for sample in chunk] for chunk in chunks)
-        return
-    # Not fork: by now torch and the tokenizer may have threads, and a fork keeps their locks but not the threads.
-    context = multiprocessing.get_context("spawn")
-    pending: deque[Future[list[Encoded]]] = deque()
-    with ProcessPoolExecutor(num_workers, context, _start_worker, (_ChildOfParent(), encoder)) as pool:
-        try:
-            for chunk in chunks:
-                with workers_not_interrupted():  # it starts workers as they are needed
-                    pending.append(pool.submit(_work, chunk))
-                if len(pending) == num_workers * _CHUNKS_PER_WORKER:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        except BrokenProcessPool as error:
+class _Tokenization:
+    """Tokenizes one dataset into its files, from where an earlier run was stopped."""
+
+    def __init__(self, given: str, source: Source, max_samples: int | None, writer: DatasetWriter) -> None:
+        self._given, self._source, self._max_samples, self._writer = given, source, max_samples, writer
+        known = [number for number in (source.num_records, max_samples) if number is not None]
+        self._num_records = min(known, default=None)
+        earlier = writer.progress or {}
+        self._num_blocks: int = earlier.get("blocks", 0)
+        self._tally, self._notes = Counter[str](earlier.get("tally", {})), Counter[str](earlier.get("notes", {}))
+        self._part = Counter[str]()
+
+    def run(
+        self,
+        encoder: SampleEncoder,
+        columns: Mapping[str, str],
+        *,
+        is_text_joined: bool,
+        num_workers: int | None,
+        show_progress: bool,
+    ) -> None:
+        """Write all rows; raises DataError if there is none."""
+        blocks = _limited(self._source.read(), self._max_samples)
+        first_block = next(blocks, None)
+        if first_block is None:
+            raise DataError(f"{self._given}: the dataset is empty; it must hold at least one record")
+        first = next(first_block.records())
+        record_format = recognize([str(column) for column in first.fields], first.where, columns)
+        is_joined = record_format.is_text and is_text_joined
+        num_workers = self._default_workers() if num_workers is None else num_workers
+        with self._progress_bar(show_progress) as bar:
+            rest = self._without_finished(chain([first_block], blocks), bar)
+            for block in encode_blocks(rest, BlockEncoder(encoder, record_format, is_joined), num_workers, self._given):
+                self._write(block)
+                bar.update(block.num_bytes if self._num_records is None else block.tally["read"])
+        self._finish(record_format, encoder.seq_length, is_joined)
+
+    def _default_workers(self) -> int:
+        num_bytes = self._source.num_bytes
+        if self._max_samples is not None:
+            num_bytes = min(num_bytes, self._max_samples * _BYTES_OF_A_RECORD)
+        return max(1, min(cpu_share(1), _MOST_WORKERS, num_bytes // _BYTES_WORTH_A_WORKER))
+
+    def _progress_bar(self, is_shown: bool) -> "tqdm[NoReturn]":
+        """A bar of records, or of bytes where their number is not known."""
+        total, unit = (self._source.num_bytes, "B") if self._num_records is None else (self._num_records, " records")
+        return tqdm(desc="tokenizing", total=total, unit=unit, unit_scale=unit == "B", disable=not is_shown)
+
+    def _without_finished(self, blocks: Iterator[Block], bar: "tqdm[NoReturn]") -> Iterator[Block]:
+        """The blocks that no earlier run has written; those it has are read, but not parsed."""
+        for block in islice(blocks, self._num_blocks):
+            bar.update(block.num_bytes if self._num_records is None else len(block))
+        if self._num_blocks:
+            done = self._tally["read"]
+            logger.info("%s: %d records were tokenized by an earlier run that did not finish", self._given, done)
+        return blocks
+
+    def _write(self, block: EncodedBlock) -> None:
+        self._writer.append(block.input_ids, block.is_target, block.lengths)
+        self._num_blocks += 1
+        self._tally.update(block.tally)
+        self._notes.update(block.notes)
+        self._part.update(records=block.tally["read"], tokens=len(block.input_ids))
+        if self._part["records"] >= _PART_RECORDS or self._part["tokens"] >= _PART_TOKENS:
+            self._writer.end_part({"blocks": self._num_blocks, "tally": self._tally, "notes": self._notes})
+            self._part.clear()
+
+    def _finish(self, record_format: RecordFormat, seq_length: int, is_joined: bool) -> None:
+        counts = SampleCounts(**{field.name: self._tally[field.name] for field in fields(SampleCounts)})
+        if self._writer.num_tokens < 2:
             raise DataError(
-                "a tokenization worker died, most likely for lack of memory: lower --preprocessing_num_workers "
-                f"{num_workers}"
-            ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+                f"{self._given}: no record has a token to train on ({counts}; format {record_format.describe()}). "
+                "Check that the answers are in the column named there, and that --seq_length "
+                f"{seq_length} leaves room for them"
+            )
+        facts = {
+            "counts": asdict(counts),
+            "format_name": record_format.name,
+            "is_text": record_format.is_text,
+            "warnings": [f"{count} of {counts.read} records: {note}" for note, count in sorted(self._notes.items())],
+        }
+        self._writer.finish(facts, row_length=seq_length if is_joined else None)
 
 
-# A worker process gets the tokenizer once, when it starts: sent with every chunk, it would be megabytes each time.
-_worker_state: list[SampleEncoder] = []
-
-
-class _ChildOfParent:
-    """Makes a worker end with its parent as soon as it arrives there: before the tokenizer, which takes seconds."""
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return end_with_parent, ()
-
-
-def _start_worker(_: object, encoder: SampleEncoder) -> None:
-    _worker_state[:] = [encoder]
-
-
-def _work(chunk: Chunk) -> list[Encoded]:
-    return [_worker_state[0].encode(*sample) for sample in chunk]
+def _limited(blocks: Iterator[Block], most: int | None) -> Iterator[Block]:
+    """Blocks of the first `most` records."""
+    for block in blocks:
+        if most is not None and len(block) >= most:
+            yield block.first(most)
+            return
+        most = None if most is None else most - len(block)
+        yield block

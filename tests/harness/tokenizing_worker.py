@@ -21,14 +21,14 @@ def main() -> None:
     """Load the tokenizer, wait until the other process has too, and prepare."""
     folder, dataset, cache = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    original, num_tokenizations = datasets._tokenize, 0
+    original, num_tokenizations = datasets._Tokenization.run, 0
 
-    def counting(*arguments: Any) -> Any:
+    def counting(*arguments: Any, **options: Any) -> Any:
         nonlocal num_tokenizations
         num_tokenizations += 1
-        return original(*arguments)
+        return original(*arguments, **options)
 
-    datasets._tokenize = counting
+    datasets._Tokenization.run = counting  # type: ignore[method-assign]
     rank = os.environ["RANK"]
     Path(f"ready-{rank}").touch()
     while not all(Path(f"ready-{other}").exists() for other in "01"):

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mobius.data.datasets import PreparedDataset, prepare_dataset
+from mobius.config.config import DataConfig, DatasetEntry
+from mobius.data.datasets import PreparedData, PreparedDataset, prepare_data
 
 ASSETS = Path(__file__).parents[3] / "assets"
 
 WriteLines = Callable[..., Path]
 Prepare = Callable[..., PreparedDataset]
+PrepareAll = Callable[..., PreparedData]
 
 
 @pytest.fixture(scope="session")
@@ -37,15 +39,20 @@ def write_lines(tmp_path: Path) -> WriteLines:
 
 
 @pytest.fixture
-def prepare(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Prepare:
-    def run(dataset: Path | str, **changes: Any) -> PreparedDataset:
-        options: dict[str, Any] = {
-            "tokenizer": tokenizer,
-            "seq_length": 64,
-            "max_samples": None,
-            "num_workers": 1,
-            "cache_dir": tmp_path / "cache",
-        }
-        return prepare_dataset(dataset=str(dataset), **(options | changes))
+def prepare_all(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> PrepareAll:
+    """Call `prepare_data`; options are fields of the data's section, or the function's own."""
+
+    def run(*datasets: DatasetEntry | Path | str, **changes: Any) -> PreparedData:
+        entries = tuple(each if isinstance(each, DatasetEntry) else DatasetEntry(str(each)) for each in datasets)
+        own = {"tokenizer": tokenizer, "cache_dir": tmp_path / "cache", "show_progress": False}
+        own |= {name: changes.pop(name) for name in own if name in changes}
+        options: dict[str, Any] = {"seq_length": 64, "preprocessing_num_workers": 1} | changes
+        return prepare_data(DataConfig(dataset=entries, **options), **own)
 
     return run
+
+
+@pytest.fixture
+def prepare(prepare_all: PrepareAll) -> Prepare:
+    """The only dataset of `prepare_all`."""
+    return lambda dataset, **changes: prepare_all(dataset, **changes).training[0]

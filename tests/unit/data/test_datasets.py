@@ -75,8 +75,8 @@ def test_what_the_template_made_necessary_is_told(
         prepared = prepare(path)
         assert len(prepared.tokenized) == 3
         assert prepared.counts.kept == 2
-        assert len(prepared.warnings) == 1
-        assert prepared.warnings[0].startswith("1 of 2 records: each assistant turn became a sample of its own")
+        (told,) = (text for text in prepared.warnings if "each assistant turn became a sample of its own" in text)
+        assert told.startswith("1 of 2 records: ")
 
 
 @pytest.mark.parametrize(
@@ -168,10 +168,10 @@ def test_deep_columns_beside_the_text_are_not_sent_to_workers(prepare: Prepare, 
     deep = "[" * 900 + "]" * 900
     line = f'{{"prompt": "a", "completion": "b", "tree": {deep}}}\n'
     (tmp_path / "deep.jsonl").write_text(line * 600)
-    assert prepare(tmp_path / "deep.jsonl", num_workers=2).counts.kept == 600
+    assert prepare(tmp_path / "deep.jsonl", preprocessing_num_workers=2).counts.kept == 600
 
 
-@pytest.mark.parametrize("damaged", ["input_ids.npy", "offsets.npy", "facts.json"])
+@pytest.mark.parametrize("damaged", ["input_ids.bin", "offsets.bin", "facts.json"])
 def test_a_damaged_cache_is_made_anew(prepare: Prepare, write_lines: WriteLines, tmp_path: Path, damaged: str) -> None:
     path = write_lines(PAIRS)
     expected = tokens(prepare(path))
@@ -199,7 +199,7 @@ def test_a_cache_folder_that_cannot_be_made_is_named(prepare: Prepare, write_lin
 def test_workers_change_nothing_but_the_time(prepare: Prepare, write_lines: WriteLines, tmp_path: Path) -> None:
     path = write_lines([PAIRS[index % 6] | {"prompt": f"question {index}"} for index in range(600)])
     alone = prepare(path)
-    together = prepare(path, num_workers=2, cache_dir=tmp_path / "other")
+    together = prepare(path, preprocessing_num_workers=2, cache_dir=tmp_path / "other")
     assert tokens(together) == tokens(alone)
 
 
@@ -207,7 +207,7 @@ def test_an_error_in_a_worker_names_its_line(prepare: Prepare, write_lines: Writ
     records: list[dict[str, object]] = [{"prompt": "a", "completion": "b"} for _ in range(600)]
     records[555] = {"prompt": "a", "completion": 7}
     with pytest.raises(DataError, match=r"train.jsonl, line 556: `completion` must be text, not int"):
-        prepare(write_lines(records), num_workers=2)
+        prepare(write_lines(records), preprocessing_num_workers=2)
 
 
 def test_of_two_processes_at_once_one_tokenizes_and_both_get_the_same(

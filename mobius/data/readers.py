@@ -1,0 +1,267 @@
+"""Owns the formats of files: how records are read block by block, whatever the size of the file, compressed or not.
+
+A block holds records as they stand in the file. Whoever gets it parses them, often in another process: then the one
+that reads only finds where a record ends. Where a block ends depends on the content of the file alone.
+"""
+
+import csv
+import io
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+from mobius.data.blocks import (
+    BLOCK_RECORDS,
+    Block,
+    beyond_python,
+    item_blocks,
+    not_utf8,
+    parse_line,
+    parse_row,
+    parse_text,
+    table_blocks,
+)
+from mobius.errors import DataError, first_line
+from mobius.excerpt import excerpt
+
+if TYPE_CHECKING:
+    import pyarrow
+
+SUFFIXES: Final = ".json, .jsonl, .csv, .parquet, .arrow, each also with .gz or .zst behind it"
+"""Names of files that can be read, for messages."""
+_LONGEST_LINE = 1 << 28
+_LONGEST_FIELD = 1 << 26  # characters; the csv module's default of 128 KiB is shorter than a long document
+_READ_CHARACTERS = 1 << 20
+
+
+def reader_of(path: Path) -> Callable[[Path], Iterator[Block]] | None:
+    """The function that reads files of this name; None if there is none. It raises DataError with file and place."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSIONS:
+        suffixes.pop()
+    read = _READERS.get(suffixes[-1]) if suffixes else None
+    return None if read is None else partial(_read, read)
+
+
+class _File:
+    """Bytes of a file as they are without compression, and how far it was read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, path.stat().st_size
+        self._raw = path.open("rb")
+        self._told = 0
+        compression = _COMPRESSIONS.get(path.suffix.lower())
+        self.stream: BinaryIO = self._raw
+        if compression is not None:
+            pyarrow = _pyarrow(path)
+            self.stream = io.BufferedReader(pyarrow.CompressedInputStream(self._raw, compression), 1 << 20)
+
+    def text(self) -> io.TextIOWrapper:
+        self._text = io.TextIOWrapper(self.stream, encoding="utf-8-sig", newline="")  # without an owner it would close
+        return self._text
+
+    def with_places(self) -> "pyarrow.NativeFile":
+        """The bytes as a file that can be read at any place: mapped, or where compressed, in a temporary file."""
+        pyarrow = _pyarrow(self.path)
+        if self.stream is self._raw:
+            return pyarrow.memory_map(str(self.path))
+        spool = tempfile.TemporaryFile()  # noqa: SIM115 -- Arrow closes it
+        shutil.copyfileobj(self.stream, spool, 1 << 20)
+        spool.seek(0)
+        return pyarrow.PythonFile(spool, "r")
+
+    def advance(self) -> int:
+        """Bytes of the file that were read since the last call."""
+        before, self._told = self._told, self._raw.tell()
+        return self._told - before
+
+    def __enter__(self) -> "_File":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._raw.close()
+
+
+def _read(read: Callable[[_File], Iterator[Block]], path: Path) -> Iterator[Block]:
+    try:
+        with _File(path) as file:
+            yield from read(file)
+    except UnicodeDecodeError as error:
+        with _File(path) as file:  # the decoder knows the place in its buffer only
+            lines = enumerate(file.stream, start=1)
+            number = next(number for number, line in lines if line.decode("utf-8", "ignore").encode() != line)
+        raise not_utf8(f"{path}, line {number}", error) from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or excerpt(first_line(error), 300)}") from error
+
+
+def _read_json(file: _File) -> Iterator[Block]:
+    """A file of one array of objects, or of one object per line."""
+    start = file.stream.peek(1 << 12) if isinstance(file.stream, io.BufferedReader) else b""
+    if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+        return item_blocks(_JsonArray(file).items(), parse_text, file.advance)
+    return _read_json_lines(file)
+
+
+def _read_json_lines(file: _File) -> Iterator[Block]:
+    return item_blocks(_lines(file), parse_line, file.advance)
+
+
+def _lines(file: _File) -> Iterator[tuple[bytes, int, str]]:
+    for number, line in enumerate(iter(partial(file.stream.readline, _LONGEST_LINE), b""), start=1):
+        if len(line) == _LONGEST_LINE:
+            size = f"{_LONGEST_LINE >> 20} MiB"
+            raise DataError(f"{file.path}, line {number}: is longer than {size}; each line must hold one JSON object")
+        content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        if content.strip():
+            yield content, len(content), f"{file.path}, line {number}"
+
+
+class _JsonArray:
+    """Walks through a file of one JSON array and keeps no more of it than a record or a buffer is long."""
+
+    _SPACE = re.compile(r"[ \t\r\n]*")
+    _NEAR_THE_END = 16  # characters: longer than any word or escape that the buffer may cut
+
+    def __init__(self, file: _File) -> None:
+        self._path, self._text = file.path, file.text()
+        self._buffer, self._position = "", 0
+        self._lines_before, self._columns_before = 0, 0  # of the buffer's start
+        self._decoder = json.JSONDecoder()
+
+    def items(self) -> Iterator[tuple[str, int, str]]:
+        self._skip()
+        if self._skip() != "]":
+            index = 0
+            self._position -= 1
+            while True:
+                value = self._value(index)
+                yield value, len(value), f"{self._path}, record {index}"
+                index += 1
+                if (mark := self._skip()) == "]":
+                    break
+                if mark != ",":
+                    raise self._broken("Expecting ',' delimiter", self._position - bool(mark))
+        if self._skip():
+            raise self._broken("Extra data", self._position - 1)
+
+    def _skip(self) -> str:
+        """The next character that is no white space, now behind the position; nothing at the end of the file."""
+        while True:
+            space = self._SPACE.match(self._buffer, self._position)
+            assert space is not None
+            self._position = space.end()
+            if self._position < len(self._buffer):
+                self._position += 1
+                return self._buffer[self._position - 1]
+            if not self._read_on():
+                return ""
+
+    def _value(self, index: int) -> str:
+        if self._skip():
+            self._position -= 1
+        while True:
+            try:
+                _, end = self._decoder.raw_decode(self._buffer, self._position)
+            except json.JSONDecodeError as error:
+                is_cut = error.msg.startswith("Unterminated") or error.pos > len(self._buffer) - self._NEAR_THE_END
+                if is_cut and self._read_on():
+                    continue
+                raise self._broken(error.msg, error.pos) from error
+            except (RecursionError, ValueError) as error:
+                raise beyond_python(f"{self._path}, record {index}", error) from error
+            if end == len(self._buffer) and self._read_on():  # a number may go on
+                continue
+            value = self._buffer[self._position : end]
+            self._position = end
+            return value
+
+    def _read_on(self) -> bool:
+        """Read more and forget what is before the position; False at the end of the file."""
+        more = self._text.read(max(_READ_CHARACTERS, len(self._buffer) - self._position))
+        if more:
+            past = self._buffer[: self._position]
+            lines = past.count("\n")
+            self._lines_before += lines
+            self._columns_before = len(past) - past.rfind("\n") - 1 if lines else self._columns_before + len(past)
+            self._buffer, self._position = self._buffer[self._position :] + more, 0
+        return bool(more)
+
+    def _broken(self, message: str, position: int) -> DataError:
+        lines = self._buffer.count("\n", 0, position)
+        columns = position - self._buffer.rfind("\n", 0, position) - 1 if lines else self._columns_before + position
+        place = f"line {self._lines_before + lines + 1}, column {columns + 1}"
+        return DataError(f"{self._path}, {place}: broken JSON: {message}")
+
+
+def _read_csv(file: _File) -> Iterator[Block]:
+    """Comma-separated with a header line; every value is text."""
+    csv.field_size_limit(_LONGEST_FIELD)
+    rows = csv.reader(file.text(), strict=True)
+    try:
+        header = next(rows, [])
+        places = ((row, sum(map(len, row)), f"{file.path}, line {rows.line_num}") for row in rows if row)
+        yield from item_blocks(places, partial(parse_row, header), file.advance)
+    except csv.Error as error:
+        raise DataError(f"{file.path}, line {rows.line_num}: broken CSV: {error}") from error
+
+
+def _read_parquet(file: _File) -> Iterator[Block]:
+    _pyarrow(file.path)
+    import pyarrow.parquet
+
+    def batches() -> Iterator[tuple["pyarrow.RecordBatch", int]]:
+        with pyarrow.parquet.ParquetFile(file.with_places()) as table:
+            num_rows = max(table.metadata.num_rows, 1)
+            for batch in table.iter_batches(batch_size=BLOCK_RECORDS):
+                yield batch, file.size * batch.num_rows // num_rows
+
+    return table_blocks(batches(), str(file.path), "Parquet")
+
+
+def _read_arrow(file: _File) -> Iterator[Block]:
+    """The file or the stream format, as the datasets library saves them."""
+    _pyarrow(file.path)
+    import pyarrow.ipc
+
+    def batches() -> Iterator[tuple["pyarrow.RecordBatch", int]]:
+        source = file.with_places()
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        if is_file:
+            with pyarrow.ipc.open_file(source) as table:
+                ends = [file.size * index // table.num_record_batches for index in range(table.num_record_batches + 1)]
+                for index, (start, end) in enumerate(pairwise(ends)):
+                    yield table.get_batch(index), end - start
+            return
+        with pyarrow.ipc.open_stream(source) as stream:
+            start = 0
+            for batch in stream:
+                yield batch, source.tell() - start
+                start = source.tell()
+
+    return table_blocks(batches(), str(file.path), "Arrow")
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError(f"{path}: reading such files needs the package pyarrow: `pip install pyarrow`") from error
+    return pyarrow
+
+
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_READERS: Mapping[str, Callable[[_File], Iterator[Block]]] = {
+    ".json": _read_json,
+    ".jsonl": _read_json_lines,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}

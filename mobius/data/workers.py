@@ -1,0 +1,126 @@
+"""Owns the processes that parse and tokenize blocks; the blocks' order does not depend on their number."""
+
+import logging
+import multiprocessing
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mobius.data.blocks import Block
+from mobius.data.formats import RecordFormat, parse_record
+from mobius.data.store import Row
+from mobius.data.tokenization import SampleEncoder, cut_document
+from mobius.errors import DataError
+from mobius.interruption import end_with_parent, workers_not_interrupted
+
+logger = logging.getLogger(__name__)
+
+_BLOCKS_PER_WORKER: Final = 4  # in flight: enough to keep it busy, few enough that memory stays small
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """Rows of a block, one behind the other, their lengths, and how many records came to what."""
+
+    input_ids: npt.NDArray[np.int32]
+    is_target: npt.NDArray[np.bool_]
+    lengths: list[int]
+    num_bytes: int
+    """Of the file, as the block tells."""
+    tally: Counter[str]
+    """By the names of `SampleCounts`."""
+    notes: Counter[str]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEncoder:
+    """All that makes rows of a block; can be pickled. Rows of joined text have no lengths yet."""
+
+    encoder: SampleEncoder
+    record_format: RecordFormat
+    is_joined: bool
+
+    def encode(self, block: Block) -> EncodedBlock:
+        """The rows of a block; raises DataError that names the place of a record that cannot be used."""
+        rows: list[Row] = []
+        tally, notes = Counter[str](), Counter[str]()
+        for record in block.records():
+            sample = parse_record(self.record_format, record.fields, record.where)
+            encoded = self.encoder.encode(sample, record.where)
+            if self.record_format.is_text and not self.is_joined:
+                rows += (piece for row in encoded.rows for piece in cut_document(row, self.encoder.seq_length))
+            else:
+                rows += encoded.rows
+            notes.update(note.value for note in encoded.notes)
+            tally["read"] += 1
+            tally["cut"] += encoded.is_cut
+            tally["kept" if encoded.rows else "empty" if encoded.is_empty else "dropped"] += 1
+        return EncodedBlock(
+            np.concatenate([ids for ids, _ in rows] or [np.empty(0, np.int32)]),
+            np.concatenate([is_target for _, is_target in rows] or [np.empty(0, np.bool_)]),
+            [] if self.is_joined else [len(ids) for ids, _ in rows],
+            block.num_bytes,
+            tally,
+            notes,
+        )
+
+
+def encode_blocks(
+    blocks: Iterator[Block], encoder: BlockEncoder, num_workers: int, label: str
+) -> Iterator[EncodedBlock]:
+    """Encoded blocks in the order given; a single block, or with one worker all, are encoded in this process.
+
+    Raises DataError if a worker dies.
+    """
+    first_blocks = list(islice(blocks, 2))
+    blocks = chain(first_blocks, blocks)
+    if num_workers == 1 or len(first_blocks) < 2:  # a worker takes seconds to start
+        logger.info("tokenizing %s in this process", label)
+        yield from map(encoder.encode, blocks)
+        return
+    logger.info("tokenizing %s in %d processes (--preprocessing_num_workers)", label, num_workers)
+    # Not fork: by now torch and the tokenizer may have threads, and a fork keeps their locks but not the threads.
+    context = multiprocessing.get_context("spawn")
+    pending: deque[Future[EncodedBlock]] = deque()
+    with ProcessPoolExecutor(num_workers, context, _start_worker, (_ChildOfParent(), encoder)) as pool:
+        try:
+            for block in blocks:
+                with workers_not_interrupted():  # it starts workers as they are needed
+                    pending.append(pool.submit(_work, block))
+                if len(pending) == num_workers * _BLOCKS_PER_WORKER:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a tokenization worker died, most likely for lack of memory: lower --preprocessing_num_workers "
+                f"{num_workers}"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+# A worker process gets the tokenizer once, when it starts: sent with every block, it would be megabytes each time.
+_worker_state: list[BlockEncoder] = []
+
+
+class _ChildOfParent:
+    """Makes a worker end with its parent as soon as it arrives there: before the tokenizer, which takes seconds."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return end_with_parent, ()
+
+
+def _start_worker(_: object, encoder: BlockEncoder) -> None:
+    _worker_state[:] = [encoder]
+
+
+def _work(block: Block) -> EncodedBlock:
+    return _worker_state[0].encode(block)
