@@ -114,6 +114,33 @@ NODES = (
     *("1:30:00", "yes", "on", "2024-01-01", "9" * 5000, "[" * 3000, "{" * 3000, '"\\ud800"', '"\\0"', "é模型", "\x07"),
     *("\x1b[2J", "<<: 3", "''", "1", "2", "4", "8", "auto", "true", "false", "model", "fp32", "cosine", "0.5", "1.0"),
 )
+DATASETS = (
+    *(
+        "data.jsonl:0.5",
+        "data.jsonl:3",
+        "a:0",
+        "a:-1",
+        "a:nan",
+        "a:1e999",
+        "a:" + "9" * 5000,
+        ":" * 5000,
+        ":1",
+        "data.jsonl:",
+    ),
+    *("a=b", "prompt=document,completion=summary", "a=b,a=c", "=" * 300, "," * 300, "prompt"),
+)
+"""Words of datasets and columns, right and wrong."""
+DATASET_NODES = (
+    *(
+        "[data.jsonl, {path: data.jsonl, weight: 0.5}]",
+        "{path: data.jsonl, max_samples: 3, split: train}",
+        "[]",
+        "[[a]]",
+    ),
+    *("[{path: a, columns: {prompt: b, completion: c}}]", "[{weight: 1}]", "[{path: a, wieght: 1}]", "[1, null, a:0]"),
+    *("&a {path: b, columns: *a}", "&a [*a, *a]", "[{path: {a: b}}, {[a]: b}]", "{prompt: document}", "{prompt: [a]}"),
+    *("[{path: a, weight: .inf}, {path: a, weight: 1e999, subset: 3}]", "[{name: a, path: b}]", "[{<<: {path: a}}]"),
+)
 _NOT_TYPED = {"config", "help", "dry_run", "overwrite_output_dir", "preprocessing_num_workers", "compile", "trace"}
 _OUTPUTS = {"save_dir", "save_params", "save_results", "plan_output"}
 """Options that name what is written: they get no path outside of the input's folder."""
@@ -151,7 +178,10 @@ def _options(made: FuzzedInput, rng: random.Random, model: Path) -> None:
         name = rng.choice(sorted(set(options()) - _NOT_TYPED))
         texts = [text for text in TEXTS if name not in _OUTPUTS or not text.startswith(("/", ".", "~"))]
         spelled = rng.choice([name, name, name, name.replace("_", "-"), name[:-1], name + "s", "no_" + name])
-        made.arguments += [f"--{spelled}", *([rng.choice(texts)] if rng.random() < 0.9 else [])]
+        if options()[name].is_list or options()[name].value_type is tuple:
+            texts += 5 * DATASETS
+        num_words = rng.choice([1, 2, 3]) if options()[name].is_list else 1
+        made.arguments += [f"--{spelled}", *(rng.choice(texts) for _ in range(num_words) if rng.random() < 0.9)]
     if rng.random() < 0.1:
         made.arguments.insert(rng.randrange(len(made.arguments)), rng.choice(TEXTS))
 
@@ -161,8 +191,12 @@ def _yaml(made: FuzzedInput, rng: random.Random, model: Path) -> None:
     names = dict(zip((name.removeprefix("--") for name in SMALL[::2]), SMALL[1::2], strict=True))
     lines = [f"{name}: {value}" for name, value in names.items()]
     for _ in range(rng.randint(1, 4)):
-        name = rng.choice([*options(), *names, "<<", "? x", "num_train_epochs", "fsdp", "é", "[a]", "{}", "''"])
-        value = yaml.safe_dump(rng.choice(TEXTS[:30])).strip() if rng.random() < 0.2 else rng.choice(NODES)
+        known_lists = 3 * ["dataset", "eval_dataset", "columns"]
+        name = rng.choice([*options(), *names, *known_lists, "<<", "? x", "num_epochs", "fsdp", "é", "[a]", "{}", "''"])
+        nodes = DATASET_NODES if name in ("dataset", "eval_dataset", "columns") else NODES
+        value = yaml.safe_dump(rng.choice(TEXTS[:30])).strip() if rng.random() < 0.2 else rng.choice(nodes)
+        if name == "dataset":
+            lines = [line for line in lines if not line.startswith("dataset:")]
         if name not in _NOT_TYPED | _OUTPUTS:
             lines.insert(rng.randrange(len(lines) + 1), f"{' ' * (rng.random() < 0.05)}{name}: {value}")
     made.files["fuzzed.yaml"] = _spoiled("\n".join(lines).encode(errors="surrogatepass"), rng, share=0.15)
