@@ -71,9 +71,8 @@ TEMPLATES: Final = {
     + r"""
 {%- for turn in turns -%}
     {%- if turn['role'] == 'user' -%}
-        {{- bos_token -}}{{- '[INST] ' -}}
-        {%- if loop.first and system -%}{{- '<<SYS>>\n' + system + '\n<</SYS>>\n\n' -}}{%- endif -%}
-        {{- turn['content'].strip() + ' [/INST]' -}}
+        {%- set asked = ('<<SYS>>\n' + system + '\n<</SYS>>\n\n' if loop.first and system else '') + turn['content'] -%}
+        {{- bos_token -}}{{- '[INST] ' + asked.strip() + ' [/INST]' -}}
     {%- else -%}
         {{- ' ' + turn['content'].strip() + ' ' + eos_token -}}
     {%- endif -%}

@@ -52,11 +52,6 @@ class RecordFormat:
     mapping: Mapping[str, str] = field(default_factory=dict)
     """Columns by what they are read as, where the names differ: {"prompt": "document"}."""
 
-    @property
-    def is_packed(self) -> bool:
-        """Earlier name of `is_text`."""
-        return self.is_text
-
     def describe(self) -> str:
         """Name and columns, the optional ones in brackets, for messages."""
         names = [*map(self._told, self.required), *(f"[{self._told(column)}]" for column in self.optional)]

@@ -305,12 +305,6 @@ def cut_document(row: Row, seq_length: int) -> list[Row]:
     return [(ids[piece], is_target[piece]) for piece in pieces if len(ids[piece]) > 1]
 
 
-def pack(documents: Iterable[Row], seq_length: int) -> list[Row]:
-    """All documents joined; earlier form of `DocumentJoiner`."""
-    joiner = DocumentJoiner(seq_length)
-    return [*joiner.add(documents), *joiner.finish()]
-
-
 def _as_document(ids: npt.NDArray[np.int32]) -> Row:
     return ids, np.ones(len(ids), dtype=np.bool_)
 

@@ -1,11 +1,16 @@
+import json
+import pickle
+from collections.abc import Mapping
+
 import pytest
 
-from mobius.data.formats import Completion, Conversation, Document, Role, Turn, parse_record, recognize
+from mobius.data.formats import FORMATS, Completion, Conversation, Document, parse_record, recognize
+from mobius.data.turns import Role, Turn, called_names
 from mobius.errors import DataError
 
 
-def parsed(record: dict[str, object]) -> tuple[str, object]:
-    record_format = recognize(list(record), "here")
+def parsed(record: Mapping[str, object], mapping: Mapping[str, str] | None = None) -> tuple[str, object]:
+    record_format = recognize(list(record), "here", mapping)
     return record_format.name, parse_record(record_format, record, "here")
 
 
@@ -92,7 +97,7 @@ def test_unknown_columns_are_named_with_the_formats_accepted() -> None:
         ({"messages": [{"role": "user"}]}, "must have `role` and `content`"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "`messages[0]`.content must be text, not list",
+            "`messages[0]`.content[0] is of the type 'image'; Mobius trains on text only",
         ),
         ({"conversations": [{"from": "narrator", "value": "a"}]}, "'narrator'"),
         ({"instruction": "a", "output": "b", "history": ["c"]}, "`history` must hold [question, answer] pairs"),
@@ -102,10 +107,13 @@ def test_unknown_columns_are_named_with_the_formats_accepted() -> None:
         ({"prompt": {"a": 1}, "completion": "b"}, "`prompt` must be text, not dict"),
         ({"messages": {"role": "user"}}, "`messages` must be a list, not dict"),
         ({"messages": b"bytes"}, "`messages` must be a list, not bytes"),
-        ({"messages": [None]}, "must have `role` and `content`, not None"),
+        ({"messages": [None]}, "must have `role` and `content`, or `from` and `value`, not None"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "has the role ['user']"),
-        ({"messages": [{"role": "user", "content": None}]}, "content must be text, not NoneType"),
-        ({"messages": [NESTED]}, "must have `role` and `content`, not "),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "`messages[0]`.content is null; only an assistant's turn with `tool_calls` may be without text",
+        ),
+        ({"messages": [NESTED]}, "must have `role` and `content`, or `from` and `value`, not [[["),
         ({"messages": [{"role": NESTED, "content": "a"}]}, "has the role "),
         ({"messages": [{"role": "x" * 100_000, "content": "a"}]}, "has the role 'xxx"),
         ({"instruction": "a", "output": "b", "history": [NESTED]}, "pairs of text, not "),
@@ -140,3 +148,230 @@ def test_a_later_record_without_the_columns_is_named() -> None:
     record_format = recognize(["prompt", "completion"], "line 1")
     with pytest.raises(DataError, match=r"line 2: the column completion is missing; found: prompt, answer"):
         parse_record(record_format, {"prompt": "a", "answer": "b"}, "line 2")
+
+
+ASKED = {"role": "user", "content": "Weather in Oslo?"}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+SCHEMA = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("record", "mapping", "name", "sample"),
+    [
+        (
+            {"document": "a", "summary": "b", "id": 1},
+            {"prompt": "document", "completion": "summary"},
+            "prompt-completion",
+            Completion("a", "b"),
+        ),
+        (
+            {"question": "a", "answer": "b", "input": "no context"},
+            {"instruction": "question", "output": "answer"},
+            "alpaca",
+            conversation(("user", "a\n\nno context"), ("assistant", "b")),
+        ),
+        (
+            {"input": "a", "output": "b"},
+            {"instruction": "input"},
+            "alpaca",
+            conversation(("user", "a"), ("assistant", "b")),
+        ),
+        ({"messages": [], "doc": "words"}, {"text": "doc"}, "text", Document("words")),
+        ({"text": "not this", "body": "this"}, {"text": "body"}, "text", Document("this")),
+        ({"prompt": "a", "target": "b"}, {"prompt": "prompt", "completion": "target"}, "prompt-completion", None),
+        (
+            {"dialogue": [{"role": "user", "content": "a"}], "summary": "s"},
+            {"messages": "dialogue"},
+            "messages",
+            conversation(("user", "a")),
+        ),
+    ],
+)
+def test_columns_are_read_as_they_are_mapped(
+    record: dict[str, object], mapping: dict[str, str], name: str, sample: object
+) -> None:
+    assert parsed(record, mapping) == (name, sample or Completion("a", "b"))
+
+
+def test_a_column_that_is_not_there_is_told_with_near_names_and_all_columns() -> None:
+    with pytest.raises(DataError) as caught:
+        recognize(["documents", "summary", "id"], "train.csv", {"prompt": "document", "completion": "summary"})
+    assert str(caught.value) == (
+        "train.csv: --columns prompt=document,completion=summary: there is no column 'document' (did you mean "
+        "documents?); found: documents, id, summary"
+    )
+
+
+def test_a_name_that_no_format_reads_is_told_with_near_names_and_all_that_are_read() -> None:
+    with pytest.raises(
+        DataError, match=r"'promt' is nothing that a format reads \(did you mean prompt\?\); known are "
+    ):
+        recognize(["a", "b"], "here", {"promt": "a", "completion": "b"})
+    with pytest.raises(DataError) as caught:
+        recognize(["a" * 100_000], "here", {"q" * 100_000: "b" * 100_000})
+    assert len(str(caught.value)) < 1500
+
+
+def test_a_mapping_that_no_format_reads_as_a_whole_is_told() -> None:
+    with pytest.raises(DataError, match=r"columns a, b with --columns prompt=a,text=b match no known format"):
+        recognize(["a", "b"], "here", {"prompt": "a", "text": "b"})
+
+
+def test_a_wrong_value_of_a_mapped_column_is_told_with_the_mapping() -> None:
+    record_format = recognize(["q", "a"], "line 1", {"prompt": "q", "completion": "a"})
+    assert record_format.describe() == "prompt-completion (prompt=q, completion=a, [tools])"
+    with pytest.raises(DataError, match=r"line 2: `prompt` must be text, not int \(--columns prompt=q,completion=a\)"):
+        parse_record(record_format, {"q": 1, "a": "b"}, "line 2")
+    with pytest.raises(DataError, match=r"line 3: the column q is missing; found: a"):
+        parse_record(record_format, {"a": "b"}, "line 3")
+
+
+@pytest.mark.parametrize("record_format", FORMATS, ids=lambda each: each.name)
+def test_a_format_can_be_sent_to_a_worker(record_format: object) -> None:
+    assert pickle.loads(pickle.dumps(record_format)).name
+
+
+def test_tool_calls_without_text_are_a_turn_with_the_fields_of_the_message() -> None:
+    messages = [
+        ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "name": None},
+        {"role": "tool", "content": "rain", "name": "weather", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "It rains.", "tool_calls": None, "reasoning_content": "Say it."},
+    ]
+    _, sample = parsed({"messages": messages, "tools": [SCHEMA]})
+    assert isinstance(sample, Conversation)
+    assert sample.tools == (SCHEMA,)
+    assert sample.turns == (
+        Turn(Role.USER, "Weather in Oslo?"),
+        Turn(Role.ASSISTANT, "", {"tool_calls": [CALL]}),
+        Turn(Role.TOOL, "rain", {"name": "weather", "tool_call_id": "c1"}),
+        Turn(Role.ASSISTANT, "It rains.", {"reasoning_content": "Say it."}),
+    )
+    assert [turn.is_said for turn in sample.turns] == [True, True, True, True]
+    assert called_names(sample.turns[1]) == ["weather"]
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [[SCHEMA], json.dumps([SCHEMA]), [json.dumps(SCHEMA)], json.dumps(SCHEMA)],
+    ids=["a list", "JSON of a list", "a list of JSON", "JSON of one"],
+)
+def test_tools_may_be_json_text(tools: object) -> None:
+    _, sample = parsed({"conversations": [{"from": "human", "value": "a"}], "tools": tools})
+    assert isinstance(sample, Conversation)
+    assert sample.tools == (SCHEMA,)
+
+
+@pytest.mark.parametrize("tools", [None, "", "[]", []])
+def test_there_may_be_no_tools(tools: object) -> None:
+    assert parsed({"messages": [ASKED], "tools": tools})[1] == conversation(("user", "Weather in Oslo?"))
+
+
+def test_nulls_that_a_table_fills_in_are_left_out() -> None:
+    """Parquet gives every record all keys of a column's records."""
+    call = {"function": {"name": "weather", "arguments": {"city": "Oslo", "day": None, "hours": [1, None]}}, "id": None}
+    _, sample = parsed({"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert isinstance(sample, Conversation)
+    assert sample.turns[1].fields == {
+        "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Oslo", "hours": [1, None]}}}]
+    }
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"name": "weather", "arguments": {"city": "Oslo"}}',
+        '[{"name": "weather", "arguments": {"city": "Oslo"}}]',
+        {"name": "weather", "arguments": {"city": "Oslo"}},
+    ],
+)
+def test_function_calls_and_observations_of_sharegpt_are_tool_calls_and_tools(value: object) -> None:
+    turns = [
+        {"from": "human", "value": "Weather in Oslo?"},
+        {"from": "function_call", "value": value},
+        {"from": "observation", "value": "rain"},
+        {"from": "gpt", "value": "It rains."},
+    ]
+    assert parsed({"conversations": turns})[1] == Conversation(
+        (
+            Turn(Role.USER, "Weather in Oslo?"),
+            Turn(Role.ASSISTANT, "", {"tool_calls": [CALL]}),
+            Turn(Role.TOOL, "rain"),
+            Turn(Role.ASSISTANT, "It rains."),
+        )
+    )
+
+
+def test_messages_and_sharegpt_may_swap_their_keys() -> None:
+    expected = conversation(("user", "a"), ("assistant", "b"))
+    swapped = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert parsed({"conversations": swapped})[1] == expected
+    assert parsed({"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]})[1] == expected
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "Two "}, {"type": "text", "text": "parts.", "image": None}, " And this."]
+    assert parsed({"messages": [{"role": "user", "content": parts}]})[1] == conversation(
+        ("user", "Two parts. And this.")
+    )
+
+
+def test_a_prompt_and_a_completion_of_messages_are_a_conversation_whose_prompt_is_no_target() -> None:
+    answer = {"role": "assistant", "content": "b"}
+    record = {"prompt": [ASKED, answer, ASKED], "completion": [answer], "tools": [SCHEMA]}
+    told = Turn(Role.USER, "Weather in Oslo?"), Turn(Role.ASSISTANT, "b")
+    assert parsed(record) == ("prompt-completion", Conversation(told * 2, (SCHEMA,), num_prompt_turns=3))
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        *(
+            (
+                {"messages": [ASKED, {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind}]}]},
+                f"`messages[1]`.content[1] is of the type '{kind}'; Mobius trains on text only",
+            )
+            for kind in ("image", "image_url", "input_audio", "audio", "video")
+        ),
+        ({"messages": [ASKED], "images": ["a.png"]}, "`images` is not empty; Mobius trains on text only"),
+        ({"conversations": [], "image": "a.png"}, "`image` is not empty; Mobius trains on text only"),
+        (
+            {"messages": [{"role": "user", "content": [3]}]},
+            '`messages[0]`.content[0] must be a text part, {"type": "te',
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text must be text, not NoneType"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "`messages[0]`.content must be text, not dict"),
+        ({"messages": [{**ASKED, "name": 3}]}, "`messages[0]`.name must be text, not int"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
+            "content is null; only an assistant",
+        ),
+        (
+            {"messages": [{**ASKED, "tool_calls": 3}]},
+            "`messages[0]`.tool_calls must be a list of JSON objects, not int",
+        ),
+        ({"messages": [{**ASKED, "tool_calls": [3]}]}, "`messages[0]`.tool_calls[0] must be a JSON object, not 3"),
+        ({"messages": [{**ASKED, "tool_calls": [{"id": "x"}]}]}, "tool_calls[0] must have the `name` of a function"),
+        ({"messages": [{**ASKED, "tool_calls": [NESTED]}]}, "is nested more than 40 levels deep"),
+        ({"messages": [{**ASKED, "tool_calls": [{"name": "\ud800"}]}]}, "tool_calls[0] holds half of a character"),
+        ({"messages": [{**ASKED, "tool_calls": [{"name": b"x"}]}]}, "tool_calls[0] must be text, not bytes"),
+        ({"messages": [{**ASKED, "tool_calls": [{3: "x"}]}]}, "a key of `messages[0]`.tool_calls[0] must be text"),
+        ({"conversations": [{"from": "function_call", "value": "weather()"}]}, "`conversations[0]`.value must be JSON"),
+        (
+            {"conversations": [{"from": "function_call", "value": "[" * 100_000}]},
+            "`conversations[0]`.value must be JSON",
+        ),
+        ({"messages": [ASKED], "tools": "weather"}, "`tools` must be JSON, not 'weather'"),
+        ({"messages": [ASKED], "tools": [["a"]]}, "`tools`[0] must be a JSON object, not ['a']"),
+        ({"messages": [ASKED], "tools": 7}, "`tools` must be a list of JSON objects, not int"),
+        ({"prompt": [ASKED], "completion": "b"}, "must both be text, or both lists of messages, not list and str"),
+        ({"prompt": "a", "completion": [ASKED]}, "must both be text, or both lists of messages, not str and list"),
+        ({"prompt": [ASKED], "completion": [{"role": "bot", "content": "b"}]}, "`completion[0]` has the role 'bot'"),
+    ],
+)
+def test_a_wrong_turn_or_tool_is_named_with_its_place(record: dict[str, object], complaint: str) -> None:
+    with pytest.raises(DataError) as caught:
+        parsed(record)
+    assert str(caught.value).startswith("here: ")
+    assert complaint in str(caught.value)
+    assert len(str(caught.value)) < 400

@@ -8,9 +8,20 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from mobius.data import chat_template
-from mobius.data.formats import Completion, Conversation, Document, Role, Sample, Turn
+from mobius.data.chat_templates import TEMPLATES
+from mobius.data.formats import Completion, Conversation, Document, Sample
 from mobius.data.store import Row
-from mobius.data.tokenization import Encoded, Note, SampleEncoder, fit, pack, share_length
+from mobius.data.tokenization import (
+    DocumentJoiner,
+    Encoded,
+    EncodingRules,
+    Note,
+    SampleEncoder,
+    cut_document,
+    fit,
+    share_length,
+)
+from mobius.data.turns import Role, Turn
 from mobius.errors import DataError
 
 EOS = "<|im_end|>"
@@ -27,8 +38,18 @@ TWO_EXCHANGES = Conversation(
 ONE_EXCHANGE = Conversation(TWO_EXCHANGES.turns[:3])
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, sample: Sample, seq_length: int = 256) -> Encoded:
-    return SampleEncoder(tokenizer, seq_length=seq_length).encode(sample, "train.jsonl, line 5")
+def encode(
+    tokenizer: PreTrainedTokenizerBase, sample: Sample, seq_length: int = 256, rules: EncodingRules | None = None
+) -> Encoded:
+    return SampleEncoder(tokenizer, seq_length=seq_length, rules=rules).encode(sample, "train.jsonl, line 5")
+
+
+def marked(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:
+    """The text of each row, with brackets 【】 around the targets."""
+    return [
+        "".join(f"【{text}】" if kind == "target" else text for kind, text in parts(tokenizer, row))
+        for row in encoded.rows
+    ]
 
 
 def parts(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[tuple[str, str]]:
@@ -126,15 +147,12 @@ def test_a_template_that_does_not_end_turns_with_eos_gets_it_at_the_end_of_each_
             ("target", "Blue.</turn>\n<|im_end|>"),
         ],
     ]
-    assert encoded.notes == {Note.SPLIT_TURNS}
+    assert encoded.notes == {Note.SPLIT_TURNS, Note.OTHER_END}
+    assert encode(tokenizer, ONE_EXCHANGE).notes == {Note.OTHER_END}
 
 
 def test_a_template_that_rewrites_earlier_turns_gives_one_row_per_answer(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m['role'] }}]"
-        "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>"
-        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
+    tokenizer.chat_template = REWRITING
     encoded = encode(tokenizer, TWO_EXCHANGES)
     start = "[system]Be brief.<|im_end|>[user]Name a colour.<|im_end|>[assistant]"
     assert [parts(tokenizer, row) for row in encoded.rows] == [
@@ -337,21 +355,264 @@ def test_a_cut_target_does_not_pretend_to_end(tokenizer: PreTrainedTokenizerBase
     assert row[1].sum() == 20 - len(tokenizer("Count:").input_ids)
 
 
-def test_documents_are_packed_into_full_rows_with_eos_between(tokenizer: PreTrainedTokenizerBase) -> None:
+def documents(*lengths: int) -> list[Row]:
+    return [(np.arange(n, dtype=np.int32), np.ones(n, dtype=np.bool_)) for n in lengths]
+
+
+def joined(rows: list[Row], seq_length: int) -> list[list[int]]:
+    joiner = DocumentJoiner(seq_length)
+    result = [*joiner.add(rows), *joiner.finish()]
+    assert all(is_target.all() and len(is_target) == len(ids) for ids, is_target in result)
+    return [ids.tolist() for ids, _ in result]
+
+
+def test_documents_are_joined_with_eos_between(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [encode(tokenizer, Document(text)).rows[0] for text in ("one two three", "four five")]
     stream = [*tokenizer("one two three").input_ids, 2, *tokenizer("four five").input_ids, 2]
-    (whole,) = pack(rows, 100)
-    assert whole[0].tolist() == stream
-    assert whole[1].all()
+    assert joined(rows, 100) == [stream]
 
 
-def test_packed_rows_are_full_but_the_last() -> None:
-    documents: list[Row] = [(np.arange(n, dtype=np.int32), np.ones(n, dtype=np.bool_)) for n in (5, 2)]
-    assert [ids.tolist() for ids, _ in pack(documents, 3)] == [[0, 1, 2], [3, 4, 0]]
-    assert [ids.tolist() for ids, _ in pack(documents, 5)] == [[0, 1, 2, 3, 4], [0, 1]]
+def test_joined_rows_are_full_but_the_last() -> None:
+    assert joined(documents(5, 2), 3) == [[0, 1, 2], [3, 4, 0]]
+    assert joined(documents(5, 2), 5) == [[0, 1, 2, 3, 4], [0, 1]]
 
 
-def test_a_last_packed_row_of_one_token_is_left_out() -> None:
-    document: Row = (np.arange(9, dtype=np.int32), np.ones(9, dtype=np.bool_))
-    assert [ids.tolist() for ids, _ in pack([document], 4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert pack([], 4) == []
+def test_a_last_joined_row_of_one_token_is_left_out() -> None:
+    assert joined(documents(9), 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert joined([], 4) == []
+
+
+def test_joining_in_parts_and_by_one_that_goes_on_gives_the_same_rows() -> None:
+    rows = documents(3, 7, 1, 12, 2, 5)
+    first = DocumentJoiner(4)
+    result = [*first.add(rows[:2]), *first.add([]), *first.add(rows[2:3])]
+    assert len(first.remainder) == (3 + 7 + 1) % 4
+    second = DocumentJoiner(4, first.remainder)
+    result += [*second.add(rows[3:]), *second.finish()]
+    assert [ids.tolist() for ids, _ in result] == joined(rows, 4)
+    assert second.finish() == []
+
+
+@pytest.mark.parametrize(("num_tokens", "lengths"), [(3, [3]), (4, [4]), (5, [4]), (6, [4, 2]), (9, [4, 4]), (1, [])])
+def test_a_long_document_is_cut_into_pieces_of_which_nothing_is_lost_but_a_single_last_token(
+    num_tokens: int, lengths: list[int]
+) -> None:
+    (row,) = documents(num_tokens)
+    pieces = cut_document(row, 4)
+    assert [len(ids) for ids, _ in pieces] == lengths
+    assert [token for ids, _ in pieces for token in ids.tolist()] == list(range(sum(lengths)))
+
+
+MASKED = EncodingRules(mask_history=True)
+EVERYTHING = EncodingRules(train_on_prompt=True)
+REWRITING = (
+    "{% for m in messages %}[{{ m['role'] }}]"
+    "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+"""Writes the last answer otherwise than those before it, as templates of thinking models do."""
+
+
+def test_with_a_masked_history_only_the_last_answer_is_a_target(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert marked(tokenizer, encode(tokenizer, TWO_EXCHANGES, rules=MASKED)) == [
+        "<|begin|><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName a colour.<|im_end|>\n"
+        "<|im_start|>assistant\nRed.<|im_end|>\n<|im_start|>user\nAnother one?<|im_end|>\n<|im_start|>assistant\n"
+        "【Blue.<|im_end|>】"
+    ]
+    tokenizer.chat_template = REWRITING
+    encoded = encode(tokenizer, TWO_EXCHANGES, rules=MASKED)
+    assert marked(tokenizer, encoded) == [
+        "[system]Be brief.<|im_end|>[user]Name a colour.<|im_end|>[assistant]Red.<|im_end|>[user]Another one?<|im_end|>"
+        "[assistant]【<think></think>Blue.<|im_end|>】"
+    ]
+    assert not encoded.notes
+    tokenizer.chat_template = None
+    assert marked(tokenizer, encode(tokenizer, TWO_EXCHANGES, rules=MASKED)) == [
+        "Be brief.\n\n### Instruction:\nName a colour.\n\n### Response:\nRed.<|im_end|>\n\n### Instruction:\n"
+        "Another one?\n\n### Response:\n【Blue.<|im_end|>】"
+    ]
+
+
+def test_with_prompts_trained_on_every_token_but_the_first_is_a_target(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert marked(tokenizer, encode(tokenizer, TWO_EXCHANGES, rules=EVERYTHING)) == [
+        "<|begin|>【<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName a colour.<|im_end|>\n"
+        "<|im_start|>assistant\nRed.<|im_end|>\n<|im_start|>user\nAnother one?<|im_end|>\n<|im_start|>assistant\n"
+        "Blue.<|im_end|>】"
+    ]
+    tokenizer.chat_template = REWRITING
+    assert marked(tokenizer, encode(tokenizer, TWO_EXCHANGES, rules=EVERYTHING)) == [
+        "[【system]Be brief.<|im_end|>[user]Name a colour.<|im_end|>[assistant]Red.<|im_end|>[user]Another one?"
+        "<|im_end|>[assistant]<think></think>Blue.<|im_end|>】"
+    ]
+    (row,) = encode(tokenizer, Completion("The sky is", " blue."), rules=EVERYTHING).rows
+    assert row[1].tolist() == [False] + [True] * (len(row[0]) - 1)
+
+
+def test_training_on_prompts_changes_the_mask_and_not_the_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    for seq_length in (256, 30, 12):
+        plain = encode(tokenizer, TWO_EXCHANGES, seq_length)
+        every = encode(tokenizer, TWO_EXCHANGES, seq_length, EVERYTHING)
+        assert [row[0].tolist() for row in every.rows] == [row[0].tolist() for row in plain.rows]
+        assert every.is_cut == plain.is_cut
+
+
+def test_a_default_system_message_is_for_conversations_that_have_none(tokenizer: PreTrainedTokenizerBase) -> None:
+    rules = EncodingRules(default_system="Be kind.")
+    without = Conversation(TWO_EXCHANGES.turns[1:3])
+    assert marked(tokenizer, encode(tokenizer, without, rules=rules)) == [
+        "<|begin|><|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nName a colour.<|im_end|>\n"
+        "<|im_start|>assistant\n【Red.<|im_end|>】"
+    ]
+    own = encode(tokenizer, ONE_EXCHANGE, rules=rules)
+    assert marked(tokenizer, own) == marked(tokenizer, encode(tokenizer, ONE_EXCHANGE))
+    completion = Completion("The sky is", " blue.")
+    assert marked(tokenizer, encode(tokenizer, completion, rules=rules)) == ["The sky is【 blue.<|im_end|>】"]
+    assert encode(tokenizer, Conversation((Turn(Role.USER, " "),)), rules=rules).is_empty
+    tokenizer.chat_template = None
+    assert marked(tokenizer, encode(tokenizer, without, rules=rules)) == [
+        "Be kind.\n\n### Instruction:\nName a colour.\n\n### Response:\n【Red.<|im_end|>】"
+    ]
+
+
+def test_answers_of_a_prompt_are_no_targets(tokenizer: PreTrainedTokenizerBase) -> None:
+    sample = Conversation(TWO_EXCHANGES.turns[1:], num_prompt_turns=3)
+    expected = (
+        "<|im_start|>user\nName a colour.<|im_end|>\n<|im_start|>assistant\nRed.<|im_end|>\n<|im_start|>user\n"
+        "Another one?<|im_end|>\n<|im_start|>assistant\n【Blue.<|im_end|>】"
+    )
+    assert marked(tokenizer, encode(tokenizer, sample)) == [f"<|begin|>{expected}"]
+    with_system = encode(tokenizer, sample, rules=EncodingRules(default_system="s"))
+    assert marked(tokenizer, with_system) == [f"<|begin|><|im_start|>system\ns<|im_end|>\n{expected}"]
+
+
+def test_a_given_template_replaces_the_tokenizers_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
+    for own in (tokenizer.chat_template, None):
+        tokenizer.chat_template = own
+        encoded = encode(tokenizer, ONE_EXCHANGE, rules=EncodingRules(chat_template=template))
+        assert marked(tokenizer, encoded) == [
+            "<system>Be brief.<|im_end|><user>Name a colour.<|im_end|>【<assistant>Red.<|im_end|>】"
+        ]
+
+
+def test_a_given_template_that_is_broken_is_named_as_the_options(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match=r"line 5: the template of --chat_template is broken: TemplateSyntaxError"):
+        encode(tokenizer, ONE_EXCHANGE, rules=EncodingRules(chat_template="{% for %}"))
+
+
+def test_rules_that_contradict_each_other_cannot_be_made() -> None:
+    with pytest.raises(AssertionError):
+        EncodingRules(train_on_prompt=True, mask_history=True)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+def test_the_turn_that_a_template_refuses_is_named(tokenizer: PreTrainedTokenizerBase, number: int) -> None:
+    refusal = "{{ raise_exception('no such turn') }}"
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{% if loop.index == {number} %}}{refusal}{{% endif %}}{{% endfor %}}"
+    )
+    role = TWO_EXCHANGES.turns[number - 1].role
+    with pytest.raises(DataError, match=rf"no such turn\. Change .* from turn {number} on, {role}$"):
+        encode(tokenizer, TWO_EXCHANGES)
+
+
+def test_the_turn_that_a_template_fails_on_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}\n{% if loop.index == 3 %}{{ m.nothing.at_all }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(DataError) as caught:
+        encode(tokenizer, TWO_EXCHANGES)
+    assert str(caught.value) == (
+        "train.jsonl, line 5: the tokenizer's chat template fails on turn 3, assistant, of the conversation (system, "
+        "user, assistant, user, assistant): UndefinedError: 'dict object' has no attribute 'nothing' (line 2 of the "
+        "template). It can render the turns before: change that turn, or mend the template"
+    )
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+SCHEMA = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+TOOLS = Conversation(
+    (
+        Turn(Role.USER, "Weather in Oslo?"),
+        Turn(Role.ASSISTANT, "", {"tool_calls": [CALL]}),
+        Turn(Role.TOOL, "rain", {"name": "weather"}),
+        Turn(Role.ASSISTANT, "It rains."),
+    ),
+    (SCHEMA,),
+)
+CHATML = EncodingRules(chat_template=TEMPLATES["chatml"])
+
+
+def with_arguments(arguments: object) -> Conversation:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    turns = (TOOLS.turns[0], Turn(Role.ASSISTANT, "", {"tool_calls": [call]}), *TOOLS.turns[2:])
+    return Conversation(turns, TOOLS.tools)
+
+
+def test_a_call_is_a_target_and_the_tools_and_their_answers_are_not(tokenizer: PreTrainedTokenizerBase) -> None:
+    encoded = encode(tokenizer, TOOLS, 1024, CHATML)
+    (text,) = marked(tokenizer, encoded)
+    system, turns = text.split("<|im_end|>\n", 1)
+    assert '<tools>\n{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}' in system
+    assert turns == (
+        "<|im_start|>user\nWeather in Oslo?<|im_end|>\n<|im_start|>assistant\n"
+        '【<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>】\n'
+        "<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        "【It rains.<|im_end|>】"
+    )
+    assert not encoded.notes
+
+
+QUOTING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
+)
+
+
+def test_arguments_are_an_object_for_a_template_that_would_quote_their_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = QUOTING
+    expected = (
+        '<user>Weather in Oslo?<|im_end|><assistant>【weather{"city": "Oslo"}<|im_end|>】<tool>rain<|im_end|>'
+        "<assistant>【It rains.<|im_end|>】"
+    )
+    for arguments in ({"city": "Oslo"}, '{"city": "Oslo"}'):
+        assert marked(tokenizer, encode(tokenizer, with_arguments(arguments))) == [expected]
+
+
+def test_arguments_stay_text_for_a_template_that_writes_them_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = QUOTING.replace(" | tojson", "")
+    (text,) = marked(tokenizer, encode(tokenizer, with_arguments('{"city":  "Oslo"}')))
+    assert '【weather{"city":  "Oslo"}<|im_end|>】' in text
+
+
+def test_a_template_without_tools_is_told_and_one_without_calls_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    seen = Conversation(ONE_EXCHANGE.turns, (SCHEMA,))
+    assert encode(tokenizer, seen).notes == {Note.NO_TOOLS}
+    assert encode(tokenizer, seen, 1024, CHATML).notes == set()
+    with pytest.raises(DataError, match=r"line 5: the chat template leaves out the tool calls of turn 2 \(weather\)"):
+        encode(tokenizer, TOOLS)
+    tokenizer.chat_template = None
+    assert encode(tokenizer, seen).notes == {Note.NO_TOOLS}
+    with pytest.raises(DataError, match=r"line 5: the tokenizer has no chat template, so tool calls cannot be written"):
+        encode(tokenizer, TOOLS)
+
+
+def test_a_template_that_takes_content_parts_only_is_given_them(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+        "{% endif %}{% endfor %}<|im_end|>{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
+    )
+    assert marked(tokenizer, encode(tokenizer, ONE_EXCHANGE)) == [
+        "<system>Be brief.<|im_end|><user>Name a colour.<|im_end|><assistant>【Red.<|im_end|>】"
+    ]
+
+
+def test_reasoning_reaches_a_template_that_writes_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}<|im_end|>{% endfor %}"
+        "{{ '<assistant>' if add_generation_prompt }}"
+    )
+    answer = Turn(Role.ASSISTANT, "4", {"reasoning_content": "(2 + 2)"})
+    assert marked(tokenizer, encode(tokenizer, Conversation((Turn(Role.USER, "2 + 2"), answer)))) == [
+        "<user>2 + 2<|im_end|><assistant>【(2 + 2)4<|im_end|>】"
+    ]
