@@ -256,17 +256,16 @@ class _RowStream:
         return self._ends[window - 1] if window else 0
 
     def _make_window(self) -> None:
-        """Count the rows of the next window, or pass by an epoch without samples."""
+        """Count the rows of the next window; an epoch without samples has one without rows."""
         epoch, number = self._next
         start, stop = self._bounds(epoch, number)
-        if stop > start:
-            num_rows = stop - start
-            if self.most_samples is not None:
-                self._loaded, self._window = len(self._ends), self._fill(epoch, number)
-                num_rows = len(self._window.rows)
-            self._epochs.append(epoch)
-            self._numbers.append(number)
-            self._ends.append(num_rows + self._end_before(len(self._ends)))
+        num_rows = stop - start
+        if self.most_samples is not None:
+            self._loaded, self._window = len(self._ends), self._fill(epoch, number)
+            num_rows = len(self._window.rows)
+        self._epochs.append(epoch)
+        self._numbers.append(number)
+        self._ends.append(num_rows + self._end_before(len(self._ends)))
         is_last = stop == epoch_size(self._parts, epoch)
         self._next = (epoch + 1, 0) if is_last else (epoch, number + 1)
 

@@ -167,6 +167,13 @@ def test_documents_agree_with_the_tokens_and_with_the_limit() -> None:
         assert batch.num_samples == sum(map(len, batch.documents))
 
 
+def test_rows_of_long_and_of_short_samples_mix() -> None:
+    lengths = np.exp(np.random.default_rng(0).uniform(0.7, 4, 4000)).astype(int).tolist()
+    batches_of_epoch = list(packed(of_lengths(lengths), batch_size=16, num_epochs=1))[:-1]
+    counts = [batch.num_samples for batch in batches_of_epoch]
+    assert sum(counts[: len(counts) // 2]) == pytest.approx(sum(counts) / 2, rel=0.1)
+
+
 def test_rows_without_packing_have_no_documents() -> None:
     stream = batches(numbered(3), 2)
     assert next(stream).documents is None
