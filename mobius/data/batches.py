@@ -4,7 +4,7 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count
 
@@ -45,6 +45,20 @@ class Batch:
         return 1 - self.num_tokens / self.input_ids.size
 
 
+def arrange(batch: Batch, num_microbatches: int) -> Batch:
+    """The batch with packed rows in such an order that its microbatches, consecutive rows, cost attention alike."""
+    if batch.documents is None:
+        return batch
+    costs = np.array([attention_cost(lengths, batch.input_ids.shape[1]) for lengths in batch.documents])
+    order = balance(costs, num_microbatches)
+    return replace(
+        batch,
+        input_ids=batch.input_ids[order],
+        labels=batch.labels[order],
+        documents=tuple(batch.documents[row] for row in order),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RowFacts:
     """Averages over the rows of a run's first window, which stand for all."""
@@ -64,8 +78,6 @@ class Batches:
 
     The epochs' rows, each a function of (seed, epoch), form one stream, of which step k takes the rows
     [k * batch_size, (k + 1) * batch_size): a batch may span epochs, a small dataset repeats, any step can be sought.
-    A step's rows do not depend on `num_microbatches`; packed ones are ordered so that its microbatches, consecutive
-    rows, cost attention nearly the same.
     Raises DataError if the weights leave no samples.
     """
 
@@ -79,10 +91,9 @@ class Batches:
         seed: int,
         is_packed: bool,
         num_epochs: float | None = None,
-        num_microbatches: int = 1,
     ) -> None:
         self._parts, self._pad_token_id = parts, pad_token_id
-        self._batch_size, self._seq_length, self._num_microbatches = batch_size, seq_length, num_microbatches
+        self._batch_size, self._seq_length = batch_size, seq_length
         self._stream = _RowStream(parts, seed=seed, seq_length=seq_length, is_packed=is_packed)
         self._num_rows = None if num_epochs is None else self._stream.num_rows_of(Fraction(str(num_epochs)))
         self._step = 0
@@ -118,7 +129,7 @@ class Batches:
         """Epochs that so many steps make, about: from the first window, without packing the rest."""
         return num_steps * self._batch_size * self.facts.samples_per_row / self._stream.mean_size
 
-    def describe(self) -> str:
+    def describe(self, num_microbatches: int) -> str:
         """A line for the log: how full rows are, and the samples of a step."""
         facts, size = self.facts, self._batch_size
         rows = f"of {self._seq_length} tokens, {facts.padding:.1%} padding".replace("%", " %")
@@ -126,7 +137,7 @@ class Batches:
             return f"no packing: one sample in a row {rows}"
         text = f"packing: {facts.samples_per_row:.1f} samples in a row {rows}; a step of {size} rows holds some "
         text += f"{facts.samples_per_row * size:.0f} samples"
-        smaller = max(1, round(size / facts.samples_per_row / self._num_microbatches)) * self._num_microbatches
+        smaller = max(1, round(size / facts.samples_per_row / num_microbatches)) * num_microbatches
         return (
             text if smaller >= size else f"{text} (--batch_size {smaller} keeps the {size} of a step without packing)"
         )
@@ -144,10 +155,6 @@ class Batches:
         rows = [self._stream.row(number) for number in range(first, last)]
         rows += [[]] * (self._batch_size - len(rows))
         documents = tuple(tuple(len(tokens) for tokens, _ in row) for row in rows)
-        if self.most_documents is not None:
-            costs = np.array([attention_cost(lengths, self._seq_length) for lengths in documents])
-            order = balance(costs, self._num_microbatches)
-            rows, documents = [rows[row] for row in order], tuple(documents[row] for row in order)
         self._step += 1
         return self._assemble(rows, documents, self._stream.epochs_after(last))
 

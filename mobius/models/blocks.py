@@ -188,7 +188,7 @@ def _attention_of(config: PretrainedConfig, device: torch.device, dtype: torch.d
 
 
 def _head_size(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _block(prefix: str, module: nn.Module) -> Block:

@@ -121,17 +121,18 @@ def sketch_blueprint(
 
 
 def complete_blueprint(
-    sketch: Blueprint, *, packed: PackedRows | None = None, saved: SavedPlan | None = None
+    sketch: Blueprint, config: Config, *, packed: PackedRows | None = None, saved: SavedPlan | None = None
 ) -> Blueprint:
     """The plan of a sketched run, once its data are known: `packed` are the facts of packed rows, alike on all ranks.
 
-    On a GPU a layer's memory is measured. `saved` and errors as `sketch_blueprint`.
+    `config` is the sketch's but for the number of steps. On a GPU a layer's memory is measured. `saved` and errors as
+    `sketch_blueprint`.
     """
     request, parts = sketch.answer.request, sketch.parts
     if packed is not None:
-        dtype = TORCH_DTYPES[sketch.asked.model.dtype]
+        dtype = TORCH_DTYPES[config.model.dtype]
         parts = ModelParts(parts.config, sketch.place.device, compiled=request.compiles, packed=dtype)
-    asked = PlanRequest.of(sketch.asked, request.shape, request.machine, packed)
+    asked = PlanRequest.of(config, request.shape, request.machine, packed)
     return _draw(asked, sketch.place, parts, given=None if saved is None else saved.plan)
 
 
@@ -145,7 +146,7 @@ def draw_blueprint(
 ) -> Blueprint:
     """Sketch and complete the plan of a run at once; arguments and errors are those of both."""
     sketch = sketch_blueprint(config, ranks, model_config, saved=saved, packed=packed)
-    return complete_blueprint(sketch, packed=packed, saved=saved)
+    return complete_blueprint(sketch, config, packed=packed, saved=saved)
 
 
 def redraw(blueprint: Blueprint, profile: Profile) -> Blueprint:

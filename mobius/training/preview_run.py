@@ -6,28 +6,28 @@ import logging
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Final
 
 import numpy as np
-import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from mobius.config.config import Config, Packing
 from mobius.data.batches import Batches
-from mobius.data.datasets import PreparedData, prepare_data
-from mobius.data.mixture import WeightedSamples, hold_out
+from mobius.data.datasets import PreparedDataset
 from mobius.data.preview import Line, Tone, sample_lines
 from mobius.data.statistics import concerns, count_samples, keep_one_in, num_repeated
 from mobius.log import drop, printable
 from mobius.models.base_files import read_json_object
 from mobius.models.families import locate_model
-from mobius.models.tokenizer import load_tokenizer, pad_token_id
+from mobius.models.tokenizer import load_tokenizer
 from mobius.output.data_report import LookedAt, dataset_table, step_table
 from mobius.output.lengths_picture import added, describe_lengths, draw_lengths, histogram_lines
 from mobius.output.output_folder import replaced_whole
 from mobius.planning.planned import adopt_plan
-from mobius.ranks import Ranks, allows_colour, cache_folder
+from mobius.ranks import Ranks, allows_colour
+from mobius.training.data import RunData
 
 logger = logging.getLogger(__name__)
 
@@ -39,30 +39,22 @@ _FEW_ROWS_USED: Final = 0.8
 
 @dataclass(frozen=True)
 class _Look:
-    """Everything that is shown: `trained` and `held_out` are indices of each training dataset's samples."""
+    """Everything that is shown, and what it is made from."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
-    prepared: PreparedData
-    trained: Sequence[npt.NDArray[np.int64]]
-    held_out: Sequence[npt.NDArray[np.int64]]
+    data: RunData
     training: Sequence[LookedAt]
     evaluation: Sequence[LookedAt]
 
-    def batches(self, *, is_packed: bool, num_epochs: float | None = None) -> Batches:
-        """The batches of a run with these rows."""
-        weights = [each.dataset.entry.weight for each in self.training]
-        tokenized = [each.dataset.tokenized for each in self.training]
-        return Batches(
-            [WeightedSamples(*part) for part in zip(tokenized, weights, self.trained, strict=True)],
-            batch_size=self.config.pipeline.batch_size,
-            seq_length=self.config.data.seq_length,
-            pad_token_id=pad_token_id(self.tokenizer),
-            seed=self.config.optim.seed,
-            is_packed=is_packed,
-            num_epochs=num_epochs,
-            num_microbatches=self.config.pipeline.num_chunks or 1,
-        )
+    @cached_property
+    def own(self) -> Batches:
+        """The batches of the run."""
+        return self.batches(is_packed=self.data.prepared.is_packed)
+
+    def batches(self, *, is_packed: bool) -> Batches:
+        """Batches whose rows are made in this way."""
+        return self.data.batches(self.config, self.tokenizer, is_packed=is_packed)
 
 
 def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) -> None:
@@ -79,42 +71,36 @@ def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) ->
     folder = folder if folder.is_dir() else locate_model(config.model.model_path)
     # A tokenizer with more tokens than the model has rows is told below, beside what it makes of the data.
     tokenizer = load_tokenizer(folder, sys.maxsize)
-    prepared = prepare_data(config.data, tokenizer, cache_dir=cache_folder(), show_progress=True, show_downloads=True)
-    look = _look_at(config, tokenizer, prepared)
+    look = _look_at(config, tokenizer, RunData.of(config, tokenizer, is_first=True))
     blocks = [_samples(look), _datasets(look), _lengths(look, sys.stdout), _steps(look), _warnings(look, folder)]
     _show((line for block in blocks for line in [*block, Line("")]), sys.stdout)
     _draw(look)
 
 
-def _look_at(config: Config, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData) -> _Look:
-    every = (*prepared.training, *prepared.evaluation)
+def _look_at(config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData) -> _Look:
+    every = (*data.prepared.training, *data.prepared.evaluation)
     kept_one_in = keep_one_in(sum(len(dataset.tokenized) for dataset in every))
     eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
     assert isinstance(eos, int), "without one the data would have been refused"
-    sizes = [len(dataset.tokenized) for dataset in prepared.training]
-    trained, held_out = hold_out(sizes, config.data.val_size, config.optim.seed)
-    looked = [
-        LookedAt(
-            dataset,
-            count_samples(
-                dataset.tokenized,
-                eos_token_id=eos,
-                unknown_token_id=unknown if isinstance(unknown, int) else None,
-                kept_one_in=kept_one_in,
-            ),
-            num_trained,
+
+    def counted(dataset: PreparedDataset, num_trained: int) -> LookedAt:
+        found = count_samples(
+            dataset.tokenized,
+            eos_token_id=eos,
+            unknown_token_id=unknown if isinstance(unknown, int) else None,
+            kept_one_in=kept_one_in,
         )
-        for dataset, num_trained in zip(every, [*map(len, trained), *[0] * len(prepared.evaluation)], strict=True)
-    ]
-    num_training = len(prepared.training)
-    return _Look(config, tokenizer, prepared, trained, held_out, looked[:num_training], looked[num_training:])
+        return LookedAt(dataset, found, num_trained)
+
+    training = list(map(counted, data.prepared.training, map(len, data.trained)))
+    return _Look(config, tokenizer, data, training, [counted(dataset, 0) for dataset in data.prepared.evaluation])
 
 
 def _samples(look: _Look) -> Iterator[Line]:
     """As many samples as are wanted, of the datasets in turns, drawn by the seed."""
     wanted, num_datasets = look.config.data.preview or 0, len(look.training)
     generator = np.random.Generator(np.random.PCG64(look.config.optim.seed))
-    for number, (each, indices) in enumerate(zip(look.training, look.trained, strict=True)):
+    for number, (each, indices) in enumerate(zip(look.training, look.data.trained, strict=True)):
         share = wanted // num_datasets + (number < wanted % num_datasets)
         for index in np.sort(generator.choice(indices, min(share, len(indices)), replace=False)).tolist():
             row = each.dataset.tokenized.sample(index)
@@ -125,9 +111,9 @@ def _datasets(look: _Look) -> Iterator[Line]:
     heads, *lines = dataset_table([*look.training, *look.evaluation])
     yield Line(heads, Tone.TITLE)
     yield from map(Line, lines)
-    num_held = sum(map(len, look.held_out))
+    num_held = sum(map(len, look.data.held_out))
     if num_held:
-        total = num_held + sum(map(len, look.trained))
+        total = num_held + sum(map(len, look.data.trained))
         yield Line(f"  validation: {num_held:,} of {total:,} samples are held out (--val_size)")
     elif look.evaluation:
         names = ", ".join(each.name for each in look.evaluation)
@@ -142,13 +128,14 @@ def _lengths(look: _Look, stream: IO[str]) -> Iterator[Line]:
 
 
 def _steps(look: _Look) -> Iterator[Line]:
-    config, is_packed = look.config, look.prepared.is_packed
-    own = look.batches(is_packed=is_packed, num_epochs=config.optim.num_train_epochs)
-    other = look.batches(is_packed=not is_packed)
-    packed, single = (own, other) if is_packed else (other, own)
-    ways = [("packed", packed), ("one sample in a row", single)]
-    if config.data.packing in (Packing.AUTO, Packing.JOINED) and all(each.dataset.is_text for each in look.training):
-        ways = [("joined", own)]
+    config, is_packed, own = look.config, look.data.prepared.is_packed, look.own
+    is_joined = config.data.packing in (Packing.AUTO, Packing.JOINED)
+    if is_joined and all(each.dataset.is_text for each in look.training):
+        ways = [("plain text, joined", own)]
+    else:
+        other = look.batches(is_packed=not is_packed)
+        packed, single = (own, other) if is_packed else (other, own)
+        ways = [("packed", packed), ("one sample in a row", single)]
     num_tokens = sum(each.epoch_tokens for each in look.training)
     num_targets = sum(each.epoch_tokens * each.found.num_targets / each.found.num_tokens for each in look.training)
     batch_size, seq_length = config.pipeline.batch_size, config.data.seq_length
@@ -157,7 +144,8 @@ def _steps(look: _Look) -> Iterator[Line]:
     )
     yield Line(heads, Tone.TITLE)
     yield from map(Line, lines)
-    yield Line(f"  this run: {own.describe()}")
+    if len(ways) > 1:
+        yield Line(f"  this run: {own.describe(config.pipeline.num_chunks or 1)}")
     if config.optim.num_train_epochs is not None:
         yield Line(f"  --num_train_epochs {config.optim.num_train_epochs:g} takes {own.num_steps:,} steps")
     else:
@@ -172,16 +160,26 @@ def _warnings(look: _Look, folder: Path) -> Iterator[Line]:
         for each in every
         for text in concerns(each.dataset, each.found)
     ]
-    texts += [*_of_validation(look), *_of_tokenizer(look, folder)]
+    texts += [*_of_steps(look), *_of_validation(look), *_of_tokenizer(look, folder)]
     yield from (Line(f"  warning: {text}", Tone.WARNING) for text in texts)
     if not texts:
         yield Line("  no warnings")
 
 
+def _of_steps(look: _Look) -> Iterator[str]:
+    if (epochs := look.own.num_epochs_of(1)) > 1:
+        size = look.config.pipeline.batch_size
+        yield f"a step takes {epochs:.3g} epochs: samples repeat in it. Lower --batch_size {size}, or give more data"
+
+
 def _of_validation(look: _Look) -> Iterator[str]:
     """Samples that are both trained on and evaluated on make an evaluation too good."""
-    trained = [each.found.fingerprints_of(indices) for each, indices in zip(look.training, look.trained, strict=True)]
-    held = [each.found.fingerprints_of(indices) for each, indices in zip(look.training, look.held_out, strict=True)]
+    trained = [
+        each.found.fingerprints_of(indices) for each, indices in zip(look.training, look.data.trained, strict=True)
+    ]
+    held = [
+        each.found.fingerprints_of(indices) for each, indices in zip(look.training, look.data.held_out, strict=True)
+    ]
     held += [each.found.fingerprints for each in look.evaluation]
     found = look.training[0].found
     number = found.kept_one_in * num_repeated(np.concatenate(held), np.concatenate(trained))

@@ -10,29 +10,26 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from mobius.config.config import Config
 from mobius.config.yaml_file import to_yaml
-from mobius.data.batches import Batches
-from mobius.data.datasets import describe_sample, prepare_dataset
 from mobius.errors import CheckpointError, GpuMemoryError, NonFiniteLossError, first_line
 from mobius.interruption import Standing
-from mobius.log import SAID_ONCE
 from mobius.machine.available import huge_page_share
 from mobius.machine.cpu_dtype import settle_dtype
 from mobius.machine.devices import MemoryMeter
 from mobius.models.base_files import BaseFiles, read_base_files
 from mobius.models.families import load_model_config, locate_model
-from mobius.models.tokenizer import load_tokenizer, pad_token_id
+from mobius.models.tokenizer import load_tokenizer
 from mobius.models.weights import check_model_weights
 from mobius.output.metrics import MetricsLog, StepMetrics, step_line
 from mobius.output.output_folder import OutputFolder
 from mobius.output.recordings import Recordings
 from mobius.output.report import RankMemory, RunTimings, write_report
-from mobius.planning.blueprint import Blueprint, draw_blueprint
+from mobius.planning.blueprint import Blueprint, complete_blueprint, sketch_blueprint
 from mobius.planning.planned import adopt_plan, saved_plan_of
-from mobius.ranks import Ranks, cache_folder
+from mobius.ranks import Ranks
+from mobius.training.data import packed_rows, read_data
 from mobius.training.export import check_result, export_bytes, export_model, write_single_file
 from mobius.training.session import Session, open_session
 from mobius.training.trainer import Trainer, numbers_of_ranks
@@ -74,14 +71,15 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
     base_files = read_base_files(model_folder)
     adopted = adopt_plan(config, given=given or ())
-    blueprint = draw_blueprint(adopted.config, ranks, model_config, saved=adopted.saved)
-    config = blueprint.config  # what was auto is a number now
-    check_model_weights(model_folder, blueprint.parts, config.model)
-    _log_model(blueprint, model_folder)
-    output = _prepare_output(blueprint, standing)
+    # What cannot fit is refused before the data are read, which may take long.
+    sketch = sketch_blueprint(adopted.config, ranks, model_config, saved=adopted.saved)
+    check_model_weights(model_folder, sketch.parts, config.model)
+    _log_model(sketch, model_folder)
+    output = _prepare_output(sketch, standing)
     try:
         # Before the ranks meet: a long tokenization inside a process group would run into its time-out.
-        batches = _prepare_batches(config, ranks, tokenizer)
+        config, batches = read_data(adopted.config, ranks, tokenizer)
+        blueprint = complete_blueprint(sketch, config, packed=packed_rows(batches), saved=adopted.saved)
         session = open_session(
             blueprint,
             model_folder,
@@ -158,31 +156,6 @@ def _log_model(blueprint: Blueprint, folder: Path) -> None:
     """The milestone of the model; its weights follow when the stages are filled, each rank's own."""
     family, dtype = blueprint.parts.config.model_type, blueprint.config.model.dtype.value
     logger.info("model loaded: %s (%s), %.3g parameters, %s", folder, family, blueprint.shape.num_parameters, dtype)
-
-
-def _prepare_batches(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> Batches:
-    """Tokenize the dataset, or take it from the cache, and show one sample of it."""
-    prepared = prepare_dataset(
-        dataset=config.data.dataset[0].name,
-        tokenizer=tokenizer,
-        seq_length=config.data.seq_length,
-        max_samples=config.data.max_samples,
-        num_workers=config.data.preprocessing_num_workers or 1,
-        cache_dir=cache_folder(),
-        show_progress=True,
-        show_downloads=ranks.is_first,
-    )
-    logger.info("dataset loaded: %s (%s): %s", config.data.dataset[0].name, prepared.format_name, prepared.counts)
-    for warning in prepared.warnings:
-        logger.warning("%s", warning, extra=SAID_ONCE)
-    logger.info("%s", describe_sample(prepared, tokenizer))
-    return Batches(
-        prepared.tokenized,
-        batch_size=config.pipeline.batch_size,
-        seq_length=config.data.seq_length,
-        pad_token_id=pad_token_id(tokenizer),
-        seed=config.optim.seed,
-    )
 
 
 def _warn_of_small_pages(session: Session) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mobius.config.config import Dtype
-from mobius.data.batches import Batch
+from mobius.data.batches import Batch, arrange
 from mobius.limits import max_sends_under_way
 from mobius.machine.devices import MemoryMeter, optimizer_threads, set_host_threads
 from mobius.machine.peer_check import PeerCheck
@@ -210,8 +210,9 @@ def _rehearse(blueprint: Blueprint, stages: RankStages) -> None:
 
 
 def _step_batches(batches: Iterable[Batch], blueprint: Blueprint) -> Iterator[StepBatch]:
-    """The batches as tensors, page-locked if they go to a GPU."""
-    for batch in batches:
+    """The batches as tensors, page-locked if they go to a GPU, packed rows in the order of microbatches."""
+    for given in batches:
+        batch = arrange(given, blueprint.plan.num_microbatches)
         input_ids, labels = (_tensor(each, blueprint) for each in (batch.input_ids, batch.labels))
         documents = None if batch.documents is None else _documents(batch.documents, blueprint)
         yield StepBatch(input_ids, labels, batch.num_targets, batch.num_tokens, batch.num_samples, documents)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mobius.data.batches import Batch, Batches
+from mobius.data.batches import Batch, Batches, arrange
 from mobius.data.mixture import WeightedSamples
 from mobius.data.packing import WINDOW, attention_cost
 from mobius.data.store import TokenizedDataset
@@ -159,8 +159,9 @@ def test_targets_of_packed_samples_are_those_of_the_samples() -> None:
 
 
 def test_documents_agree_with_the_tokens_and_with_the_limit() -> None:
-    stream = packed(of_lengths(drawn_lengths(500)), num_microbatches=2)
-    for batch in islice(stream, 60):
+    stream = packed(of_lengths(drawn_lengths(500)))
+    for given in islice(stream, 60):
+        batch = arrange(given, 2)
         assert batch.documents is not None
         assert [length for row in batch.documents for length in row] == [length for _, length in documents_of(batch)]
         assert max(len(row) + (sum(row) < 64) for row in batch.documents) <= (stream.most_documents or 0)
@@ -183,10 +184,10 @@ def test_rows_without_packing_have_no_documents() -> None:
 
 def test_a_step_has_the_same_rows_in_whatever_microbatches() -> None:
     lengths = drawn_lengths(400)
-    streams = [packed(of_lengths(lengths), batch_size=8, num_microbatches=number) for number in (1, 2, 4)]
     costs = Counter[int]()
-    for one, *others in islice(zip(*streams, strict=True), 30):
-        for number, batch in zip((2, 4), others, strict=True):
+    for one in islice(packed(of_lengths(lengths), batch_size=8), 30):
+        for number in (2, 4):
+            batch = arrange(one, number)
             assert sorted(batch.input_ids.tolist()) == sorted(one.input_ids.tolist())
             assert sorted(batch.labels.tolist()) == sorted(one.labels.tolist())
             costs[number] += most_cost(batch, number)
@@ -202,9 +203,8 @@ def most_cost(batch: Batch, num_microbatches: int) -> int:
 
 
 def test_a_step_has_the_same_order_without_packing_in_whatever_microbatches() -> None:
-    one, two = (packed(of_lengths(drawn_lengths(40)), is_packed=False, num_microbatches=number) for number in (1, 2))
-    for mine, other in islice(zip(one, two, strict=True), 20):
-        assert mine.input_ids.tolist() == other.input_ids.tolist()
+    for batch in islice(packed(of_lengths(drawn_lengths(40)), is_packed=False), 20):
+        assert arrange(batch, 2) is batch
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -212,7 +212,7 @@ def test_a_step_has_the_same_order_without_packing_in_whatever_microbatches() ->
 def test_seek_reaches_any_step_of_mixed_epochs(number: int, is_packed: bool) -> None:
     def fresh() -> Batches:
         parts = of_lengths(drawn_lengths(number)), WeightedSamples(of_lengths(drawn_lengths(7), 1000), 0.4)
-        return packed(*parts, is_packed=is_packed, num_microbatches=2)
+        return packed(*parts, is_packed=is_packed)
 
     expected = [(batch.input_ids.tolist(), batch.epoch) for batch in islice(fresh(), 40)]
     used = fresh()
@@ -227,7 +227,7 @@ def test_seek_reaches_any_step_of_mixed_epochs(number: int, is_packed: bool) -> 
 
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_epochs_end_with_a_step_that_is_filled_with_empty_rows(is_packed: bool) -> None:
-    stream = packed(of_lengths([60] * 7), batch_size=4, num_epochs=1, is_packed=is_packed, num_microbatches=2)
+    stream = packed(of_lengths([60] * 7), batch_size=4, num_epochs=1, is_packed=is_packed)
     assert stream.num_steps == 2
     full, last = stream
     assert (full.num_samples, last.num_samples) == (4, 3)
@@ -325,16 +325,12 @@ def test_facts_are_the_averages_of_all_rows() -> None:
 
 def test_a_line_says_how_full_rows_are_and_which_batch_keeps_the_samples_of_a_step() -> None:
     corpus = of_lengths([16] * 400)
-    assert packed(corpus, batch_size=64, num_microbatches=4).describe() == (
+    assert packed(corpus, batch_size=64).describe(4) == (
         "packing: 4.0 samples in a row of 64 tokens, 0.0 % padding; a step of 64 rows holds some 256 samples "
         "(--batch_size 16 keeps the 64 of a step without packing)"
     )
-    assert (
-        packed(corpus, batch_size=12, num_microbatches=12)
-        .describe()
-        .endswith("a step of 12 rows holds some 48 samples")
-    )
-    assert packed(corpus, is_packed=False).describe() == "no packing: one sample in a row of 64 tokens, 75.0 % padding"
+    assert packed(corpus, batch_size=12).describe(12).endswith("a step of 12 rows holds some 48 samples")
+    assert packed(corpus, is_packed=False).describe(1) == "no packing: one sample in a row of 64 tokens, 75.0 % padding"
 
 
 def test_short_samples_fill_long_rows() -> None:

@@ -4,7 +4,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -34,12 +34,12 @@ def preview(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Preview:
     return show
 
 
-def write(name: str, *records: dict[str, object]) -> str:
+def write(name: str, *records: Mapping[str, object]) -> str:
     Path(name).write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
     return name
 
 
-def qa(question: str, answer: str) -> dict[str, object]:
+def qa(question: str, answer: str) -> dict[str, str]:
     return {"prompt": question, "completion": answer}
 
 
@@ -97,14 +97,21 @@ def test_a_step_is_told_with_and_without_packing(preview: Preview) -> None:
 def test_plain_text_is_joined_and_has_one_way(preview: Preview) -> None:
     write("a.jsonl", *({"text": f"Line {number}. " * 30} for number in range(8)))
     text = preview("--dataset", "a.jsonl")
-    assert cells(text, "joined")[1] == "4"
-    assert "one sample in a row  " not in text
+    assert cells(text, "plain text, joined")[1] == "4"
+    assert "one sample in a row" not in text
 
 
 def test_steps_are_told_as_epochs(preview: Preview) -> None:
     write("a.jsonl", *(qa(f"Is {number} so?", "Yes.") for number in range(100, 140)))
     text = preview("--dataset", "a.jsonl", "--packing", "off", "--num_iterations", "5")
     assert "  --num_iterations 5 makes 0.5 epochs" in text
+
+
+def test_a_step_that_takes_more_than_an_epoch_is_told(preview: Preview) -> None:
+    write("a.jsonl", *(qa(f"Is {number} so?", "Yes.") for number in range(100, 110)))
+    options = ("--dataset", "a.jsonl", "--packing", "off", "--batch_size")
+    assert "  warning: a step takes 2 epochs: samples repeat in it" in preview(*options, "20")
+    assert "samples repeat" not in preview(*options, "10")
 
 
 def test_held_out_samples_are_not_trained_on_and_repeats_are_told(preview: Preview) -> None:
@@ -144,7 +151,7 @@ def test_a_tokenizer_of_another_model_is_told(preview: Preview, field: str, valu
 
 def test_a_tokenizer_alone_will_do(preview: Preview) -> None:
     (MODEL / "config.json").unlink()
-    assert "no warnings" in preview("--dataset", write("a.jsonl", qa("One?", "Yes."), qa("Two?", "No.")))
+    assert "another model's" not in preview("--dataset", write("a.jsonl", qa("One?", "Yes."), qa("Two?", "No.")))
 
 
 def test_the_picture_is_in_the_current_folder_and_nothing_else_is_left(preview: Preview) -> None:

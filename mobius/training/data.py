@@ -1,0 +1,86 @@
+"""The data of a run: its datasets prepared, and made into the batches that every rank draws alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from mobius.config.config import Config
+from mobius.config.validation import resolve_epochs
+from mobius.data.batches import Batches
+from mobius.data.datasets import PreparedData, prepare_data
+from mobius.data.mixture import WeightedSamples, hold_out
+from mobius.data.preview import describe_sample
+from mobius.log import SAID_ONCE
+from mobius.models.tokenizer import pad_token_id
+from mobius.plan.request import PackedRows
+from mobius.ranks import Ranks, cache_folder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Tokenized datasets, and which samples of each are trained on and which are held out."""
+
+    prepared: PreparedData
+    trained: Sequence[npt.NDArray[np.int64]]
+    held_out: Sequence[npt.NDArray[np.int64]]
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_first: bool) -> RunData:
+        """The data that `config` names; every rank calls it, `is_first` on one. Raises DataError."""
+        prepared = prepare_data(
+            config.data, tokenizer, cache_dir=cache_folder(), show_progress=True, show_downloads=is_first
+        )
+        sizes = [len(dataset.tokenized) for dataset in prepared.training]
+        return cls(prepared, *hold_out(sizes, config.data.val_size, config.optim.seed))
+
+    def batches(self, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_packed: bool) -> Batches:
+        """Batches of `config`, which end with its epochs, if it has any."""
+        parts = zip(self.prepared.training, self.trained, strict=True)
+        return Batches(
+            [WeightedSamples(dataset.tokenized, dataset.entry.weight, indices) for dataset, indices in parts],
+            batch_size=config.pipeline.batch_size,
+            seq_length=config.data.seq_length,
+            pad_token_id=pad_token_id(tokenizer),
+            seed=config.optim.seed,
+            is_packed=is_packed,
+            num_epochs=config.optim.num_train_epochs,
+        )
+
+
+def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> tuple[Config, Batches]:
+    """The batches of a run, and its configuration with their number in the place of epochs; tells what they are.
+
+    Raises DataError, and ConfigError for steps that are not there.
+    """
+    data = RunData.of(config, tokenizer, is_first=ranks.is_first)
+    for dataset in data.prepared.training:
+        logger.info("dataset loaded: %s (%s): %s", dataset.entry.name, dataset.format_name, dataset.counts)
+    for warning in data.prepared.warnings:
+        logger.warning("%s", warning, extra=SAID_ONCE)
+    num_held = sum(map(len, data.held_out))
+    if num_held:
+        logger.info("%d samples are held out of training (--val_size)", num_held)
+    logger.info("%s", describe_sample(data.prepared.training[0], tokenizer))
+    batches = data.batches(config, tokenizer, is_packed=data.prepared.is_packed)
+    logger.info("%s", batches.describe(config.pipeline.num_chunks or 1))
+    if batches.num_steps is not None:
+        config = resolve_epochs(config, batches.num_steps)
+        logger.info("%g epochs are %d steps", config.optim.num_train_epochs, batches.num_steps)
+    else:
+        logger.info("%d steps make %.3g epochs", config.optim.num_steps, batches.num_epochs_of(config.optim.num_steps))
+    return config, batches
+
+
+def packed_rows(batches: Batches) -> PackedRows | None:
+    """Facts of packed rows for the planner; None where a row holds one sample."""
+    if batches.most_documents is None:
+        return None
+    return PackedRows(batches.facts.attention_length, batches.most_documents)
