@@ -71,7 +71,7 @@ LrSchedulerType = StrEnum("LrSchedulerType", ["LINEAR", "COSINE", "CONSTANT"])
 
 
 Columns = tuple[tuple[str, str], ...]
-"""What is read and the column that holds it, such as (("prompt", "document"), ("completion", "summary"))."""
+"""Pairs of what is read and the column that holds it, such as (("prompt", "document"), ("completion", "summary"))."""
 
 
 @dataclass(frozen=True)
