@@ -77,7 +77,7 @@ def count_samples(
     indices, fingerprints = list[npt.NDArray[np.int64]](), list[Fingerprints]()
     for first, last in _chunks(tokenized.offsets):
         tokens = slice(int(tokenized.offsets[first]), int(tokenized.offsets[last]))
-        ids, is_target = tokenized.input_ids[tokens], np.array(tokenized.is_target[tokens])
+        ids, is_target = np.asarray(tokenized.input_ids[tokens]), np.array(tokenized.is_target[tokens])
         own = lengths[first:last].astype(np.int64)
         ends = np.cumsum(own)
         starts = ends - own

@@ -76,7 +76,7 @@ def step_table(
         samples = facts.samples_per_row * batch_size
         steps = 1 / batches.num_epochs_of(1)
         numbers = (f"{samples:,.0f}", f"{tokens:,.0f}", f"{tokens * target_share:,.0f}", _percent(facts.padding))
-        rows.append((name, *numbers, f"{steps:,.1f}"))
+        rows.append((name, *numbers, f"{steps:,.1f}" if steps >= 1 else f"{steps:.2g}"))
     return _aligned(rows, num_left=1)
 
 
