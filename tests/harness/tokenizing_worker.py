@@ -1,7 +1,4 @@
-"""One of two processes that prepare the same dataset at the same time; prints how often it tokenized, and what it got.
-
-Arguments: the tokenizer's folder, the dataset, the cache.
-"""
+"""Processes that prepare a dataset: two of them the same at the same time, or one that is killed before it is done."""
 
 from __future__ import annotations
 
@@ -14,11 +11,15 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from mobius.config.config import DataConfig, DatasetEntry
 from mobius.data import datasets
 
 
 def main() -> None:
-    """Load the tokenizer, wait until the other process has too, and prepare."""
+    """Load the tokenizer, wait until the other process has too, and prepare.
+
+    Arguments: the tokenizer's folder, the dataset, the cache. Prints how often this process tokenized, and what it got.
+    """
     folder, dataset, cache = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     original, num_tokenizations = datasets._Tokenization.run, 0
@@ -33,9 +34,14 @@ def main() -> None:
     Path(f"ready-{rank}").touch()
     while not all(Path(f"ready-{other}").exists() for other in "01"):
         time.sleep(0.001)
-    prepared = datasets.prepare_dataset(
-        dataset=dataset, tokenizer=tokenizer, seq_length=64, max_samples=None, num_workers=1, cache_dir=Path(cache)
-    )
+    config = DataConfig(dataset=(DatasetEntry(dataset),), seq_length=64, preprocessing_num_workers=1)
+    (prepared,) = datasets.prepare_data(config, tokenizer, cache_dir=Path(cache)).training
     told = [num_tokenizations, len(prepared.tokenized), int(prepared.tokenized.input_ids.sum())]
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
+
+
+def prepare_by_parts(folder: str, config: DataConfig, cache: str, part_records: int) -> None:
+    """Prepare what `config` says in parts of so many records; whoever started this process may kill it."""
+    datasets._PART_RECORDS = part_records  # type: ignore[misc]
+    datasets.prepare_data(config, AutoTokenizer.from_pretrained(folder), cache_dir=Path(cache))

@@ -1,18 +1,24 @@
 import json
+import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from harness.forked import Ranks
 from transformers import PreTrainedTokenizerBase
 
-from mobius.data.datasets import PreparedDataset, SampleCounts, describe_sample
+from mobius.config.config import DataConfig, DatasetEntry, Packing
+from mobius.data.datasets import PreparedData, PreparedDataset, SampleCounts, describe_sample
 from mobius.errors import DataError
+from mobius.units import bytes_text
 
 WriteLines = Callable[..., Path]
 Prepare = Callable[..., PreparedDataset]
+PrepareAll = Callable[..., PreparedData]
 
 PAIRS = [{"prompt": f"{number} plus one is", "completion": f" {number + 1}"} for number in range(6)]
 
@@ -57,6 +63,115 @@ def test_text_fills_its_rows(prepare: Prepare, write_lines: WriteLines) -> None:
     assert prepared.counts == SampleCounts(read=3, kept=2, cut=0, dropped=0, empty=1)
     assert set(lengths[:-1]) == {16}
     assert lengths[-1] <= 16
+
+
+def as_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    return [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in texts if text.strip()]
+
+
+TEXTS = [f"{number}" + " word" * (number * 7 % 150) for number in range(40)] + ["", "one"]
+
+
+def test_joined_text_is_one_stream_whatever_the_parts(
+    prepare: Prepare,
+    write_lines: WriteLines,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr("mobius.data.blocks.BLOCK_RECORDS", 3)
+    monkeypatch.setattr("mobius.data.datasets._PART_RECORDS", 7)
+    stream = [token for document in as_documents(tokenizer, TEXTS) for token in document]
+    for seq_length in (2, 16, len(stream), len(stream) - 1, len(stream) + 5):
+        prepared = prepare(write_lines([{"text": text} for text in TEXTS]), seq_length=seq_length)
+        rows = [stream[first : first + seq_length] for first in range(0, len(stream), seq_length)]
+        assert [ids for ids, _ in tokens(prepared)] == [row for row in rows if len(row) > 1]
+        assert all(all(is_target) for _, is_target in tokens(prepared))
+        assert prepared.tokenized.lengths.tolist() == [len(row) for row in rows if len(row) > 1]
+
+
+@pytest.mark.parametrize("packing", [Packing.ON, Packing.OFF])
+def test_text_that_is_not_joined_is_cut_into_pieces_of_one_document_each(
+    prepare: Prepare, write_lines: WriteLines, tokenizer: PreTrainedTokenizerBase, packing: Packing
+) -> None:
+    prepared = prepare(write_lines([{"text": text} for text in TEXTS]), packing=packing, seq_length=16)
+    pieces = [
+        document[first : first + 16]
+        for document in as_documents(tokenizer, TEXTS)
+        for first in range(0, len(document), 16)
+    ]
+    assert [ids for ids, _ in tokens(prepared)] == [piece for piece in pieces if len(piece) > 1]
+    assert prepared.counts == SampleCounts(read=42, kept=41, cut=0, dropped=0, empty=1)
+
+
+def test_every_dataset_of_a_mixture_has_its_own_format_columns_and_number(
+    prepare_all: PrepareAll, write_lines: WriteLines, tmp_path: Path
+) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("q,a\n" + "".join(f"{number}?,{number}!\n" for number in range(5)))
+    text = write_lines([{"text": "some words"}] * 4, "text.jsonl")
+    prepared = prepare_all(
+        DatasetEntry(str(write_lines(PAIRS)), weight=0.5),
+        DatasetEntry(str(table), columns=(("prompt", "q"), ("completion", "a")), max_samples=2),
+        text,
+        max_samples=3,
+        eval_dataset=(DatasetEntry(str(text), max_samples=1),),
+    )
+    assert [each.format_name for each in prepared.training] == ["prompt-completion", "prompt-completion", "text"]
+    assert [each.counts.read for each in prepared.training] == [3, 2, 3]
+    assert [each.is_text for each in prepared.training] == [False, False, True]
+    assert [each.entry.weight for each in prepared.training] == [0.5, 1.0, 1.0]
+    assert [each.counts.read for each in prepared.evaluation] == [1]
+    assert prepared.is_packed
+    assert len({each.cache_folder for each in (*prepared.training, *prepared.evaluation)}) == 4
+    for each in prepared.training:
+        assert each.cache_bytes == sum(file.stat().st_size for file in each.cache_folder.iterdir()) > 0
+
+
+@pytest.mark.parametrize(
+    ("packing", "of_text", "of_pairs"),
+    [
+        (Packing.AUTO, False, True),
+        (Packing.JOINED, False, True),
+        (Packing.ON, True, True),
+        (Packing.OFF, False, False),
+    ],
+)
+def test_rows_are_shared_as_asked_and_by_default_where_not_all_is_text(
+    prepare_all: PrepareAll, write_lines: WriteLines, packing: Packing, of_text: bool, of_pairs: bool
+) -> None:
+    text, pairs = write_lines([{"text": "some words"}], "text.jsonl"), write_lines(PAIRS)
+    assert prepare_all(text, packing=packing).is_packed is of_text
+    assert prepare_all(pairs, packing=packing).is_packed is of_pairs
+    assert prepare_all(text, pairs, packing=packing).is_packed is of_pairs
+
+
+def test_an_error_names_the_dataset_and_the_option(
+    prepare_all: PrepareAll, write_lines: WriteLines, tmp_path: Path
+) -> None:
+    good, empty = write_lines(PAIRS), write_lines([], "empty.jsonl")
+    with pytest.raises(DataError, match=r"--dataset .*empty.jsonl: the dataset is empty"):
+        prepare_all(good, empty)
+    with pytest.raises(DataError, match=r"--eval_dataset .*empty.jsonl: the dataset is empty"):
+        prepare_all(good, eval_dataset=(DatasetEntry(str(empty)),))
+    with pytest.raises(DataError, match=r"--eval_dataset .*gone.jsonl: there is no file"):
+        prepare_all(good, eval_dataset=(DatasetEntry(str(tmp_path / "gone.jsonl")),))
+
+
+def test_the_number_of_processes_is_told_and_one_does_little_work(
+    prepare: Prepare, write_lines: WriteLines, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_lines([{"text": "some words"}] * 1000)
+    with caplog.at_level(logging.INFO, logger="mobius"):
+        prepare(path, preprocessing_num_workers=None)
+        assert f"tokenizing --dataset {path} in this process" in caplog.text
+        monkeypatch.setattr("mobius.data.datasets._BYTES_WORTH_A_WORKER", 1000)
+        monkeypatch.setattr("mobius.data.datasets.cpu_share", lambda num_ranks: 2 // num_ranks)
+        prepare(path, preprocessing_num_workers=None, overwrite_cache=True)
+        assert "in 2 processes (--preprocessing_num_workers)" in caplog.text
+        caplog.clear()
+        prepare(path, preprocessing_num_workers=None, max_samples=1)
+        assert "in this process" in caplog.text
 
 
 def test_max_samples_takes_the_first_records(prepare: Prepare, write_lines: WriteLines) -> None:
@@ -107,6 +222,7 @@ class CountingTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self.num_calls = 0
+        type(self).__name__ = type(tokenizer).__name__  # a part of the cache's key
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._tokenizer, name)
@@ -127,6 +243,49 @@ def test_the_second_call_reads_the_cache(
     assert tokens(cached) == tokens(tokenized)
     assert cached.counts == tokenized.counts
     assert isinstance(cached.tokenized.input_ids, np.memmap)
+
+
+def test_the_cache_is_renewed_when_asked_for(
+    prepare: Prepare, write_lines: WriteLines, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = write_lines(PAIRS)
+    before = prepare(path).cache_folder
+    counting = CountingTokenizer(tokenizer)
+    assert prepare(path, tokenizer=counting, overwrite_cache=True).cache_folder == before
+    assert counting.num_calls > len(PAIRS)
+
+
+def test_the_place_and_the_size_of_the_cache_are_told_in_a_line(
+    prepare_all: PrepareAll, write_lines: WriteLines, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    one, other = write_lines(PAIRS), write_lines([{"text": "some words"}], "text.jsonl")
+    with caplog.at_level(logging.INFO, logger="mobius"):
+        prepared = prepare_all(one)
+        assert f"tokenized data: {bytes_text(prepared.training[0].cache_bytes)} in " in caplog.messages[-1]
+        assert caplog.messages[-1].endswith(str(prepared.training[0].cache_folder))
+        prepared = prepare_all(one, other, one)
+        num_bytes = sum(each.cache_bytes for each in prepared.training[:2])
+        assert caplog.messages[-1] == f"tokenized data: {bytes_text(num_bytes)} in {tmp_path / 'cache' / 'tokenized'}"
+
+
+def test_rules_columns_and_packing_of_text_make_another_cache(
+    prepare: Prepare, write_lines: WriteLines, tmp_path: Path
+) -> None:
+    pairs = write_lines([each | {"other": "words"} for each in PAIRS])
+    text = write_lines([{"text": "some words"}], "text.jsonl")
+    changes: list[dict[str, Any]] = [
+        {},
+        {"train_on_prompt": True},
+        {"mask_history": True},
+        {"default_system": "Be brief."},
+        {"chat_template": "chatml"},
+        {"columns": (("prompt", "other"),)},
+    ]
+    folders = [prepare(pairs, **change).cache_folder for change in changes]
+    folders += [prepare(text, packing=packing).cache_folder for packing in (Packing.JOINED, Packing.ON)]
+    assert len(set(folders)) == len(changes) + 2
+    assert prepare(text, packing=Packing.AUTO).cache_folder == folders[-2]
+    assert prepare(text, packing=Packing.OFF).cache_folder == folders[-1]
 
 
 def test_another_content_tokenizer_or_length_is_tokenized_anew(
@@ -172,22 +331,76 @@ def test_deep_columns_beside_the_text_are_not_sent_to_workers(prepare: Prepare, 
 
 
 @pytest.mark.parametrize("damaged", ["input_ids.bin", "offsets.bin", "facts.json"])
-def test_a_damaged_cache_is_made_anew(prepare: Prepare, write_lines: WriteLines, tmp_path: Path, damaged: str) -> None:
+def test_a_damaged_cache_is_made_anew(
+    prepare: Prepare, write_lines: WriteLines, tmp_path: Path, damaged: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write_lines(PAIRS)
     expected = tokens(prepare(path))
     (stored,) = [entry for entry in (tmp_path / "cache" / "tokenized").iterdir() if entry.is_dir()]
     for content in (b"", b"nonsense", (stored / damaged).read_bytes()[:-3]):
         (stored / damaged).write_bytes(content)
+        caplog.clear()
         assert tokens(prepare(path)) == expected
+        assert f"the tokenized dataset in {stored} is damaged and made anew" in caplog.text
 
 
-def test_what_an_interrupted_run_left_is_replaced(prepare: Prepare, write_lines: WriteLines, tmp_path: Path) -> None:
-    path = write_lines(PAIRS)
-    expected = tokens(prepare(path))
-    (stored,) = [entry for entry in (tmp_path / "cache" / "tokenized").iterdir() if entry.is_dir()]
-    stored.rename(stored.with_name(stored.name + ".partial"))
-    assert tokens(prepare(path)) == expected
-    assert not stored.with_name(stored.name + ".partial").exists()
+@pytest.mark.parametrize(("packing", "num_workers"), [(Packing.JOINED, 1), (Packing.ON, 2)])
+def test_what_a_killed_run_has_finished_is_not_done_again(
+    prepare: Prepare,
+    tokenizer: PreTrainedTokenizerBase,
+    assets: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    packing: Packing,
+    num_workers: int,
+) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(f'{{"text": "{number}{" word" * (number % 90)}"}}\n' for number in range(20_000)))
+    config = DataConfig(
+        (DatasetEntry(str(path)),), seq_length=64, packing=packing, preprocessing_num_workers=num_workers
+    )
+    given = [str(assets / "tiny-llama"), config, str(tmp_path / "cache"), 512]
+    process = Ranks(
+        "harness.tokenizing_worker",
+        "prepare_by_parts",
+        given,
+        num_ranks=1,
+        folder=tmp_path,
+        environment=dict(os.environ),
+    )
+    killed = process.processes[0]
+
+    def finished_parts() -> list[dict[str, Any]]:
+        journals = list((tmp_path / "cache" / "tokenized").glob("*.partial/journal.jsonl"))
+        return [json.loads(line) for line in journals[0].read_text().splitlines()] if journals else []
+
+    while len(finished_parts()) < 3 and killed.is_alive():
+        time.sleep(0.01)
+    killed.kill()
+    killed.join()
+    parts = finished_parts()
+    assert len(parts) >= 3, process.output()
+    num_done = parts[-1]["progress"]["tally"]["read"]
+    assert num_done < 20_000, "the process was done before it was killed"
+
+    counting = CountingTokenizer(tokenizer)
+    with caplog.at_level(logging.INFO, logger="mobius"):
+        resumed = prepare(path, packing=packing, tokenizer=counting)
+    assert f"{num_done} records were tokenized by an earlier run that did not finish" in caplog.text
+    assert counting.num_calls == 1 + 20_000 - num_done
+    expected = prepare(path, packing=packing, cache_dir=tmp_path / "other")
+    assert resumed.counts == expected.counts
+    for name in ("input_ids", "is_target", "offsets"):
+        assert np.array_equal(getattr(resumed.tokenized, name), getattr(expected.tokenized, name)), name
+    assert [entry.suffix for entry in (tmp_path / "cache" / "tokenized").iterdir() if entry.is_dir()] == [""]
+
+
+def test_a_run_that_fails_before_its_first_part_leaves_no_folder(
+    prepare: Prepare, write_lines: WriteLines, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError):
+        prepare(write_lines([*PAIRS, {"prompt": "a", "completion": 7}]))
+    assert [entry for entry in (tmp_path / "cache" / "tokenized").iterdir() if entry.is_dir()] == []
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named(prepare: Prepare, write_lines: WriteLines, tmp_path: Path) -> None:

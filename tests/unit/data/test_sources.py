@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from mobius.config.config import DatasetEntry
+from mobius.data import sources
 from mobius.data.sources import open_source
 from mobius.errors import DataError
 
@@ -64,6 +65,81 @@ def test_a_folder_with_splits_gives_the_train_split(tmp_path: Path) -> None:
     for split in ("test", "train", "validation"):
         write(tmp_path / "data" / f"{split}-00000-of-00001.parquet", [{"text": split}])
     assert fields(tmp_path) == [{"text": "train"}]
+
+
+@pytest.mark.parametrize(
+    ("split", "name"),
+    [
+        ("test", "test-00000.parquet"),
+        ("validation", "valid.jsonl"),
+        ("validation", "dev/a.jsonl"),
+        ("hard", "a/hard_2.csv"),
+    ],
+)
+def test_a_folder_gives_the_split_that_is_asked_for(tmp_path: Path, split: str, name: str) -> None:
+    for path in ("train-00000.parquet", name, "other.jsonl"):
+        write(tmp_path / "data" / path, [{"text": path}])
+    assert fields(tmp_path, split=split) == [{"text": name}]
+    with pytest.raises(DataError, match=r"has the split missing in its name or folder; there are .*other.jsonl"):
+        fields(tmp_path, split="missing")
+
+
+def test_split_and_subset_are_refused_where_they_choose_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a.jsonl: split test is for folders and datasets of the hub; this is a file"):
+        fields(path, split="test")
+    for local in (path, tmp_path):
+        with pytest.raises(DataError, match="subset en is for datasets of the Hugging Face Hub"):
+            fields(local, subset="en")
+
+
+def test_a_folder_that_the_datasets_library_saved_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    splits = {
+        name: datasets.Dataset.from_list([{"text": f"{name} {n}"} for n in range(9)]) for name in ("train", "test")
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "all", num_shards={"train": 3, "test": 1})
+    shuffled = splits["train"].select([8, 0, 3])
+    shuffled.save_to_disk(tmp_path / "one")
+    shutil.copy(next((tmp_path / "one").glob("*.arrow")), tmp_path / "one" / "cache-0123456789.arrow")
+    assert fields(tmp_path / "all") == [{"text": f"train {n}"} for n in range(9)]
+    assert fields(tmp_path / "all", split="test") == [{"text": f"test {n}"} for n in range(9)]
+    assert fields(tmp_path / "one") == [{"text": f"train {n}"} for n in (8, 0, 3)]
+    with pytest.raises(DataError, match="has no split dev; it has test, train"):
+        fields(tmp_path / "all", split="dev")
+    (tmp_path / "one" / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=r"state.json: does not list the files of a dataset"):
+        fields(tmp_path / "one")
+
+
+def test_the_hash_of_a_large_file_is_remembered_until_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, memory = write(tmp_path / "a.jsonl"), tmp_path / "memory"
+
+    def opened() -> tuple[str, int | None]:
+        source = open_source(entry(path), memory=memory)
+        return source.fingerprint, source.num_records
+
+    whole = opened()
+    assert not memory.exists(), "a small file is hashed each time"
+    monkeypatch.setattr(sources, "_REMEMBERED_BYTES", 1)
+    assert opened() == whole
+    assert not memory.exists(), "a file of this minute may change once more without a new time"
+    monkeypatch.setattr(sources, "_SETTLED_SECONDS", -1)
+    assert opened() == whole
+    (note,) = memory.iterdir()
+    note.write_text(note.read_text().replace('"lines": 3', '"lines": 4'))
+    assert opened() == (whole[0], 4), "the note is what is read"
+    facts, content = path.stat(), path.read_bytes()
+    path.write_bytes(content.replace(b"one", b"two"))
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    changed = opened()
+    assert changed[0] != whole[0]
+    assert changed[1] == 3
+    note.write_text("nonsense")
+    assert opened() == changed
 
 
 def test_a_word_that_contains_train_is_no_split(tmp_path: Path) -> None:
@@ -157,6 +233,11 @@ def test_an_unreachable_hub_dataset_says_where_it_looked_and_how_to_get_it(
     assert str(tmp_path / dataset) in message
     assert f"hf download --repo-type dataset {hub_id} --local-dir {folder}" in message
     assert f"--dataset {folder}/" in message
+
+
+def test_the_split_and_the_subset_of_a_hub_dataset_are_named(offline_cache: Path) -> None:
+    with pytest.raises(DataError, match=r"the `test` split of the subset 'de' of some-body/some.set could not be had"):
+        open_source(entry("some-body/some.set", split="test", subset="de"))
 
 
 def test_xsum_is_the_train_split_of_its_hub_id(tmp_path: Path, offline_cache: Path) -> None:
