@@ -42,26 +42,35 @@ class Chat:
         self._tokenizer, self._template, self._where = tokenizer, template, where
         self._tools = [dict(tool) for tool in conversation.tools] or None
         self._messages = list(map(_message, conversation.turns))
+        self._has_parts = False
 
-    def adapt(self, whole: str) -> str:
-        """Give the turns the form that the template wants, judged by `whole`, their rendering; returns the new one.
+    def render_all(self) -> str:
+        """Text of all turns, in the form that the template wants; `render` uses that form from then on.
 
-        A template that writes no turn's text wants content parts. One that writes a call's arguments in quotes wants
-        an object, where the data have its JSON text.
+        A template that writes no turn's text wants content parts. One that writes a call's arguments in quotes wants an
+        object, where the data have its JSON text; one that fails wants what the data do not have of these two.
         """
-        texts = [message["content"].strip() for message in self._messages if message["content"].strip()]
-        if texts and not any(text in whole for text in texts):
-            plain = self._messages
-            self._messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in plain]
-            parted = self.render(len(plain))
-            if any(text in parted for text in texts):
-                whole = parted
-            else:
-                self._messages = plain
         calls = [call for message in self._messages for call in message.get("tool_calls", ())]
-        if any(json.dumps(text, ensure_ascii=False) in whole for text in filter(None, map(_arguments_text, calls))):
-            self._messages = [_with_objects(message) for message in self._messages]
+        texts = list(filter(None, map(_arguments_text, calls)))
+        try:
             whole = self.render(len(self._messages))
+        except DataError as error:
+            if not calls:
+                raise
+            self._messages = [_with_arguments(message, as_text=not texts) for message in self._messages]
+            try:
+                return self.render(len(self._messages))
+            except DataError:
+                raise error from None
+        if any(json.dumps(text, ensure_ascii=False) in whole for text in texts):
+            self._messages = [_with_arguments(message, as_text=False) for message in self._messages]
+            return self.render(len(self._messages))
+        contents = [content for message in self._messages if (content := message["content"].strip())]
+        if contents and not any(content in whole for content in contents):
+            self._has_parts = True
+            parted = self.render(len(self._messages))
+            self._has_parts = any(content in parted for content in contents)
+            return parted if self._has_parts else whole
         return whole
 
     def render(self, stop: int, *, answer: str | None = None, add_generation_prompt: bool = False) -> str:
@@ -69,6 +78,8 @@ class Chat:
         messages = self._messages[:stop]
         if answer is not None:
             messages = [*messages, {"role": "assistant", "content": answer}]
+        if self._has_parts:
+            messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
         try:
             return self._apply(messages, add_generation_prompt)
         except Exception as error:  # a template is foreign code and raises what it likes
@@ -148,12 +159,16 @@ def _arguments_text(call: Mapping[str, Any]) -> str | None:
         return None
 
 
-def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its calls as objects."""
+def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text, or as objects."""
     calls = []
     for call in message.get("tool_calls", ()):
-        text = _arguments_text(call)
-        function = function_of(call) if text is None else {**function_of(call), "arguments": json.loads(text)}
+        function = dict(function_of(call))
+        arguments, text = function.get("arguments"), _arguments_text(call)
+        if as_text and isinstance(arguments, dict):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text and text is not None:
+            function["arguments"] = json.loads(text)
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls} if calls else dict(message)
 

@@ -146,7 +146,7 @@ class SampleEncoder:
     def _encode_chat(self, conversation: Conversation, answered: Sequence[int], where: str) -> Encoded:
         """Rows of a conversation by the chat template: one, or one for each answer if the template is not regular."""
         chat = Chat(self._tokenizer, self._rules.chat_template, conversation, where)
-        whole = chat.adapt(chat.render(len(conversation.turns)))
+        whole = chat.render_all()
         notes = set[Note]()
         if any(str(function_of(tool).get("name", "")) not in whole for tool in conversation.tools):
             notes.add(Note.NO_TOOLS)

@@ -585,6 +585,33 @@ def test_arguments_stay_text_for_a_template_that_writes_them_as_they_are(tokeniz
     assert '【weather{"city":  "Oslo"}<|im_end|>】' in text
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}",
+        "{{ 'city=' + c.function.arguments[10:14] }}",
+    ],
+    ids=["an object", "text"],
+)
+@pytest.mark.parametrize("arguments", [{"city": "Oslo"}, '{"city": "Oslo"}'], ids=["given an object", "given text"])
+def test_arguments_are_what_the_template_can_take(
+    tokenizer: PreTrainedTokenizerBase, written: str, arguments: object
+) -> None:
+    tokenizer.chat_template = QUOTING.replace("{{ c.function.arguments | tojson }}", written)
+    (text,) = marked(tokenizer, encode(tokenizer, with_arguments(arguments)))
+    assert "【weathercity=Oslo<|im_end|>】" in text
+
+
+def test_a_template_that_takes_no_arguments_of_any_form_is_told_with_its_first_failure(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    tokenizer.chat_template = QUOTING.replace(" | tojson", " + 1")
+    with pytest.raises(
+        DataError, match=r'fails on turn 2, assistant, .* TypeError: can only concatenate str \(not "int"\)'
+    ):
+        encode(tokenizer, with_arguments('{"city": "Oslo"}'))
+
+
 def test_a_template_without_tools_is_told_and_one_without_calls_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     seen = Conversation(ONE_EXCHANGE.turns, (SCHEMA,))
     assert encode(tokenizer, seen).notes == {Note.NO_TOOLS}
@@ -597,14 +624,18 @@ def test_a_template_without_tools_is_told_and_one_without_calls_refused(tokenize
         encode(tokenizer, TOOLS)
 
 
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% endif %}{% endfor %}<|im_end|>{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
+)
+
+
 def test_a_template_that_takes_content_parts_only_is_given_them(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
-        "{% endif %}{% endfor %}<|im_end|>{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
-    )
-    assert marked(tokenizer, encode(tokenizer, ONE_EXCHANGE)) == [
-        "<system>Be brief.<|im_end|><user>Name a colour.<|im_end|><assistant>【Red.<|im_end|>】"
-    ]
+    expected = "<system>Be brief.<|im_end|><user>Name a colour.<|im_end|><assistant>【Red.<|im_end|>】"
+    tokenizer.chat_template = PARTS
+    assert marked(tokenizer, encode(tokenizer, ONE_EXCHANGE)) == [expected]
+    tokenizer.chat_template = PARTS.replace("'<assistant>'", "'<assistant><think>'")
+    assert marked(tokenizer, encode(tokenizer, ONE_EXCHANGE)) == [expected]
 
 
 def test_reasoning_reaches_a_template_that_writes_it(tokenizer: PreTrainedTokenizerBase) -> None:
