@@ -7,7 +7,6 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from mobius.data.chat_template import Chat
 from mobius.data.formats import Completion, Conversation, Document, Sample
@@ -275,38 +274,11 @@ def share_length(num_prompt: int, num_target: int, seq_length: int) -> tuple[int
     return seq_length - num_target, num_target
 
 
-class DocumentJoiner:
-    """Joins documents, each with its end-of-sequence token, and cuts them into rows of seq_length.
-
-    Holds the tokens that do not fill a row yet, `remainder`; a joiner that is given them goes on from there.
-    """
-
-    def __init__(self, seq_length: int, remainder: npt.NDArray[np.int32] | None = None) -> None:
-        self._seq_length = seq_length
-        self.remainder = np.empty(0, np.int32) if remainder is None else remainder
-
-    def add(self, documents: Iterable[Row]) -> list[Row]:
-        """The full rows that there are now."""
-        ids = np.concatenate([self.remainder, *(row[0] for row in documents)])
-        end = len(ids) // self._seq_length * self._seq_length
-        self.remainder = ids[end:].copy()
-        return [_as_document(ids[first : first + self._seq_length]) for first in range(0, end, self._seq_length)]
-
-    def finish(self) -> list[Row]:
-        """The last row, which is shorter, if there is one; nothing predicts a row's first token, so one is no row."""
-        last, self.remainder = self.remainder, self.remainder[:0]
-        return [_as_document(last)] if len(last) > 1 else []
-
-
 def cut_document(row: Row, seq_length: int) -> list[Row]:
     """Consecutive pieces of at most seq_length tokens; a last one of a single token is dropped."""
     ids, is_target = row
     pieces = (slice(first, first + seq_length) for first in range(0, len(ids), seq_length))
     return [(ids[piece], is_target[piece]) for piece in pieces if len(ids[piece]) > 1]
-
-
-def _as_document(ids: npt.NDArray[np.int32]) -> Row:
-    return ids, np.ones(len(ids), dtype=np.bool_)
 
 
 def _as_row(exchanges: Sequence[ExchangeIds], train_on_prompt: bool = False) -> Row:

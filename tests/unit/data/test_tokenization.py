@@ -12,7 +12,6 @@ from mobius.data.chat_templates import TEMPLATES
 from mobius.data.formats import Completion, Conversation, Document, Sample
 from mobius.data.store import Row
 from mobius.data.tokenization import (
-    DocumentJoiner,
     Encoded,
     EncodingRules,
     Note,
@@ -359,38 +358,8 @@ def documents(*lengths: int) -> list[Row]:
     return [(np.arange(n, dtype=np.int32), np.ones(n, dtype=np.bool_)) for n in lengths]
 
 
-def joined(rows: list[Row], seq_length: int) -> list[list[int]]:
-    joiner = DocumentJoiner(seq_length)
-    result = [*joiner.add(rows), *joiner.finish()]
-    assert all(is_target.all() and len(is_target) == len(ids) for ids, is_target in result)
-    return [ids.tolist() for ids, _ in result]
-
-
-def test_documents_are_joined_with_eos_between(tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = [encode(tokenizer, Document(text)).rows[0] for text in ("one two three", "four five")]
-    stream = [*tokenizer("one two three").input_ids, 2, *tokenizer("four five").input_ids, 2]
-    assert joined(rows, 100) == [stream]
-
-
-def test_joined_rows_are_full_but_the_last() -> None:
-    assert joined(documents(5, 2), 3) == [[0, 1, 2], [3, 4, 0]]
-    assert joined(documents(5, 2), 5) == [[0, 1, 2, 3, 4], [0, 1]]
-
-
-def test_a_last_joined_row_of_one_token_is_left_out() -> None:
-    assert joined(documents(9), 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert joined([], 4) == []
-
-
-def test_joining_in_parts_and_by_one_that_goes_on_gives_the_same_rows() -> None:
-    rows = documents(3, 7, 1, 12, 2, 5)
-    first = DocumentJoiner(4)
-    result = [*first.add(rows[:2]), *first.add([]), *first.add(rows[2:3])]
-    assert len(first.remainder) == (3 + 7 + 1) % 4
-    second = DocumentJoiner(4, first.remainder)
-    result += [*second.add(rows[3:]), *second.finish()]
-    assert [ids.tolist() for ids, _ in result] == joined(rows, 4)
-    assert second.finish() == []
+def test_a_document_is_one_row_of_targets_that_ends_with_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert marked(tokenizer, encode(tokenizer, Document("one two three"), 2)) == ["【one two three<|im_end|>】"]
 
 
 @pytest.mark.parametrize(("num_tokens", "lengths"), [(3, [3]), (4, [4]), (5, [4]), (6, [4, 2]), (9, [4, 4]), (1, [])])
