@@ -28,9 +28,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from mobius.config.config import ModelConfig  # noqa: E402
 from mobius.memory.layout import StageLayout  # noqa: E402
-from mobius.models.blocks import LayerInputs, ModelParts  # noqa: E402
+from mobius.models.blocks import ModelParts  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.plan.partition import StageCut  # noqa: E402
+from mobius.plan.request import PackedRows  # noqa: E402
+from mobius.runtime.documents import typical_arguments  # noqa: E402
 from mobius.runtime.stage import StageModule  # noqa: E402
 
 BACKENDS = {
@@ -51,6 +53,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--back_to_back", action="store_true", help="the device is never idle")
     parser.add_argument("--compile", choices=("on", "off"), default="on" if torch.cuda.is_available() else "off")
+    parser.add_argument("--documents", type=int, default=0, help="equal documents in a row, which are kept apart")
+    parser.add_argument(
+        "--most_documents", type=int, help="bound that the kernel is told (default: as many as there are)"
+    )
     parser.add_argument("--sdpa", choices=BACKENDS, help="attention kernel (default: torch's choice)")
     return parser.parse_args()
 
@@ -79,7 +85,12 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), arguments.size, 1)
-        parts = ModelParts(load_model_config(Path(folder), ModelConfig()), device, compiled=arguments.compile == "on")
+        parts = ModelParts(
+            load_model_config(Path(folder), ModelConfig()),
+            device,
+            compiled=arguments.compile == "on",
+            packed=torch.bfloat16 if arguments.documents else None,
+        )
     for batch_size in arguments.batch_size:
         print(f"{batch_size} x {arguments.seq_length}")
         torch._dynamo.reset()  # of a few shapes it compiles one after the other, then it runs eagerly
@@ -94,7 +105,12 @@ def time_parts(parts: ModelParts, arguments: argparse.Namespace, batch_size: int
         StageCut(0, 0, 1, is_first=True, is_last=True),
         loss_chunk_tokens=arguments.loss_chunk_tokens,
     )
-    layer_arguments = LayerInputs(parts, device=device, dtype=dtype)(arguments.seq_length)
+    packed = None
+    if arguments.documents:
+        packed = PackedRows(arguments.seq_length / arguments.documents, arguments.most_documents or arguments.documents)
+    layer_arguments = typical_arguments(
+        parts, packed, batch=batch_size, seq_length=arguments.seq_length, dtype=dtype, device=device
+    )
     layout = StageLayout.of(stage.shapes)
     weights = layout.views(torch.randn(layout.num_elements, device=device, dtype=dtype) * 0.02)
     gradients = layout.views(torch.zeros(layout.num_elements, device=device))

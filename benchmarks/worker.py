@@ -1,12 +1,14 @@
 """One benchmark run of Mobius on random tokens, for benchmark.py or torchrun. Nothing is saved but the numbers.
 
-torchrun --nproc_per_node 4 benchmarks/worker.py OUTPUT.json [--torch_adamw] [the options of main.py]
+torchrun --nproc_per_node 4 benchmarks/worker.py OUTPUT.json [--torch_adamw] [--lengths FILE] [the options of main.py]
 
+Without --lengths rows are full; with it samples have these token counts (a JSON list) and share rows as --packing says.
 With --trace, the trace and its picture go to --save_dir. Weights are random and made on the GPU, which takes seconds
 where transformers' own initialization takes minutes. With `--serve FOLDER` it makes one run after the other without
 starting anew, as the folder tells (service.py).
 """
 
+import argparse
 import contextlib
 import dataclasses
 import gc
@@ -29,10 +31,12 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from launch import end_with  # noqa: E402
 from torch import Tensor  # noqa: E402
+from transformers import PretrainedConfig  # noqa: E402
 
 from mobius.config.cli import parse_args  # noqa: E402
-from mobius.config.config import Config  # noqa: E402
+from mobius.config.config import Config, Packing  # noqa: E402
 from mobius.data.batches import Batches  # noqa: E402
+from mobius.data.mixture import WeightedSamples  # noqa: E402
 from mobius.data.store import TokenizedDataset  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
@@ -40,6 +44,7 @@ from mobius.machine.available import huge_page_share, own_host_bytes  # noqa: E4
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.output.recordings import Recordings  # noqa: E402
 from mobius.planning.blueprint import Blueprint, draw_blueprint  # noqa: E402
+from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.session import open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
 
@@ -100,13 +105,15 @@ def clean_up() -> None:
 
 def run(output: Path, words: Sequence[str]) -> None:
     """Train and write one JSON object: the metrics of every step, and the seconds before the first."""
-    options = [option for option in words if option != "--torch_adamw"]
+    own, options = own_parser().parse_known_args(words)
     ranks = Ranks.from_environment()
     setup_logging(ranks.rank)
     config = parse_args(options, num_ranks=ranks.num_ranks)
     folder = Path(config.model.model_path)
     clock = StartClock()
-    blueprint = draw(config, ranks, folder)
+    model_config = load_model_config(folder, config.model)
+    batches = make_batches(config, own.lengths, model_config.vocab_size)
+    blueprint = draw(config, ranks, model_config, batches)
     device = blueprint.place.device
     recordings = Recordings(config, rank=ranks.rank, device=device, folder=Path(config.output.save_dir))
     if config.output.trace:
@@ -120,14 +127,7 @@ def run(output: Path, words: Sequence[str]) -> None:
             torch.cuda.reset_peak_memory_stats(device)
 
     session = open_session(blueprint, folder, source=RandomWeights(device), recordings=recordings, passed=passed)
-    batches = Batches(
-        random_tokens(blueprint.shape.vocab_size, config.data.seq_length, config.pipeline.batch_size),
-        batch_size=config.pipeline.batch_size,
-        seq_length=config.data.seq_length,
-        pad_token_id=0,
-        seed=config.optim.seed,
-    )
-    trainer = session.trainer(batches, has_kernel="--torch_adamw" not in words)
+    trainer = session.trainer(batches, has_kernel=not own.torch_adamw)
     clock.ends("trainer")
     load_seconds = seconds_since_launch()
     steps = [dataclasses.asdict(metrics) for metrics in trainer.train()]
@@ -141,10 +141,18 @@ def run(output: Path, words: Sequence[str]) -> None:
     session.close()
 
 
-def draw(config: Config, ranks: Ranks, folder: Path) -> Blueprint:
-    """The plan of the model in `folder`; raises RefusedError with the planner's reason."""
+def own_parser() -> argparse.ArgumentParser:
+    """The options that main.py does not have."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--torch_adamw", action="store_true")
+    parser.add_argument("--lengths", type=Path)
+    return parser
+
+
+def draw(config: Config, ranks: Ranks, model_config: PretrainedConfig, batches: Batches) -> Blueprint:
+    """The plan of a model; raises RefusedError with the planner's reason."""
     try:
-        return draw_blueprint(config, ranks, load_model_config(folder, config.model))
+        return draw_blueprint(config, ranks, model_config, packed=packed_rows(batches))
     except MobiusError as error:
         raise RefusedError(str(error)) from error
 
@@ -237,12 +245,20 @@ def seconds_since_launch() -> float:
     return now - float(os.environ.get("BENCHMARK_START", now))
 
 
-def random_tokens(vocab_size: int, seq_length: int, num_rows: int) -> TokenizedDataset:
-    """Full rows of random tokens, every one a target."""
-    generator = np.random.default_rng(0)
-    tokens = generator.integers(0, vocab_size, num_rows * seq_length, dtype=np.int32)
-    offsets = np.arange(num_rows + 1, dtype=np.int64) * seq_length
-    return TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets)
+def make_batches(config: Config, lengths: Path | None, vocab_size: int) -> Batches:
+    """Batches of random tokens, every one a target: full rows, or samples of `lengths`, which are cut to a row."""
+    length = config.data.seq_length
+    counts = [length] * config.pipeline.batch_size if lengths is None else json.loads(lengths.read_text())
+    offsets = np.concatenate([[0], np.cumsum(np.minimum(counts, length))]).astype(np.int64)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, offsets[-1], dtype=np.int32)
+    return Batches(
+        [WeightedSamples(TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets), 1.0)],
+        batch_size=config.pipeline.batch_size,
+        seq_length=length,
+        pad_token_id=0,
+        seed=config.optim.seed,
+        is_packed=lengths is not None and config.data.packing is not Packing.OFF,
+    )
 
 
 if __name__ == "__main__":

@@ -2,46 +2,49 @@
 
     python scripts/plain_training.py --output losses.json [the options of main.py]
 
-The same data in the same order, the same microbatches, fp32 masters, gradients accumulated in fp32, AdamW, clipping.
+The same data in the same order, the same microbatches (but samples of packed rows one by one), fp32 masters, gradients
+accumulated in fp32, AdamW, clipping.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler  # noqa: E402
 
 from mobius.config.cli import parse_args  # noqa: E402
 from mobius.config.config import Config  # noqa: E402
-from mobius.data.batches import Batches  # noqa: E402
-from mobius.data.datasets import prepare_dataset  # noqa: E402
+from mobius.data.batches import Batch, Batches  # noqa: E402
 from mobius.machine.devices import TORCH_DTYPES  # noqa: E402
-from mobius.ranks import cache_folder  # noqa: E402
+from mobius.training.data import RunData  # noqa: E402
 
 
 def make_batches(config: Config) -> Batches:
     """The batches of the run that `config` describes."""
     tokenizer = AutoTokenizer.from_pretrained(config.model.model_path, trust_remote_code=False)
-    prepared = prepare_dataset(
-        dataset=config.data.dataset[0].name,
-        tokenizer=tokenizer,
-        seq_length=config.data.seq_length,
-        max_samples=config.data.max_samples,
-        num_workers=1,
-        cache_dir=cache_folder(),
-    )
-    return Batches(
-        prepared.tokenized,
-        batch_size=config.pipeline.batch_size,
-        seq_length=config.data.seq_length,
-        pad_token_id=tokenizer.pad_token_id or 0,
-        seed=config.optim.seed,
-    )
+    tokenizer.pad_token_id = tokenizer.pad_token_id or 0
+    data = RunData.of(config, tokenizer, is_first=True)
+    return data.batches(config, tokenizer, is_packed=data.prepared.is_packed)
+
+
+def parts_of(batch: Batch, num_chunks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and labels [b, L] that a model takes at a time: a microbatch, or a sample of a packed row by itself."""
+    tokens, labels = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)
+    if batch.documents is None:
+        yield from zip(tokens.chunk(num_chunks), labels.chunk(num_chunks), strict=True)
+        return
+    for row, lengths in enumerate(batch.documents):
+        ends = accumulate(lengths, initial=0)
+        for start, end in pairwise(ends):
+            yield tokens[row : row + 1, start:end], labels[row : row + 1, start:end]
 
 
 def train(config: Config, device: torch.device) -> list[float]:
@@ -75,10 +78,9 @@ def train(config: Config, device: torch.device) -> list[float]:
         for master in masters:
             master.grad = torch.zeros_like(master)
         total = 0.0
-        tokens, labels = torch.from_numpy(batch.input_ids).to(device), torch.from_numpy(batch.labels).to(device)
-        chunks = config.pipeline.num_microbatches
-        for part, part_labels in zip(tokens.chunk(chunks), labels.chunk(chunks), strict=True):
-            loss = model(input_ids=part, labels=part_labels, num_items_in_batch=batch.num_targets).loss
+        for tokens, labels in parts_of(batch, config.pipeline.num_microbatches):
+            given = {"input_ids": tokens.to(device), "labels": labels.to(device)}
+            loss = model(**given, num_items_in_batch=batch.num_targets).loss
             loss.backward()
             total += loss.item()
             for master, weight in zip(masters, weights, strict=True):

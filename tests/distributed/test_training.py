@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from harness.runs import exact_results, make_checkpoint, make_dataset, run_main, torchrun_main
+from plain_training import parts_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_scheduler
 
+from mobius.config.config import DataConfig, DatasetEntry
 from mobius.data.batches import Batches
-from mobius.data.datasets import prepare_dataset
+from mobius.data.datasets import prepare_data
+from mobius.data.mixture import WeightedSamples
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -26,11 +29,15 @@ LEARNING_RATE, DECAY, CLIP = 2e-3, 0.1, 0.5
 def plain_training(model: PreTrainedModel, dataset: Path, tokenizer_folder: Path, cache: Path) -> list[float]:
     """Train `model` in place by transformers and torch alone; returns the losses."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    prepared = prepare_dataset(
-        dataset=str(dataset), tokenizer=tokenizer, seq_length=LENGTH, max_samples=None, num_workers=1, cache_dir=cache
-    )
+    config = DataConfig(dataset=(DatasetEntry(str(dataset)),), seq_length=LENGTH)
+    prepared = prepare_data(config, tokenizer, cache_dir=cache)
     batches = Batches(
-        prepared.tokenized, batch_size=BATCH, seq_length=LENGTH, pad_token_id=tokenizer.pad_token_id, seed=42
+        [WeightedSamples(prepared.training[0].tokenized)],
+        batch_size=BATCH,
+        seq_length=LENGTH,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=42,
+        is_packed=prepared.is_packed,
     )
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -41,9 +48,8 @@ def plain_training(model: PreTrainedModel, dataset: Path, tokenizer_folder: Path
     for _ in range(STEPS):
         batch = next(batches)
         total = 0.0
-        tokens, labels = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)
-        for part, part_labels in zip(tokens.chunk(CHUNKS), labels.chunk(CHUNKS), strict=True):
-            loss = model(input_ids=part, labels=part_labels, num_items_in_batch=batch.num_targets).loss
+        for tokens, labels in parts_of(batch, CHUNKS):
+            loss = model(input_ids=tokens, labels=labels, num_items_in_batch=batch.num_targets).loss
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)

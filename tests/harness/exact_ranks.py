@@ -11,6 +11,7 @@ import torch
 
 from mobius.config.cli import parse_args
 from mobius.data.batches import Batches
+from mobius.data.mixture import WeightedSamples
 from mobius.data.store import TokenizedDataset
 from mobius.machine.devices import MemoryMeter
 from mobius.messages.transport import Transport
@@ -41,7 +42,9 @@ def _batches(vocab_size: int, options: list[str]) -> Batches:
     tokens = np.random.default_rng(0).integers(0, vocab_size, 3 * size * length, dtype=np.int32)
     offsets = np.arange(3 * size + 1, dtype=np.int64) * length
     dataset = TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets)
-    return Batches(dataset, batch_size=size, seq_length=length, pad_token_id=0, seed=1)
+    return Batches(
+        [WeightedSamples(dataset)], batch_size=size, seq_length=length, pad_token_id=0, seed=1, is_packed=False
+    )
 
 
 def train_variants(output: str, folder: str, shared: str, *variants: str) -> None:

@@ -10,6 +10,7 @@ from harness.runs import make_checkpoint
 
 from mobius.config.cli import parse_args
 from mobius.data.batches import Batches
+from mobius.data.mixture import WeightedSamples
 from mobius.data.store import TokenizedDataset
 from mobius.models.families import load_model_config
 from mobius.planning.blueprint import draw_blueprint
@@ -27,7 +28,9 @@ def make_single_trainer(folder: Path, options: str, *, is_tied: bool = False) ->
     tokens = np.random.default_rng(0).integers(0, blueprint.shape.vocab_size, size * length, dtype=np.int32)
     offsets = np.arange(size + 1, dtype=np.int64) * length
     dataset = TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets)
-    batches = Batches(dataset, batch_size=size, seq_length=length, pad_token_id=0, seed=1)
+    batches = Batches(
+        [WeightedSamples(dataset)], batch_size=size, seq_length=length, pad_token_id=0, seed=1, is_packed=False
+    )
     threads = torch.get_num_threads()  # those of this process, which runs other tests too
     session = open_session(blueprint, folder)
     torch.set_num_threads(threads)
