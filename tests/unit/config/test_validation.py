@@ -30,6 +30,8 @@ from mobius.errors import ConfigError
         ({"cuda_visible_devices": "0,0"}, 4, ["different GPUs"]),
         ({"profile_steps": "4-3", "num_iterations": 9}, 4, ["'4-3'", "such as 3 or 3-4"]),
         ({"profile_steps": "0-1"}, 4, ["'0-1'", "from 1 on"]),
+        ({"profile_steps": "0-9"}, 4, ["'0-9'", "from 1 on"]),
+        ({"warmup_steps": 3.5}, 4, ["`--warmup_steps` is 3.5", "whole number of steps"]),
         ({"profile_steps": "all"}, 4, ["'all'"]),
         ({"profile_steps": "2-3", "num_iterations": 2}, 4, ["2-3 is more", "steps 1 to 2", "--num_iterations"]),
         ({"resident_stages": "some"}, 4, ["'some'", "auto, all, or a number from 0"]),
