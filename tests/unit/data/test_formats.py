@@ -215,6 +215,8 @@ def test_a_name_that_no_format_reads_is_told_with_near_names_and_all_that_are_re
 def test_a_mapping_that_no_format_reads_as_a_whole_is_told() -> None:
     with pytest.raises(DataError, match=r"columns a, b with --columns prompt=a,text=b match no known format"):
         recognize(["a", "b"], "here", {"prompt": "a", "text": "b"})
+    with pytest.raises(DataError, match=r"with --columns system=instruction match no known format"):
+        recognize(["instruction", "output"], "here", {"system": "instruction"})
 
 
 def test_a_wrong_value_of_a_mapped_column_is_told_with_the_mapping() -> None:

@@ -450,8 +450,10 @@ def test_answers_of_a_prompt_are_no_targets(tokenizer: PreTrainedTokenizerBase) 
         "Another one?<|im_end|>\n<|im_start|>assistant\n【Blue.<|im_end|>】"
     )
     assert marked(tokenizer, encode(tokenizer, sample)) == [f"<|begin|>{expected}"]
-    with_system = encode(tokenizer, sample, rules=EncodingRules(default_system="s"))
-    assert marked(tokenizer, with_system) == [f"<|begin|><|im_start|>system\ns<|im_end|>\n{expected}"]
+    for num_prompt_turns in (2, 3):
+        sample = Conversation(TWO_EXCHANGES.turns[1:], num_prompt_turns=num_prompt_turns)
+        with_system = encode(tokenizer, sample, rules=EncodingRules(default_system="s"))
+        assert marked(tokenizer, with_system) == [f"<|begin|><|im_start|>system\ns<|im_end|>\n{expected}"]
 
 
 def test_a_given_template_replaces_the_tokenizers_own(tokenizer: PreTrainedTokenizerBase) -> None:
