@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
-from itertools import chain, groupby, islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from tqdm import tqdm
 
@@ -38,7 +38,6 @@ _PART_TOKENS: Final = 1 << 23  # 40 MiB on the disk
 _MOST_WORKERS: Final = 16
 _BYTES_WORTH_A_WORKER: Final = 1 << 23  # some seconds of work, and a worker takes some to start
 _BYTES_OF_A_RECORD: Final = 1 << 14  # a generous guess, where the number of records is not known
-_SHOWN_CHARACTERS = 1200
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,23 +134,6 @@ def prepare_dataset(
     return prepared.training[0]
 
 
-def describe_sample(prepared: PreparedDataset, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The first sample as the model sees it: special tokens, prompt and target apart, long parts without a middle."""
-    input_ids, is_target = prepared.tokenized.sample(0)
-    lines = [f"sample 0: {len(input_ids)} tokens, {int(is_target[1:].sum())} of them targets"]
-    position = 0
-    for part_is_target, group in groupby(is_target.tolist()):
-        length = len(list(group))
-        text = tokenizer.decode(input_ids[position : position + length].tolist(), skip_special_tokens=False)
-        assert isinstance(text, str)
-        if len(text) > _SHOWN_CHARACTERS:
-            half = _SHOWN_CHARACTERS // 2
-            text = f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
-        lines += [f"  {'target' if part_is_target else 'prompt'} | {line}" for line in text.split("\n")]
-        position += length
-    return "\n".join(lines)
-
-
 class _Preparation:
     """Makes the datasets of one configuration."""
 
@@ -177,7 +159,7 @@ class _Preparation:
 
     def dataset(self, entry: DatasetEntry, option: str) -> PreparedDataset:
         """A dataset from the cache, or tokenized now while other ranks wait."""
-        memory = self.folder / "hashes"
+        memory = None if self._config.overwrite_cache else self.folder / "hashes"
         source = open_source(entry, option=option, show_progress=self._show_downloads, memory=memory)
         columns = dict(entry.columns or self._config.columns or ())
         max_samples = self._config.max_samples if entry.max_samples is None else entry.max_samples
@@ -243,7 +225,7 @@ class _Tokenization:
         earlier = writer.progress or {}
         self._num_blocks: int = earlier.get("blocks", 0)
         self._tally, self._notes = Counter[str](earlier.get("tally", {})), Counter[str](earlier.get("notes", {}))
-        self._part = Counter[str]()
+        self._num_bytes, self._part = 0, Counter[str]()
 
     def run(
         self,
@@ -263,9 +245,10 @@ class _Tokenization:
         record_format = recognize([str(column) for column in first.fields], first.where, columns)
         is_joined = record_format.is_text and is_text_joined
         num_workers = self._default_workers() if num_workers is None else num_workers
+        rest = self._without_finished(chain([first_block], blocks))
+        encoded = encode_blocks(rest, BlockEncoder(encoder, record_format, is_joined), num_workers, self._given)
         with self._progress_bar(show_progress) as bar:
-            rest = self._without_finished(chain([first_block], blocks), bar)
-            for block in encode_blocks(rest, BlockEncoder(encoder, record_format, is_joined), num_workers, self._given):
+            for block in encoded:
                 self._write(block)
                 bar.update(block.num_bytes if self._num_records is None else block.tally["read"])
         self._finish(record_format, encoder.seq_length, is_joined)
@@ -276,15 +259,17 @@ class _Tokenization:
             num_bytes = min(num_bytes, self._max_samples * _BYTES_OF_A_RECORD)
         return max(1, min(cpu_share(1), _MOST_WORKERS, num_bytes // _BYTES_WORTH_A_WORKER))
 
-    def _progress_bar(self, is_shown: bool) -> "tqdm[NoReturn]":
-        """A bar of records, or of bytes where their number is not known."""
-        total, unit = (self._source.num_bytes, "B") if self._num_records is None else (self._num_records, " records")
-        return tqdm(desc="tokenizing", total=total, unit=unit, unit_scale=unit == "B", disable=not is_shown)
+    def _progress_bar(self, is_shown: bool) -> "tqdm[Any]":
+        """A bar of records, or of bytes where their number is not known; what is logged comes before it opens."""
+        if self._num_records is None:
+            sizes: dict[str, Any] = {"total": self._source.num_bytes, "initial": self._num_bytes, "unit": "B"}
+        else:
+            sizes = {"total": self._num_records, "initial": self._tally["read"], "unit": " records"}
+        return tqdm(desc="tokenizing", unit_scale=self._num_records is None, disable=not is_shown, **sizes)
 
-    def _without_finished(self, blocks: Iterator[Block], bar: "tqdm[NoReturn]") -> Iterator[Block]:
+    def _without_finished(self, blocks: Iterator[Block]) -> Iterator[Block]:
         """The blocks that no earlier run has written; those it has are read, but not parsed."""
-        for block in islice(blocks, self._num_blocks):
-            bar.update(block.num_bytes if self._num_records is None else len(block))
+        self._num_bytes = sum(block.num_bytes for block in islice(blocks, self._num_blocks))
         if self._num_blocks:
             done = self._tally["read"]
             logger.info("%s: %d records were tokenized by an earlier run that did not finish", self._given, done)

@@ -33,9 +33,9 @@ class EncodedBlock:
     is_target: npt.NDArray[np.bool_]
     lengths: list[int]
     num_bytes: int
-    """Of the file, as the block tells."""
+    """Bytes of the file, as the block tells."""
     tally: Counter[str]
-    """By the names of `SampleCounts`."""
+    """Numbers by the names of `SampleCounts`."""
     notes: Counter[str]
 
 
@@ -77,15 +77,18 @@ def encode_blocks(
 ) -> Iterator[EncodedBlock]:
     """Encoded blocks in the order given; a single block, or with one worker all, are encoded in this process.
 
-    Raises DataError if a worker dies.
+    The number of processes is told at once; the iterator raises DataError if one dies.
     """
     first_blocks = list(islice(blocks, 2))
     blocks = chain(first_blocks, blocks)
     if num_workers == 1 or len(first_blocks) < 2:  # a worker takes seconds to start
         logger.info("tokenizing %s in this process", label)
-        yield from map(encoder.encode, blocks)
-        return
+        return map(encoder.encode, blocks)
     logger.info("tokenizing %s in %d processes (--preprocessing_num_workers)", label, num_workers)
+    return _encode_in_processes(blocks, encoder, num_workers)
+
+
+def _encode_in_processes(blocks: Iterator[Block], encoder: BlockEncoder, num_workers: int) -> Iterator[EncodedBlock]:
     # Not fork: by now torch and the tokenizer may have threads, and a fork keeps their locks but not the threads.
     context = multiprocessing.get_context("spawn")
     pending: deque[Future[EncodedBlock]] = deque()

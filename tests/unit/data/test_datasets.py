@@ -12,7 +12,7 @@ from harness.forked import Ranks
 from transformers import PreTrainedTokenizerBase
 
 from mobius.config.config import DataConfig, DatasetEntry, Packing
-from mobius.data.datasets import PreparedData, PreparedDataset, SampleCounts, describe_sample
+from mobius.data.datasets import PreparedData, PreparedDataset, SampleCounts
 from mobius.errors import DataError
 from mobius.units import bytes_text
 
@@ -436,28 +436,3 @@ def test_of_two_processes_at_once_one_tokenizes_and_both_get_the_same(
     assert sorted(result[0] for result in results) == [0, 1]
     assert results[0][1:] == results[1][1:]
     assert results[0][1] == 500
-
-
-def test_a_described_sample_tells_prompt_and_target_apart(
-    prepare: Prepare, write_lines: WriteLines, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    prepared = prepare(write_lines([{"instruction": "Name a colour.", "input": "", "output": "Red."}]))
-    num_targets = len(tokenizer("Red.<|im_end|>").input_ids)
-    num_tokens = len(prepared.tokenized.input_ids)
-    assert describe_sample(prepared, tokenizer) == (
-        f"sample 0: {num_tokens} tokens, {num_targets} of them targets\n"
-        "  prompt | <|begin|><|im_start|>user\n"
-        "  prompt | Name a colour.<|im_end|>\n"
-        "  prompt | <|im_start|>assistant\n"
-        "  prompt | \n"
-        "  target | Red.<|im_end|>"
-    )
-
-
-def test_a_described_sample_is_not_a_wall_of_text(
-    prepare: Prepare, write_lines: WriteLines, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    prepared = prepare(write_lines([{"prompt": "words " * 1000, "completion": "end"}]), seq_length=2048)
-    text = describe_sample(prepared, tokenizer)
-    assert len(text) < 1500
-    assert "[... 4800 characters ...]" in text
