@@ -11,27 +11,29 @@ import json
 import shutil
 from pathlib import Path
 
-SIZES = {  # hidden, intermediate, layers, heads; Llama-2's shapes, and a 1B one of the same kind
-    "tiny": (64, 128, 4, 4),
-    "1b": (2048, 5504, 20, 16),
-    "7b": (4096, 11008, 32, 32),
-    "13b": (5120, 13824, 40, 40),
-    "30b": (6656, 17920, 60, 52),
+SIZES = {  # hidden, intermediate, layers, heads, key-value heads, tokens
+    "tiny": (64, 128, 4, 4, 4, 32000),
+    "1b": (2048, 5504, 20, 16, 16, 32000),
+    "7b": (4096, 11008, 32, 32, 32, 32000),
+    "8b": (4096, 14336, 32, 32, 8, 128256),
+    "13b": (5120, 13824, 40, 40, 40, 32000),
+    "30b": (6656, 17920, 60, 52, 52, 32000),
 }
-VOCAB_SIZE = 32000
+"""Llama-2's shapes, a 1B one of the same kind, and that of Llama-3.1-8B."""
 TOKENIZER = Path(__file__).parents[1] / "assets" / "tiny-llama"
 
 
 def num_parameters(size: str, num_layers: int | None = None) -> int:
     """Parameters of such a model: attention and feed-forward matrices, norms, embedding and head."""
-    hidden, intermediate, layers, _ = SIZES[size]
-    per_layer = 4 * hidden**2 + 3 * hidden * intermediate + 2 * hidden
-    return (num_layers or layers) * per_layer + 2 * VOCAB_SIZE * hidden + hidden
+    hidden, intermediate, layers, heads, key_heads, tokens = SIZES[size]
+    attention = 2 * hidden**2 + 2 * hidden**2 * key_heads // heads
+    per_layer = attention + 3 * hidden * intermediate + 2 * hidden
+    return (num_layers or layers) * per_layer + 2 * tokens * hidden + hidden
 
 
 def write_config(folder: Path, size: str, num_layers: int | None = None) -> None:
     """Make `folder` with the configuration and the tokenizer; needs no torch and no transformers."""
-    hidden, intermediate, layers, heads = SIZES[size]
+    hidden, intermediate, layers, heads, key_heads, tokens = SIZES[size]
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -39,8 +41,8 @@ def write_config(folder: Path, size: str, num_layers: int | None = None) -> None
         "intermediate_size": intermediate,
         "num_hidden_layers": num_layers or layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "vocab_size": VOCAB_SIZE,
+        "num_key_value_heads": key_heads,
+        "vocab_size": tokens,
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",

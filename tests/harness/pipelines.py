@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from mobius.models.blocks import ModelParts
 from mobius.optim.tied import TiedPair
 from mobius.plan.partition import balanced_partition, partition_of
 from mobius.plan.plan import Plan
-from mobius.runtime.documents import place_documents
 from mobius.runtime.executor import StepBatch, StepSums
 from mobius.schedule.build import build_schedule
 from mobius.training.stages import RankStages
@@ -201,41 +200,6 @@ def make_batch(num_sequences: int) -> StepBatch:
     for row in range(num_sequences):
         labels[row, : 1 + row % 7] = -100
     return StepBatch(tokens, labels, int((labels[:, 1:] != -100).sum()), tokens.numel(), len(tokens))
-
-
-def make_packed_batch(rows: Sequence[Sequence[int]], seq_length: int, num_microbatches: int) -> StepBatch:
-    """Random tokens in documents of these lengths, of which the first tokens are prompts."""
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(1, VOCAB, (len(rows), seq_length), generator=generator)
-    labels = torch.full_like(tokens, -100)
-    for number, row in enumerate(rows):
-        for place, length in enumerate(row):
-            start, end = sum(row[:place]), sum(row[: place + 1])
-            prompt = min(1 + (number + place) % 3, length - 1)
-            labels[number, start + prompt : end] = tokens[number, start + prompt : end]
-        tokens[number, sum(row) :] = 0
-    most = max(len(row) for row in rows) + 1
-    places = place_documents(rows, seq_length=seq_length, num_microbatches=num_microbatches, most_documents=most)
-    positions, bounds = (torch.from_numpy(each) for each in places)
-    num_tokens, num_samples = sum(map(sum, rows)), sum(map(len, rows))
-    return StepBatch(tokens, labels, int((labels != -100).sum()), num_tokens, num_samples, (positions, bounds))
-
-
-def documents_alone(
-    model: PreTrainedModel, rows: Sequence[Sequence[int]], batch: StepBatch
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same step by transformers alone, one document after the other, each without padding."""
-    model.zero_grad()
-    total = torch.zeros(())
-    for number, row in enumerate(rows):
-        for place, length in enumerate(row):
-            own = slice(start := sum(row[:place]), start + length)
-            given = batch.input_ids[number : number + 1, own], batch.labels[number : number + 1, own]
-            loss = model(input_ids=given[0], labels=given[1], num_items_in_batch=batch.num_targets).loss
-            loss.backward()
-            total += loss.detach().cpu()
-    named = model.named_parameters(remove_duplicate=False)
-    return total, {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
 
 def plain_step(model: PreTrainedModel, batch: StepBatch, num_microbatches: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -7,30 +7,9 @@ from itertools import product
 
 import pytest
 import torch
-from harness.pipelines import (
-    CPU,
-    FAMILIES,
-    ModelWeights,
-    Pipeline,
-    documents_alone,
-    make_model,
-    make_packed_batch,
-)
-from torch import Tensor
-from torch.nn import functional as F
-from transformers import PreTrainedModel
+from harness.packed_rows import LENGTH, ROWS, assert_no_leaks, documents_alone, make_packed_batch
+from harness.pipelines import FAMILIES, Pipeline, make_model
 
-from mobius.models.attention import Documents
-from mobius.models.blocks import LayerInputs, ModelParts
-from mobius.models.graph import run
-from mobius.models.loss import shift_labels
-from mobius.plan.partition import StageCut
-from mobius.runtime.executor import StepBatch
-from mobius.runtime.stage import StageModule
-
-LENGTH = 20
-ROWS = [[7, 2, 5], [20], [3, 11, 6], [9, 9]]
-"""With and without padding; documents shorter and longer than the families' windows of 4 and 5."""
 CASES = {  # number of slots, whether graphs are kept
     "resident": (None, False),
     "resident, graphs kept": (None, True),
@@ -43,38 +22,7 @@ CASES = {  # number of slots, whether graphs are kept
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_no_document_sees_another_one(family: str, keeps_graphs: bool) -> None:
     """Not a bit of their outputs, losses and gradients of inputs, whichever token of a document changes."""
-    model = make_model(family, 6)
-    batch = make_packed_batch(ROWS, LENGTH, 1)
-    before = everything(model, batch, keeps_graphs=keeps_graphs)
-    for row, lengths in enumerate(ROWS):
-        for place, length in enumerate(lengths):
-            own = slice(start := sum(lengths[:place]), start + length)
-            for token in {own.start, own.start + length // 2, own.stop - 1}:
-                changed = batch.input_ids.clone()
-                changed[row, token] = 95 - changed[row, token]
-                after = everything(model, replace(batch, input_ids=changed), keeps_graphs=keeps_graphs)
-                for name, value in before.items():
-                    differs = (value != after[name]).flatten(2).any(-1)
-                    assert name != "outputs" or differs[row, own].any(), "the change does something"
-                    differs[row, own] = False
-                    assert not differs.any(), f"row {row}, token {token}: {name} at {differs.nonzero().tolist()}"
-
-
-def everything(model: PreTrainedModel, batch: StepBatch, *, keeps_graphs: bool) -> dict[str, Tensor]:
-    """By token: outputs of the last layer, loss, gradient of the input embedding; [B, L, ...]."""
-    parts = ModelParts(model.config, CPU, packed=torch.float32)
-    stage = StageModule(parts, StageCut(0, 0, len(parts.layers), True, True), loss_chunk_tokens=4096)
-    weights = {name: ModelWeights(model).read(name, shape) for name, shape in stage.shapes.items()}
-    gradients = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
-    assert batch.documents is not None
-    positions, bounds = batch.documents
-    arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(LENGTH, Documents(positions, bounds[0]))
-    hidden, kept = stage.forward(weights, batch.input_ids, arguments, keep_graphs=keeps_graphs)
-    _, gradient = stage.loss(weights, gradients, hidden, batch.labels, num_targets=batch.num_targets, loss_scale=1.0)
-    logits = run(parts.head, weights, run(parts.norm, weights, hidden, {}), {})
-    losses = F.cross_entropy(logits.flatten(0, 1), shift_labels(batch.labels).flatten(), reduction="none")
-    of_inputs = stage.backward(weights, gradients, kept, gradient, arguments)
-    return {"outputs": hidden, "losses": losses.view(-1, LENGTH, 1), "gradients": of_inputs}
+    assert_no_leaks(make_model(family, 6), keeps_graphs=keeps_graphs)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -1,0 +1,120 @@
+"""Rows of several documents, what each document gives alone, and whether one sees another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from harness.pipelines import CPU, VOCAB, ModelWeights
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from mobius.models.attention import Documents
+from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.graph import run
+from mobius.models.loss import shift_labels
+from mobius.plan.partition import StageCut
+from mobius.runtime.documents import Rows, place_documents
+from mobius.runtime.executor import StepBatch
+from mobius.runtime.stage import StageModule
+
+LENGTH = 20
+ROWS = [[7, 2, 5], [20], [3, 11, 6], [9, 9]]
+"""With and without padding; documents shorter and longer than the families' windows of 4 and 5."""
+
+
+def make_packed_batch(rows: Rows, seq_length: int, num_microbatches: int) -> StepBatch:
+    """Random tokens in documents of these lengths, of which the first tokens are prompts."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(1, VOCAB, (len(rows), seq_length), generator=generator)
+    labels = torch.full_like(tokens, -100)
+    for number, row in enumerate(rows):
+        for place, length in enumerate(row):
+            start, end = sum(row[:place]), sum(row[: place + 1])
+            prompt = min(1 + (number + place) % 3, length - 1)
+            labels[number, start + prompt : end] = tokens[number, start + prompt : end]
+        tokens[number, sum(row) :] = 0
+    most = max(len(row) for row in rows) + 1
+    places = place_documents(rows, seq_length=seq_length, num_microbatches=num_microbatches, most_documents=most)
+    positions, bounds = (torch.from_numpy(each) for each in places)
+    num_tokens, num_samples = sum(map(sum, rows)), sum(map(len, rows))
+    return StepBatch(tokens, labels, int((labels != -100).sum()), num_tokens, num_samples, (positions, bounds))
+
+
+def documents_alone(model: PreTrainedModel, rows: Rows, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same step by transformers alone, one document after the other, each without padding."""
+    model.zero_grad()
+    total = torch.zeros(())
+    for number, row in enumerate(rows):
+        for place, length in enumerate(row):
+            own = slice(start := sum(row[:place]), start + length)
+            given = batch.input_ids[number : number + 1, own], batch.labels[number : number + 1, own]
+            loss = model(input_ids=given[0], labels=given[1], num_items_in_batch=batch.num_targets).loss
+            loss.backward()
+            total += loss.detach().cpu()
+    named = model.named_parameters(remove_duplicate=False)
+    return total, {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+def assert_no_leaks(
+    model: PreTrainedModel,
+    *,
+    keeps_graphs: bool,
+    compiled: bool = False,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Change tokens of each document, and compare bits of all others: outputs, losses, gradients of inputs."""
+    stage = OneStage(model, keeps_graphs=keeps_graphs, compiled=compiled, device=device, dtype=dtype)
+    batch = make_packed_batch(ROWS, LENGTH, 1)
+    before = stage.by_token(batch)
+    for row, lengths in enumerate(ROWS):
+        for place, length in enumerate(lengths):
+            own = slice(start := sum(lengths[:place]), start + length)
+            for token in {own.start, own.start + length // 2, own.stop - 1}:
+                changed = batch.input_ids.clone()
+                changed[row, token] = 95 - changed[row, token]
+                after = stage.by_token(replace(batch, input_ids=changed))
+                for name, value in before.items():
+                    differs = (value != after[name]).flatten(2).any(-1)
+                    assert name != "outputs" or differs[row, own].any(), "the change does something"
+                    differs[row, own] = False
+                    assert not differs.any(), f"row {row}, token {token}: {name} at {differs.nonzero().tolist()}"
+
+
+class OneStage:
+    """A whole model as one stage."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        keeps_graphs: bool,
+        compiled: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._parts = parts = ModelParts(model.config, device, compiled=compiled, packed=dtype)
+        self._stage = StageModule(parts, StageCut(0, 0, len(parts.layers), True, True), loss_chunk_tokens=4096)
+        source, shapes = ModelWeights(model), self._stage.shapes
+        self._weights = {name: source.read(name, shape).to(device, dtype) for name, shape in shapes.items()}
+        self._inputs = LayerInputs(parts, device=device, dtype=dtype)
+        self._keeps_graphs, self._device = keeps_graphs, device
+
+    def by_token(self, batch: StepBatch) -> dict[str, Tensor]:
+        """Outputs of the last layer, losses, and gradients of the input embeddings; [B, L, ...]."""
+        stage, weights, parts, device = self._stage, self._weights, self._parts, self._device
+        gradients = {name: torch.zeros(shape, device=device) for name, shape in stage.shapes.items()}
+        assert batch.documents is not None
+        positions, bounds = (each.to(device) for each in batch.documents)
+        tokens, labels = batch.input_ids.to(device), batch.labels.to(device)
+        arguments = self._inputs(LENGTH, Documents(positions, bounds[0]))
+        hidden, kept = stage.forward(weights, tokens, arguments, keep_graphs=self._keeps_graphs)
+        given = {"num_targets": batch.num_targets, "loss_scale": 1.0}
+        _, gradient = stage.loss(weights, gradients, hidden, labels, **given)  # type: ignore[arg-type]
+        logits = run(parts.head, weights, run(parts.norm, weights, hidden, {}), {})
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), shift_labels(labels).flatten(), reduction="none")
+        of_inputs = stage.backward(weights, gradients, kept, gradient, arguments)
+        results = {"outputs": hidden, "losses": losses.view(-1, LENGTH, 1), "gradients": of_inputs}
+        return {name: value.cpu() for name, value in results.items()}
