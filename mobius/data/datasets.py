@@ -73,7 +73,10 @@ class PreparedDataset:
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """The datasets of `--dataset` and of `--eval_dataset` in the order given; whether samples share rows."""
+    """The datasets of `--dataset` and of `--eval_dataset` in the order given, and whether samples share rows.
+
+    `warnings` are those of all, each with the name of its dataset where there are several.
+    """
 
     training: tuple[PreparedDataset, ...]
     evaluation: tuple[PreparedDataset, ...]
@@ -107,7 +110,9 @@ def prepare_data(
     logger.info("tokenized data: %s in %s", bytes_text(num_bytes), place)
     is_text = all(dataset.is_text for dataset in training)
     is_packed = {Packing.ON: True, Packing.OFF: False}.get(config.packing, not is_text)
-    return PreparedData(training, evaluation, is_packed, tuple(text for dataset in both for text in dataset.warnings))
+    named = ((f"{excerpt(dataset.entry.name)}: " if len(both) > 1 else "", dataset.warnings) for dataset in both)
+    warnings = tuple(name + text for name, texts in named for text in texts)
+    return PreparedData(training, evaluation, is_packed, warnings)
 
 
 def prepare_dataset(

@@ -1,5 +1,7 @@
+import gzip
 import json
 import logging
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -7,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from harness.forked import Ranks
 from transformers import PreTrainedTokenizerBase
 
 from mobius.config.config import DataConfig, DatasetEntry, Packing
 from mobius.data.datasets import PreparedData, PreparedDataset, SampleCounts
+from mobius.data.store import DatasetWriter
 from mobius.errors import DataError
 from mobius.units import bytes_text
 
@@ -192,6 +197,18 @@ def test_what_the_template_made_necessary_is_told(
         assert prepared.counts.kept == 2
         (told,) = (text for text in prepared.warnings if "each assistant turn became a sample of its own" in text)
         assert told.startswith("1 of 2 records: ")
+
+
+def test_warnings_name_their_dataset_where_there_are_several(
+    prepare_all: PrepareAll, write_lines: WriteLines, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    turns = [{"role": role, "content": "words"} for role in ("user", "assistant")]
+    chat, pairs = write_lines([{"messages": turns}], "chat.jsonl"), write_lines(PAIRS)
+    alone = prepare_all(chat)
+    (told,) = alone.warnings
+    assert alone.training[0].warnings == (told,)
+    assert [text.endswith(f"/chat.jsonl: {told}") for text in prepare_all(pairs, chat).warnings] == [True]
 
 
 @pytest.mark.parametrize(
@@ -421,6 +438,39 @@ def test_an_error_in_a_worker_names_its_line(prepare: Prepare, write_lines: Writ
     records[555] = {"prompt": "a", "completion": 7}
     with pytest.raises(DataError, match=r"train.jsonl, line 556: `completion` must be text, not int"):
         prepare(write_lines(records), preprocessing_num_workers=2)
+
+
+def test_a_worker_that_dies_is_told_with_the_option_to_lower(
+    prepare: Prepare, write_lines: WriteLines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_lines([{"text": "word " * 100} for _ in range(20_000)])
+    append = DatasetWriter.append
+
+    def append_and_kill(writer: DatasetWriter, *given: Any) -> None:
+        append(writer, *given)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    monkeypatch.setattr(DatasetWriter, "append", append_and_kill)
+    with pytest.raises(DataError, match="a tokenization worker died.*lower --preprocessing_num_workers 2"):
+        prepare(path, preprocessing_num_workers=2)
+
+
+@pytest.mark.parametrize("name", ["train.csv", "train.jsonl.gz", "train.parquet"])
+def test_the_bar_counts_bytes_where_the_number_of_records_is_not_known(
+    prepare: Prepare, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    path = tmp_path / name
+    texts = [f"some words {number}" for number in range(500)]
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    else:
+        lines = [json.dumps({"text": text}) for text in texts] if name.endswith(".gz") else ["text", *texts]
+        path.write_bytes((gzip.compress if name.endswith(".gz") else bytes)("\n".join(lines).encode()))
+    prepare(path, show_progress=True)
+    told = capsys.readouterr().err
+    assert "100%" in told
+    assert "B/s]" in told
 
 
 def test_of_two_processes_at_once_one_tokenizes_and_both_get_the_same(
