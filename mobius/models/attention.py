@@ -27,6 +27,9 @@ IMPLEMENTATION = "mobius_documents"
 BLOCK = 128
 """Tokens of a block of FlexAttention's masks."""
 _MOST_HEAD_SIZE = 256
+_LEAST_FLEX_SIZE = 16
+_MOST_FLEX_KERNELS = 256
+"""Of different shapes, windows and caps; a run has one to three."""
 _ONE_BY_ONE = "mobius::attend_one_by_one"
 
 
@@ -159,9 +162,15 @@ def make_block_mask(documents: Documents, window: int | None) -> Any:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, softcap: float | None) -> Tensor:
+    size = query.shape[-1]
+    # Zeros behind a small head change neither scores nor what is taken of the values.
+    given = [F.pad(each, (0, max(0, _LEAST_FLEX_SIZE - size))) for each in (query, key, value)]
     is_grouped = query.shape[1] != key.shape[1]
     capped = None if softcap is None else functools.partial(_cap, softcap)
-    return _compiled_flex()(query, key, value, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=is_grouped)
+    # Beyond its limit torch would run it uncompiled, and so make all scores.
+    with torch._dynamo.config.patch(recompile_limit=_MOST_FLEX_KERNELS, fail_on_recompile_limit_hit=True):
+        output = _compiled_flex()(*given, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=is_grouped)
+    return output[..., :size]
 
 
 def _cap(softcap: float, score: Tensor, *_: Tensor) -> Tensor:
@@ -273,6 +282,6 @@ def _weights(query: Tensor, key: Tensor, scale: float, window: int, softcap: flo
 
 
 def _seen(length: int, window: int) -> Tensor:
-    """Which keys [n, n] each query of a document sees."""
+    """True [n, n] where a query of a document sees a key."""
     distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
     return (distance >= 0) & (distance < (window or length))

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,13 @@ class BaseFiles:
     """config.json as it is."""
     copied: Mapping[str, bytes]
     """Path within the folder -> contents: generation defaults, tokenizer, chat template."""
+
+    def with_chat_template(self, template: str | None) -> BaseFiles:
+        """The files with another template, if one is given; transformers reads its file before all other places."""
+        if template is None:
+            return self
+        others = {name: content for name, content in self.copied.items() if name != "chat_template.json"}
+        return replace(self, copied=others | {"chat_template.jinja": template.encode()})
 
 
 def read_base_files(folder: Path) -> BaseFiles:

@@ -18,6 +18,8 @@ class StepMetrics:
 
     step: int
     """Counted from 1."""
+    epoch: float
+    """Epochs that are done after the step."""
     loss: float
     """Mean over the target tokens of the step."""
     grad_norm: float
@@ -100,12 +102,13 @@ def step_line(metrics: StepMetrics, total_steps: int) -> str:
     width = len(str(total_steps))
     columns = [
         f"step {metrics.step:>{width}}/{total_steps}",
+        f"epoch {metrics.epoch:6.3f}",
         f"loss {metrics.loss:7.4f}",
         f"grad norm {metrics.grad_norm:8.3f}",
         f"lr {metrics.learning_rate:.2e}",
         f"{metrics.step_seconds:7.2f} s",
         f"{metrics.tokens_per_second:8,.0f} tokens/s",
-        f"{metrics.num_samples:4} samples, {metrics.num_tokens:7,} tokens, padding {100 * metrics.padding:4.1f} %",
+        f"{metrics.num_samples:4} samples, {metrics.num_tokens:7,} tokens, {100 * metrics.padding:4.1f} % padding",
         "waits" + ",".join(f" {cause} {seconds:5.2f}" for cause, seconds in metrics.wait_seconds.items()) + " s",
     ]
     if metrics.peak_gpu_memory_gib is not None:

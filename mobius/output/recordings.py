@@ -37,9 +37,7 @@ class Recordings:
     def __init__(self, config: Config, *, rank: int, device: torch.device, folder: Path) -> None:
         """`folder` takes the files; it need not exist before the first step."""
         self._folder, self._rank = folder, rank
-        self._recorder = (
-            SpanRecorder(device, traced_steps(config.optim.num_steps)) if config.output.trace else None
-        )
+        self._recorder = SpanRecorder(device, traced_steps(config.optim.num_steps)) if config.output.trace else None
         self.spans: Spans = self._recorder or NO_SPANS
         watches: list[StepWatch] = [self._recorder.step] if self._recorder else []
         if steps := config.output.profiled_steps:

@@ -42,6 +42,8 @@ class StepBatch:
     num_tokens: int
     """Tokens without padding."""
     num_samples: int
+    epoch: float = 0.0
+    """Epochs that are done after this step."""
     documents: tuple[Tensor, Tensor] | None = None
     """Positions int32 [batch, L] and bounds int32 [microbatches, D + 1] of documents (`runtime.documents`); None where
     each row is one."""

@@ -13,11 +13,13 @@ from tqdm import tqdm
 
 from mobius.config.config import Config
 from mobius.config.yaml_file import to_yaml
+from mobius.data.chat_templates import resolve_template
 from mobius.errors import CheckpointError, GpuMemoryError, NonFiniteLossError, first_line
 from mobius.interruption import Standing
 from mobius.machine.available import huge_page_share
 from mobius.machine.cpu_dtype import settle_dtype
 from mobius.machine.devices import MemoryMeter
+from mobius.models.attention import DocumentAttention
 from mobius.models.base_files import BaseFiles, read_base_files
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.tokenizer import load_tokenizer
@@ -69,7 +71,7 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     model_folder = locate_model(config.model.model_path)
     model_config = load_model_config(model_folder, config.model)
     tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
-    base_files = read_base_files(model_folder)
+    base_files = read_base_files(model_folder).with_chat_template(resolve_template(config.data.chat_template))
     adopted = adopt_plan(config, given=given or ())
     # What cannot fit is refused before the data are read, which may take long.
     sketch = sketch_blueprint(adopted.config, ranks, model_config, saved=adopted.saved)
@@ -183,6 +185,11 @@ def _log_start(blueprint: Blueprint) -> None:
         pipeline.microbatch_size,
         MemoryMeter(blueprint.place.device).device_name,
     )
+    if blueprint.parts.attention is DocumentAttention.FLEX:
+        logger.warning(
+            "packed rows run by FlexAttention, their layers without graphs of their own, which is slower: "
+            "variable-length attention takes bf16 and fp16 on GPUs from Ampere on, and heads of up to 256"
+        )
     if blueprint.answer.forecast is not None:
         logger.info("%s", blueprint.answer.forecast.describe())
 

@@ -204,7 +204,7 @@ def _rehearse(blueprint: Blueprint, stages: RankStages) -> None:
     )
     tokens = torch.zeros(config.pipeline.batch_size, config.data.seq_length, dtype=torch.int64)
     documents = _documents([[config.data.seq_length]] * len(tokens), blueprint)
-    batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), len(tokens), documents)
+    batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), len(tokens), documents=documents)
     stages.executor(blueprint.schedule, transport).run(batch)
     MemoryMeter(place.device).synchronize()
 
@@ -215,7 +215,8 @@ def _step_batches(batches: Iterable[Batch], blueprint: Blueprint) -> Iterator[St
         batch = arrange(given, blueprint.plan.num_microbatches)
         input_ids, labels = (_tensor(each, blueprint) for each in (batch.input_ids, batch.labels))
         documents = None if batch.documents is None else _documents(batch.documents, blueprint)
-        yield StepBatch(input_ids, labels, batch.num_targets, batch.num_tokens, batch.num_samples, documents)
+        numbers = batch.num_targets, batch.num_tokens, batch.num_samples, batch.epoch
+        yield StepBatch(input_ids, labels, *numbers, documents)
 
 
 def _documents(rows: Rows, blueprint: Blueprint) -> tuple[Tensor, Tensor] | None:

@@ -91,6 +91,7 @@ class Trainer:
         has_gpu = self._meter.has_gpu
         return StepMetrics(
             step=self._step,
+            epoch=batch.epoch,
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
             learning_rate=learning_rate,

@@ -45,7 +45,7 @@ def test_a_command_runs_as_printed(command: Command, scratch: Path, tmp_path: Pa
         assert run_problems(command, scratch, tmp_path) == []
     else:  # forked, because each of them would import torch; scripts/run_docs starts them as they are typed
         options = shlex.split(command.text[program.end() :])
-        run = Ranks("main", "main", options, num_ranks=1, folder=tmp_path, environment=environment(tmp_path))
+        run = Ranks("main", "main", options, num_ranks=1, folder=scratch, environment=environment(tmp_path))
         assert outcome_problems(command, run.wait(), run.output()) == []
 
 

@@ -38,7 +38,7 @@ def dense(
     return (scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1) @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("window", [None, 3, 100])
 @pytest.mark.parametrize(
     ("dtype", "heads", "size", "softcap"),
     [
@@ -47,6 +47,7 @@ def dense(
         (torch.bfloat16, (4, 1), 256, None),
         (torch.float32, (8, 2), 64, None),
         (torch.bfloat16, (8, 2), 64, 20.0),
+        (torch.float32, (4, 4), 8, None),
     ],
 )
 def test_kernels_give_what_a_dense_mask_gives(
@@ -100,7 +101,7 @@ def test_packed_rows_give_what_each_document_gives_alone(family: str, dtype: tor
         assert torch.allclose(loss, expected_loss, rtol=5e-3 if compiled else 1e-5)
         for name, gradient in expected.items():
             difference = (pipeline.gradients[name].float().cpu() - gradient).norm() / gradient.norm()
-            assert difference <= (0.05 if compiled else 1e-4), f"{name}: {difference}"
+            assert difference <= (0.1 if compiled else 1e-4), f"{name}: {difference}"
 
 
 def test_twenty_steps_of_packed_rows_lose_as_much_as_their_samples_alone(tmp_path: Path) -> None:

@@ -39,7 +39,9 @@ def make_packed_batch(rows: Rows, seq_length: int, num_microbatches: int) -> Ste
     places = place_documents(rows, seq_length=seq_length, num_microbatches=num_microbatches, most_documents=most)
     positions, bounds = (torch.from_numpy(each) for each in places)
     num_tokens, num_samples = sum(map(sum, rows)), sum(map(len, rows))
-    return StepBatch(tokens, labels, int((labels != -100).sum()), num_tokens, num_samples, (positions, bounds))
+    return StepBatch(
+        tokens, labels, int((labels != -100).sum()), num_tokens, num_samples, documents=(positions, bounds)
+    )
 
 
 def documents_alone(model: PreTrainedModel, rows: Rows, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -16,7 +16,7 @@ ALL = [*PAGES, *sorted((ROOT / "docs" / "log").glob("*.md"))]
 MAX_COLUMNS = 120
 MAX_README_LINES = 140
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
-FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:py|c|sh|md|yaml)")
+FILE = re.compile(r"(?:[\w.-]+/)+[\w.-]+\.(?:py|c|sh|md|yaml)\b")
 
 over_all = pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)
 over_pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

@@ -15,6 +15,7 @@ from mobius.output.metrics import MetricsLog, StepMetrics, step_line
 
 STEP = StepMetrics(
     step=7,
+    epoch=0.5,
     loss=2.34567,
     grad_norm=1.5,
     learning_rate=1e-5,

@@ -17,6 +17,7 @@ def steps(*seconds: float) -> list[StepMetrics]:
     return [
         StepMetrics(
             step=number,
+            epoch=0.5,
             loss=5.0 - number,
             grad_norm=1.0,
             learning_rate=1e-5,
