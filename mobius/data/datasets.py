@@ -115,30 +115,6 @@ def prepare_data(
     return PreparedData(training, evaluation, is_packed, warnings)
 
 
-def prepare_dataset(
-    *,
-    dataset: str,
-    tokenizer: "PreTrainedTokenizerBase",
-    seq_length: int,
-    max_samples: int | None,
-    num_workers: int,
-    cache_dir: Path,
-    show_progress: bool = False,
-    show_downloads: bool = False,
-) -> PreparedDataset:
-    """The only dataset of `prepare_data`, plain text joined."""
-    config = DataConfig(
-        dataset=(DatasetEntry(dataset),),
-        seq_length=seq_length,
-        max_samples=max_samples,
-        preprocessing_num_workers=num_workers,
-    )
-    prepared = prepare_data(
-        config, tokenizer, cache_dir=cache_dir, show_progress=show_progress, show_downloads=show_downloads
-    )
-    return prepared.training[0]
-
-
 class _Preparation:
     """Makes the datasets of one configuration."""
 

@@ -15,9 +15,8 @@ from harness.pipelines import FAMILIES
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mobius.models import compiled
 from mobius.models.blocks import Block, LayerInputs, ModelParts
-from mobius.models.compiled import ModuleGraphs
+from mobius.models.compiled import Arguments, ModuleGraphs
 from mobius.models.graph import backward, run_with_graph
 
 CPU = torch.device("cpu")
@@ -147,21 +146,26 @@ def test_a_gradient_that_is_not_contiguous_has_a_graph_of_its_own(uncompiled: li
     assert_near(turned.kept(), case.by_autograd(), share=1e-5)
 
 
-def test_arguments_are_told_apart_by_what_they_are_and_not_all_of_them_kept(
-    monkeypatch: pytest.MonkeyPatch, uncompiled: list[torch.fx.GraphModule]
-) -> None:
-    monkeypatch.setattr(compiled, "KNOWN_ARGUMENTS", 2)
+def test_arguments_are_told_apart_by_what_they_are(uncompiled: list[torch.fx.GraphModule]) -> None:
     case = with_graphs(layer_of("llama"))
     outputs = []
     for factor in (1.0, 0.5, 0.25, 1.0):
-        arguments = tree_map_only(Tensor, partial(torch.mul, factor), dict(case.arguments))
+        arguments = Arguments(tree_map_only(Tensor, partial(torch.mul, factor), dict(case.arguments)))
         part = replace(case, arguments=arguments)
         outputs.append(part.forward())
         assert torch.equal(outputs[-1], part.by_autograd()[0])
     assert torch.equal(outputs[0], outputs[3])
     assert not torch.equal(outputs[0], outputs[1])
-    assert case.block.graphs is not None
-    assert len(case.block.graphs._arguments) <= 2
+    assert len(uncompiled) == 1, "they are of one kind"
+
+
+def test_nothing_holds_arguments_behind_their_calls(uncompiled: list[torch.fx.GraphModule]) -> None:
+    case = with_graphs(layer_of("llama"))
+    arguments = Arguments(tree_map_only(Tensor, torch.clone, dict(case.arguments)))
+    rotary = weakref.ref(arguments["position_embeddings"][0])
+    assert replace(case, arguments=arguments).forward() is not None
+    del arguments
+    assert rotary() is None
 
 
 def test_the_product_that_only_the_output_needs_is_not_computed_again(
@@ -254,6 +258,6 @@ def test_what_has_no_graph_is_left_to_autograd_with_one_line(
         assert_equal(case.kept(), case.by_autograd())
         assert_equal([case.forward()], case.by_autograd()[:1])
 
-    lines = [record.getMessage() for record in caplog.records if record.name == compiled.__name__]
+    lines = [record.getMessage() for record in caplog.records if record.name == ModuleGraphs.__module__]
     assert len(lines) == 1
     assert lines[0].startswith("layers run without graphs of their own, which is slower: ")

@@ -36,7 +36,8 @@ STEP = StepMetrics(
 
 def test_the_line_tells_all_columns_with_units() -> None:
     assert step_line(STEP, 150) == (
-        "step   7/150 | loss  2.3457 | grad norm    1.500 | lr 1.00e-05 |   10.02 s |    3,269 tokens/s | "
+        "step   7/150 | epoch  0.500 | loss  2.3457 | grad norm    1.500 | lr 1.00e-05 |   10.02 s | "
+        "   3,269 tokens/s |   64 samples,  32,767 tokens, 25.0 % padding | "
         "waits weights  0.25, optimizer  0.50, neighbours  0.12 s | GPU  12.34 GiB | host 101.50 GiB"
     )
 

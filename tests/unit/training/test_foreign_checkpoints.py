@@ -86,7 +86,7 @@ def test_quantized_weights_are_refused_before_the_data_is_prepared(
     run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensors], object], named: tuple[str, ...]
 ) -> None:
     change_weights(model, change)
-    monkeypatch.setattr("mobius.training.run.prepare_dataset", no_tokenization)
+    monkeypatch.setattr("mobius.training.data.prepare_data", no_tokenization)
 
     message = refusal(run)
 

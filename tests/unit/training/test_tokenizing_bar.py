@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from mobius.config.cli import parse_args
 from mobius.ranks import Ranks
-from mobius.training.run import _prepare_batches
+from mobius.training.data import read_data
 
 
 @pytest.mark.parametrize("winner", [0, 1])
@@ -18,6 +18,6 @@ def test_the_rank_that_is_first_at_the_lock_shows_the_only_bar(
     tokenizer = AutoTokenizer.from_pretrained("model")
     shown = []
     for rank in (winner, 1 - winner):
-        _prepare_batches(config, Ranks(rank, 2, rank), tokenizer)
+        read_data(config, Ranks(rank, 2, rank), tokenizer)
         shown.append("tokenizing: 100%" in capsys.readouterr().err)
     assert shown == [True, False]
