@@ -42,18 +42,32 @@ _BYTES_OF_A_RECORD: Final = 1 << 14  # a generous guess, where the number of rec
 
 @dataclass(frozen=True, slots=True)
 class SampleCounts:
-    """Numbers of records: `read` = `kept` (`cut` of them lost tokens) + `dropped` (without a target) + `empty`."""
+    """Numbers of records: `read` = `kept` (`cut` of them lost tokens) + `dropped` (without a target) + `empty`.
+
+    Of those dropped, `unanswered` hold no answer; the others one of which no token can be trained on.
+    """
 
     read: int
     kept: int
     cut: int
     dropped: int
     empty: int
+    unanswered: int = 0
+
+    @property
+    def dropped_by_reason(self) -> dict[str, int]:
+        """The reasons, which complete "<n> records ...", with their numbers above 0."""
+        numbers = {
+            "without an answer": self.unanswered,
+            "without a token to train on": self.dropped - self.unanswered,
+        }
+        return {reason: number for reason, number in numbers.items() if number}
 
     def __str__(self) -> str:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in self.dropped_by_reason.items())
         return (
             f"{self.read} records read, {self.kept} kept ({self.cut} of them cut to the sequence length), "
-            f"{self.dropped} dropped without targets, {self.empty} empty"
+            f"{self.dropped} dropped{f' ({reasons})' if reasons else ''}, {self.empty} empty"
         )
 
 

@@ -151,7 +151,8 @@ def concerns(dataset: PreparedDataset, found: SampleStatistics) -> list[str]:
             texts.append(f"{number:,} of {total:,} {text}")
 
     tell(counts.empty, counts.read, "records are empty: they hold no text")
-    tell(counts.dropped, counts.read, "records were dropped: no target is left in them, as where an answer is empty")
+    for reason, number in counts.dropped_by_reason.items():
+        tell(number, counts.read, f"records {reason} were dropped")
     tell(counts.cut, counts.read, "records are longer than seq_length: they were cut, and tokens of them are lost")
     about = "" if found.is_exact else "about "
     if found.num_duplicates:

@@ -1,10 +1,11 @@
 """Owns the way from one sample to rows of token ids with a target mask, at most seq_length tokens each."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -17,6 +18,12 @@ from mobius.excerpt import listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_PIECE_CHARACTERS: Final = 1 << 19
+"""A tokenizer takes some 160 bytes for each byte of a text; one of more than twice so many is tokenized in pieces."""
+_SEAMS: Final = (re.compile(r"\n(?=\S)"), re.compile(r"\S(?= \S)"))
+"""Where pieces end, the best first: tokenizers begin a token at the first word of a line, and at one space."""
 
 
 class Note(StrEnum):
@@ -59,10 +66,14 @@ class EncodingRules:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Rows of a record; `is_cut` if tokens were lost to seq_length. A document is one row, however long."""
+    """Rows of a record; `is_cut` if tokens were lost to seq_length. A document is one row, however long.
+
+    Without a row it `is_empty` (no text at all), or `is_unanswered`, or its answer has no token to train on.
+    """
 
     rows: tuple[Row, ...]
     is_empty: bool = False
+    is_unanswered: bool = False
     is_cut: bool = False
     notes: frozenset[Note] = frozenset()
 
@@ -94,9 +105,15 @@ class SampleEncoder:
         """The rows of a sample; raises DataError that names `where` if the chat template refuses it or is broken."""
         match sample:
             case Document(text) if text.strip():
-                return Encoded((_as_row([([], [*self._start, *self._tokenize(text), self._eos_id])]),))
-            case Completion(prompt, response) if prompt.strip() or response.strip():
-                return self._encode_rows([[(prompt, response)]] if response.strip() else [], self._start)
+                pieces = [np.array(ids, dtype=np.int32) for ids in self._tokenized_pieces(text)]
+                ids = np.concatenate(
+                    [np.array(self._start, dtype=np.int32), *pieces, np.array([self._eos_id], dtype=np.int32)]
+                )
+                return Encoded(((ids, np.ones(len(ids), dtype=np.bool_)),))
+            case Completion(prompt, response) if response.strip():
+                return self._encode_rows([[(prompt, response)]], self._start)
+            case Completion(prompt) if prompt.strip():
+                return Encoded((), is_unanswered=True)
             case Conversation(turns) if any(turn.is_said for turn in turns):
                 return self._encode_conversation(self._with_system(sample), where)
         return Encoded((), is_empty=True)
@@ -115,7 +132,7 @@ class SampleEncoder:
         answers = ((index, turn) for index, turn in enumerate(turns) if turn.role is Role.ASSISTANT)
         answered = [index for index, turn in answers if index >= first and turn.is_said]
         if not answered:
-            return Encoded(())
+            return Encoded((), is_unanswered=True)
         if self._rules.mask_history:
             del answered[:-1]
         conversation = replace(conversation, turns=turns[: answered[-1] + 1])
@@ -223,7 +240,8 @@ class SampleEncoder:
     def _tokenize_exchanges(self, exchanges: Sequence[Exchange], start: list[int]) -> list[ExchangeIds]:
         """Token ids of each prompt and target; the last target ends with the end-of-sequence token.
 
-        Where a token would span the border of two parts, they are tokenized one by one, as inference does it.
+        Those behind seq_length are left out, as they would be cut off. Where a token would span the border of two
+        parts, they are tokenized one by one, as inference does it.
         """
         text, before = "", list[int]()
         result: list[ExchangeIds] = []
@@ -235,14 +253,36 @@ class SampleEncoder:
                 break
             result.append((through_prompt[len(before) :], through_target[len(through_prompt) :]))
             text, before = text + prompt + target, through_target
+            if len(before) > self.seq_length:
+                break
         if result[-1][1][-1:] != [self._eos_id]:
             result[-1][1].append(self._eos_id)
         result[0][0][:0] = start
         return result
 
     def _tokenize(self, text: str) -> list[int]:
+        return [token for ids in self._tokenized_pieces(text) for token in ids]
+
+    def _tokenized_pieces(self, text: str) -> Iterator[list[int]]:
         # verbose=False: no warning that the text is longer than the model's window; `fit` cuts it.
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        for piece in pieces_of(text):
+            yield self._tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """The text in pieces that a tokenizer takes with little memory; all but a very long one is one piece.
+
+    A piece ends with a line, else before a space, else anywhere. So a token that would span two pieces becomes two, and
+    a tokenizer that puts a space before a text does it once for each piece: some tokens in a million characters.
+    """
+    start = 0
+    while len(text) - start > 2 * _PIECE_CHARACTERS:
+        first, last = start + _PIECE_CHARACTERS, start + 2 * _PIECE_CHARACTERS
+        found = (seam.search(text, first, last) for seam in _SEAMS)
+        end = next((match.end() for match in found if match), last)
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def fit(exchanges: Sequence[ExchangeIds], seq_length: int) -> tuple[list[ExchangeIds], bool]:

@@ -3,7 +3,7 @@
 import logging
 import multiprocessing
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -54,14 +54,15 @@ class BlockEncoder:
         for record in block.records():
             sample = parse_record(self.record_format, record.fields, record.where)
             encoded = self.encoder.encode(sample, record.where)
+            own: Sequence[Row] = encoded.rows
             if self.record_format.is_text and not self.is_joined:
-                rows += (piece for row in encoded.rows for piece in cut_document(row, self.encoder.seq_length))
-            else:
-                rows += encoded.rows
+                own = [piece for row in own for piece in cut_document(row, self.encoder.seq_length)]
+            rows += own
             notes.update(note.value for note in encoded.notes)
             tally["read"] += 1
             tally["cut"] += encoded.is_cut
-            tally["kept" if encoded.rows else "empty" if encoded.is_empty else "dropped"] += 1
+            tally["kept" if own else "empty" if encoded.is_empty else "dropped"] += 1
+            tally["unanswered"] += encoded.is_unanswered
         return EncodedBlock(
             np.concatenate([ids for ids, _ in rows] or [np.empty(0, np.int32)]),
             np.concatenate([is_target for _, is_target in rows] or [np.empty(0, np.bool_)]),

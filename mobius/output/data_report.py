@@ -1,5 +1,6 @@
 """Owns how datasets are told before a run: a table of their samples and tokens, and of what a step will hold."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -60,8 +61,9 @@ def dataset_table(datasets: Sequence[LookedAt]) -> list[str]:
     lines = _aligned(rows, num_left=2)
     if any(each.dataset.counts.cut for each in datasets):
         lines.append("  cut: longer than seq_length, so that tokens are lost")
-    if any(each.dataset.counts.dropped for each in datasets):
-        lines.append("  dropped: no target is left, as where an answer is empty, or lies behind the cut")
+    dropped = sum((Counter(each.dataset.counts.dropped_by_reason) for each in datasets), Counter[str]())
+    if dropped:
+        lines.append(f"  dropped: {', '.join(f'{number:,} {reason}' for reason, number in dropped.items())}")
     return lines
 
 

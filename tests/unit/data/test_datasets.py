@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from harness.forked import Ranks
+from tokenizers.normalizers import Replace
 from transformers import PreTrainedTokenizerBase
 
 from mobius.config.config import DataConfig, DatasetEntry, Packing
@@ -55,11 +56,34 @@ def test_kept_cut_dropped_and_empty_records_are_counted(prepare: Prepare, write_
         {"prompt": " ", "completion": "\n"},
     ]
     prepared = prepare(write_lines(records))
-    assert prepared.counts == SampleCounts(read=10, kept=7, cut=1, dropped=1, empty=2)
+    assert prepared.counts == SampleCounts(read=10, kept=7, cut=1, dropped=1, empty=2, unanswered=1)
     assert str(prepared.counts) == (
-        "10 records read, 7 kept (1 of them cut to the sequence length), 1 dropped without targets, 2 empty"
+        "10 records read, 7 kept (1 of them cut to the sequence length), 1 dropped (1 without an answer), 2 empty"
     )
     assert len(prepared.tokenized) == 7
+
+
+def test_records_are_dropped_for_two_reasons() -> None:
+    counts = SampleCounts(read=9, kept=2, cut=0, dropped=7, empty=0, unanswered=4)
+    assert counts.dropped_by_reason == {"without an answer": 4, "without a token to train on": 3}
+    assert str(counts).endswith("7 dropped (4 without an answer, 3 without a token to train on), 0 empty")
+
+
+@pytest.mark.parametrize("packing", [Packing.AUTO, Packing.ON])
+def test_an_answer_that_is_no_token_to_the_tokenizer_is_told_from_none(
+    prepare: Prepare, write_lines: WriteLines, tokenizer: PreTrainedTokenizerBase, packing: Packing
+) -> None:
+    tokenizer.backend_tokenizer.normalizer = Replace("-", "")
+    records = [
+        {"prompt": "", "completion": "--"},
+        {"prompt": "a", "completion": ""},
+        {"prompt": "a", "completion": "b"},
+    ]
+    counts = prepare(write_lines(records), packing=packing).counts
+    assert counts == SampleCounts(read=3, kept=1, cut=0, dropped=2, empty=0, unanswered=1)
+    texts = write_lines([{"text": "--"}, {"text": "a b"}], "text.jsonl")
+    kept = 1 if packing is Packing.ON else 2  # joined, its end is a token of the stream
+    assert prepare(texts, packing=packing).counts == SampleCounts(read=2, kept=kept, cut=0, dropped=2 - kept, empty=0)
 
 
 def test_text_fills_its_rows(prepare: Prepare, write_lines: WriteLines) -> None:
@@ -216,7 +240,7 @@ def test_warnings_name_their_dataset_where_there_are_several(
     [
         ([], "the dataset is empty"),
         ([{"text": ""}, {"text": " "}], "no record has a token to train on (2 records read, 0 kept"),
-        ([{"prompt": "a", "completion": ""}], "1 dropped without targets"),
+        ([{"prompt": "a", "completion": ""}], "1 dropped (1 without an answer)"),
         ([{"question": "a"}], "the columns question match no known format"),
     ],
 )

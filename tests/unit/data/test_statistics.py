@@ -123,15 +123,16 @@ def test_what_is_odd_in_the_samples_is_told(rows: list[str], told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "told"),
+    ("counts", "told"),
     [
-        ("empty", "3 of 8 records are empty: they hold no text"),
-        ("dropped", "3 of 8 records were dropped: no target is left in them, as where an answer is empty"),
-        ("cut", "3 of 8 records are longer than seq_length: they were cut, and tokens of them are lost"),
+        ({"empty": 3}, "3 of 8 records are empty: they hold no text"),
+        ({"dropped": 3, "unanswered": 3}, "3 of 8 records without an answer were dropped"),
+        ({"dropped": 3}, "3 of 8 records without a token to train on were dropped"),
+        ({"cut": 3}, "3 of 8 records are longer than seq_length: they were cut, and tokens of them are lost"),
     ],
 )
-def test_what_became_of_records_is_told(count: str, told: str) -> None:
-    assert told_of(rows_of("3 | 4 2"), warnings=("a note",), read=8, **{count: 3}) == ["a note", told]
+def test_what_became_of_records_is_told(counts: dict[str, int], told: str) -> None:
+    assert told_of(rows_of("3 | 4 2"), warnings=("a note",), read=8, **counts) == ["a note", told]
 
 
 def test_rows_of_plain_text_may_end_anywhere() -> None:

@@ -1,13 +1,17 @@
 import pickle
 import signal
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from mobius.data import chat_template
+from mobius.data import chat_template, tokenization
 from mobius.data.chat_templates import TEMPLATES
 from mobius.data.formats import Completion, Conversation, Document, Sample
 from mobius.data.store import Row
@@ -18,6 +22,7 @@ from mobius.data.tokenization import (
     SampleEncoder,
     cut_document,
     fit,
+    pieces_of,
     share_length,
 )
 from mobius.data.turns import Role, Turn
@@ -269,7 +274,7 @@ def test_a_refusal_of_many_words_and_turns_stays_one_message(tokenizer: PreTrain
 def test_a_sample_without_an_answer_has_no_row_but_is_not_empty(
     tokenizer: PreTrainedTokenizerBase, sample: Sample
 ) -> None:
-    assert encode(tokenizer, sample) == Encoded(())
+    assert encode(tokenizer, sample) == Encoded((), is_unanswered=True)
 
 
 @pytest.mark.parametrize(
@@ -348,6 +353,31 @@ def test_a_cut_sample_has_exactly_the_sequence_length_and_its_whole_short_answer
     assert target == ("target", "Nobody knows.<|im_end|>")
 
 
+class CountingTokenizer:
+    """Passes everything on to a tokenizer and counts the characters it is given."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self.num_characters = tokenizer, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, **options: object) -> object:
+        self.num_characters += len(text)
+        return self._tokenizer(text, **options)
+
+
+def test_exchanges_behind_the_cut_are_not_tokenized(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = None
+    short, long = (Conversation(ONE_EXCHANGE.turns[1:] * number) for number in (8, 500))
+    counting: Any = CountingTokenizer(tokenizer)
+    (row,) = encode(counting, long, seq_length=100).rows
+    assert counting.num_characters < 10_000
+    expected = encode(tokenizer, short, seq_length=100)
+    assert row[0].tolist() == expected.rows[0][0].tolist()
+    assert expected.is_cut
+
+
 def test_a_cut_target_does_not_pretend_to_end(tokenizer: PreTrainedTokenizerBase) -> None:
     (row,) = encode(tokenizer, Completion("Count:", " one" * 50), seq_length=20).rows
     assert row[0][-1] != tokenizer.eos_token_id
@@ -370,6 +400,57 @@ def test_a_long_document_is_cut_into_pieces_of_which_nothing_is_lost_but_a_singl
     pieces = cut_document(row, 4)
     assert [len(ids) for ids, _ in pieces] == lengths
     assert [token for ids, _ in pieces for token in ids.tolist()] == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("a word " * 2 + "end", ["a word a word end"]),  # 17 characters: at most twice ten
+        ("some words\nin the lines\n\nand more words", ["some words\n", "in the lines\n\n", "and more words"]),
+        ("one two three four five six seven", ["one two three", " four five six seven"]),
+        ("x" * 45, ["x" * 20, "x" * 20, "x" * 5]),
+        ("x" * 12 + "  y  " * 2 + "z" * 8, ["x" * 12 + "  y    y", "  " + "z" * 8]),
+    ],
+)
+def test_a_very_long_text_is_tokenized_in_pieces_that_end_with_a_line_or_before_a_space(
+    text: str, pieces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenization, "_PIECE_CHARACTERS", 10)
+    assert list(pieces_of(text)) == pieces
+
+
+def test_the_tokens_of_a_text_in_pieces_are_those_of_the_whole(
+    tokenizer: PreTrainedTokenizerBase, assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (assets / "docstrings" / "train.jsonl").read_text(encoding="utf-8").replace("\\n", "\n")[:100_000]
+    samples = [Document(text), Completion("Summary of\n" + text, "A text.")]
+    whole = [encode(tokenizer, sample, 100_000).rows[0] for sample in samples]
+    monkeypatch.setattr(tokenization, "_PIECE_CHARACTERS", 1000)
+    assert len(list(pieces_of(text))) > 50
+    for sample, (ids, is_target) in zip(samples, whole, strict=True):
+        (row,) = encode(tokenizer, sample, 100_000).rows
+        assert row[0].tolist() == ids.tolist()
+        assert row[1].tolist() == is_target.tolist()
+
+
+PEAK = """
+import resource, sys
+from transformers import AutoTokenizer
+from mobius.data.formats import Document
+from mobius.data.tokenization import SampleEncoder
+
+encoder = SampleEncoder(AutoTokenizer.from_pretrained(sys.argv[1]), seq_length=8)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+encoder.encode(Document("some words of text\\n" * (4 * 2**20 // 19)), "here")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_document_of_megabytes_takes_little_memory(assets: Path) -> None:
+    """In a process of its own, as only the operating system knows what the tokenizer takes: 160 bytes for each byte."""
+    given = [sys.executable, "-c", PEAK, str(assets / "tiny-llama")]
+    kibibytes = int(subprocess.run(given, check=True, capture_output=True, text=True, timeout=300).stdout)
+    assert kibibytes < 350 * 1024
 
 
 MASKED = EncodingRules(mask_history=True)

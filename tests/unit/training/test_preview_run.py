@@ -69,8 +69,12 @@ def test_the_table_tells_what_became_of_every_record(preview: Preview) -> None:
     write("a.jsonl", qa("One?", "Yes."), qa("Two?", ""), qa("", ""), qa("Long? " * 90, "No."), qa("Three?", "No."))
     text = preview("--dataset", "a.jsonl")
     assert cells(text, "a.jsonl")[1:8] == ["prompt-completion", *"5", "3", "1", "1", "1", "3"]
-    assert "dropped: no target is left" in text
-    for told in ("1 of 5 records are empty", "1 of 5 records were dropped", "1 of 5 records are longer than"):
+    assert "  dropped: 1 without an answer\n" in text
+    for told in (
+        "1 of 5 records are empty",
+        "1 of 5 records without an answer were dropped",
+        "1 of 5 records are longer than",
+    ):
         assert f"  warning: {told}" in text
 
 
