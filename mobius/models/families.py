@@ -42,10 +42,11 @@ _FIELDS_THAT_CHANGE = (
 """Fields that `load_model_config` may set to something else than the file says."""
 
 
-def locate_model(model_path: str) -> Path:
+def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
     """Return the local folder of `model_path`: a folder as it is, a Hugging Face id from the cache or the hub.
 
-    Raises CheckpointError with everything that was looked up if there is none.
+    Without `with_weights` none are downloaded, and a cached model may be without them. Raises CheckpointError with
+    everything that was looked up if there is none.
     """
     folder, given = Path(model_path).expanduser(), f"--model_path {model_path}"
     if folder.is_dir():
@@ -62,7 +63,7 @@ def locate_model(model_path: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return _fetch(model_path)
+        return _fetch(model_path, with_weights)
     except HFValidationError as error:
         raise CheckpointError(
             f"{given}: there is no folder {folder.absolute()}, and this is no Hugging Face id. {advice}"
@@ -77,8 +78,11 @@ def locate_model(model_path: str) -> Path:
         ) from error
 
 
-def _fetch(model_path: str) -> Path:
-    """Download the model from the hub; if that does not answer or refuses, take what an earlier download left."""
+def _fetch(model_path: str, with_weights: bool) -> Path:
+    """Download the model from the hub; if that does not answer or refuses, take what an earlier download left.
+
+    What is left of a download without weights is no model: a run would start with fresh ones.
+    """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -87,10 +91,13 @@ def _fetch(model_path: str) -> Path:
         HfApi().model_info(model_path, timeout=HUB_SECONDS)
     except Exception as error:
         try:
-            return Path(snapshot_download(model_path, local_files_only=True))
+            folder = Path(snapshot_download(model_path, local_files_only=True))
         except LocalEntryNotFoundError:
             raise error from None
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+        if with_weights and not folder_has_weights(folder):
+            raise
+        return folder
+    patterns = ["*.json", "*.model", "*.jinja", "*.txt", *(["*.safetensors"] if with_weights else [])]
     return Path(snapshot_download(model_path, allow_patterns=patterns))
 
 

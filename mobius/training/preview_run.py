@@ -68,7 +68,7 @@ def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) ->
         return
     config = adopt_plan(config, given=given).config
     folder = Path(config.model.model_path).expanduser()
-    folder = folder if folder.is_dir() else locate_model(config.model.model_path)
+    folder = folder if folder.is_dir() else locate_model(config.model.model_path, with_weights=False)
     # A tokenizer with more tokens than the model has rows is told below, beside what it makes of the data.
     tokenizer = load_tokenizer(folder, sys.maxsize)
     look = _look_at(config, tokenizer, RunData.of(config, tokenizer, is_first=True))

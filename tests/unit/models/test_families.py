@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from harness.pipelines import CPU, FAMILIES
 from safetensors.torch import save_file
@@ -88,7 +89,28 @@ def test_a_model_in_the_cache_is_found_without_the_hub(hub_out_of_reach: Path) -
     (entry / "snapshots" / revision).mkdir(parents=True)
     (entry / "snapshots" / revision / "config.json").write_text("{}")
 
+    assert locate_model("nobody/nothing", with_weights=False) == entry / "snapshots" / revision
+    with pytest.raises(CheckpointError, match="nobody/nothing: not found"):
+        locate_model("nobody/nothing")
+    (entry / "snapshots" / revision / "model.safetensors").write_bytes(b"")
     assert locate_model("nobody/nothing") == entry / "snapshots" / revision
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_weights_are_downloaded_only_where_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_weights: bool
+) -> None:
+    asked = dict[str, list[str]]()
+
+    def download(model_path: str, allow_patterns: list[str]) -> str:
+        asked[model_path] = allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    assert locate_model("nobody/nothing", with_weights=with_weights) == tmp_path
+    assert ("*.safetensors" in asked["nobody/nothing"]) is with_weights
+    assert {"*.json", "*.model", "*.jinja"} < set(asked["nobody/nothing"])
 
 
 @pytest.mark.parametrize("model_path", ["./models/llama", "/models/llama", "models/my/llama"])

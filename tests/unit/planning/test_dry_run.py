@@ -112,7 +112,7 @@ def test_this_machine_s_memory_counts_unless_the_plan_is_for_another_one(
 def test_a_model_of_the_hub_that_cannot_be_had_is_planned_for_by_its_known_shape(
     large: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(model_path: str) -> Path:
+    def refuse(*_: object) -> Path:
         raise OSError("you have no access to it")
 
     monkeypatch.setattr(families, "_fetch", refuse)
