@@ -80,7 +80,7 @@ class DatasetEntry:
 
     name: str
     """Known name, Hugging Face id, or a local file or folder."""
-    weight: Annotated[float, Bounds(above=0, below=1e6)] = 1.0
+    weight: Annotated[float, Bounds(above=0, ceiling=1001)] = 1.0
     """How many times each sample appears in an epoch, on average: floor(weight) or ceil(weight) times."""
     max_samples: Count | None = None
     """Samples to use, from its start."""
@@ -241,7 +241,7 @@ class OptimConfig:
 
     num_iterations: Count | None = None
     """Optimizer steps. Default: 2, or what num_train_epochs needs."""
-    num_train_epochs: Positive | None = None
+    num_train_epochs: Annotated[float, Bounds(above=0, ceiling=10_001)] | None = None
     """Passes over the data, also parts of one, in place of num_iterations."""
     learning_rate: Positive = 1e-5
     """Peak learning rate of AdamW; 1e-5 is a safe choice for fine-tuning all parameters of a pretrained model."""

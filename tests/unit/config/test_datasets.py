@@ -45,7 +45,7 @@ def names(config: Config) -> list[tuple[str, float]]:
         ),
         (["--dataset=a.jsonl:.5"], [("a.jsonl", 0.5)]),
         (["--dataset", "a:3", "--no_offload"], [("a", 3.0)]),
-        (["--dataset", "a:1e-2", "b:2e3", "c:+1."], [("a", 0.01), ("b", 2000.0), ("c", 1.0)]),
+        (["--dataset", "a:1e-2", "b:2e2", "c:+1."], [("a", 0.01), ("b", 200.0), ("c", 1.0)]),
         (["--dataset", "a:b", "c:", "d:0x1", "e:1_000", "f:1,5", "g:e5"],
          [("a:b", 1.0), ("c:", 1.0), ("d:0x1", 1.0), ("e:1_000", 1.0), ("f:1,5", 1.0), ("g:e5", 1.0)]),
         (["--dataset", "a:b:2"], [("a:b", 2.0)]),
@@ -94,12 +94,19 @@ def test_datasets_to_evaluate_on_are_words_without_weights(tmp_path: Path) -> No
     assert read(tmp_path, "eval_dataset: null").data.eval_dataset is None
 
 
-@pytest.mark.parametrize("weight", ["0", "-0.5", "nan", "inf", "-inf", "1e6", "1e999", "0e5", "9" * 5000])
+@pytest.mark.parametrize("weight", ["0", "-0.5", "nan", "inf", "-inf", "1001", "1e999", "0e5", "9" * 5000])
 def test_a_weight_that_is_none_is_told(weight: str) -> None:
     (problem,) = problems_of("--dataset", "a.jsonl", f"b.jsonl:{weight}")
     assert problem.startswith("`--dataset` 'b.jsonl': its weight is ")
     assert "it must be above 0" in problem
     assert len(problem) < 200
+
+
+def test_a_weight_may_be_a_thousand_and_no_more() -> None:
+    (entry,) = parse_args(["--dataset", "a.jsonl:1000"]).data.dataset
+    assert entry.weight == 1000
+    (problem,) = problems_of("--dataset", "a.jsonl:1e5")
+    assert "its weight is 100000; it must be above 0 and below 1001" in problem
 
 
 def test_every_wrong_word_is_told_but_not_a_thousand() -> None:
@@ -162,7 +169,7 @@ columns:
         ("dataset:\n- path: a\n  zzz: 2", ["line 3", "`zzz`", "a dataset has path,", "subset"]),
         ("dataset:\n- path: a\n  weight: '2'", ["line 3", "`weight: '2'`", "a number above 0"]),
         ("dataset:\n- path: a\n  weight: [2]", ["line 3", "`weight: [...]`", "a number above 0"]),
-        ("dataset:\n- path: a\n  weight: 0", ["`--dataset` 'a': its weight is 0", "above 0 and below 1000000"]),
+        ("dataset:\n- path: a\n  weight: 0", ["`--dataset` 'a': its weight is 0", "above 0"]),
         ("dataset:\n- path: a\n  weight: -1", ["its weight is -1"]),
         ("dataset:\n- path: a\n  weight: .nan", ["its weight is nan"]),
         ("dataset:\n- path: a\n  max_samples: 0", ["`--dataset` 'a': its max_samples is 0", "at least 1"]),
@@ -263,7 +270,7 @@ def drawn_dataset(rng: random.Random, *, is_weighted: bool) -> DatasetEntry:
         "columns": tuple({drawn_text(rng): drawn_text(rng) for _ in range(rng.randint(1, 3))}.items()),
         "split": drawn_text(rng),
         "subset": drawn_text(rng),
-        **({"weight": rng.choice([rng.uniform(0, 9), 1e-7, 123456.789])} if is_weighted else {}),
+        **({"weight": rng.choice([rng.uniform(0, 9), 1e-7, 987.654321])} if is_weighted else {}),
     }
     chosen = rng.sample(sorted(changes), rng.choice([0, 0, 1, 3]))
     return DatasetEntry(entry.name, **{name: changes[name] for name in chosen if name in changes})  # type: ignore[arg-type]

@@ -41,6 +41,7 @@ from mobius.errors import ConfigError
         ({"num_iterations": 5, "num_train_epochs": 0.5}, 4, ["`--num_iterations` 5", "`--num_train_epochs` 0.5"]),
         ({"num_train_epochs": 0.0}, 4, ["`--num_train_epochs` is 0", "above 0"]),
         ({"num_train_epochs": -1.0}, 4, ["`--num_train_epochs` is -1", "above 0"]),
+        ({"num_train_epochs": 10_001.0}, 4, ["`--num_train_epochs` is 10001", "above 0 and below 10001"]),
         ({"num_train_epochs": 2.0, "warmup_steps": 1.5}, 4, ["whole number of steps"]),
         ({"num_train_epochs": 2.0, "profile_steps": "x"}, 4, ["such as 3 or 3-4"]),
         ({"val_size": 1.5}, 4, ["`--val_size` is 1.5", "whole number of samples", "below 1"]),
