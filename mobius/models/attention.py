@@ -34,7 +34,7 @@ _ONE_BY_ONE = "mobius::attend_one_by_one"
 
 
 class DocumentAttention(StrEnum):
-    """How documents are kept apart."""
+    """Means to keep documents apart."""
 
     VARLEN = "variable-length FlashAttention"
     FLEX = "FlexAttention"
