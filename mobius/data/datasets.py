@@ -165,6 +165,7 @@ class _Preparation:
                 store.remove(folder)
             stored = store.load(folder)
             if stored is None:
+                store.remove_abandoned(self.folder)
                 with DatasetWriter(folder) as writer:
                     _Tokenization(f"{option} {excerpt(source.label, 300)}", source, max_samples, writer).run(
                         self._encoder,

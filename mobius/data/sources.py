@@ -21,6 +21,7 @@ KNOWN_DATASETS: Final[Mapping[str, str]] = {"xsum": "EdinburghNLP/xsum"}
 """Names that the user may type instead of a hub id."""
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_LIKE_A_WEIGHT: Final = re.compile(r"\s*[-+]?[.,]?\d[\d.,_/e+-]*\s*[%x]?\s*", re.ASCII | re.IGNORECASE)
 _LONGEST_HUB_ID: Final = 96  # the Hub's own limit
 _SPLIT_NAMES: Final = {"train": "train(ing)?", "validation": "validation|valid|val|dev", "test": "test(ing)?"}
 # Dataset cards and their companions are JSON too, but hold no records.
@@ -70,8 +71,11 @@ def open_source(
     hub_id = KNOWN_DATASETS.get(entry.name, entry.name)
     is_hub_id = _HUB_ID.fullmatch(hub_id) and len(hub_id) <= _LONGEST_HUB_ID
     if reader_of(path) is not None or not is_hub_id:
+        name, _, end = entry.name.rpartition(":")
+        slip = f" If {quoted(end)} is meant as a weight, write it with digits and a point, as in a.jsonl:0.3."
         raise DataError(
-            f"{given}: there is no file or folder {excerpt(str(path.absolute()), 300)}. Give an existing file "
+            f"{given}: there is no file or folder {excerpt(str(path.absolute()), 300)}."
+            f"{slip if name and _LIKE_A_WEIGHT.fullmatch(end) else ''} Give an existing file "
             f"({SUFFIXES}), a folder of such files, or a dataset on the Hugging Face Hub such as EdinburghNLP/xsum"
         )
     return _open_hub(entry, hub_id, f"{given}: there is no file or folder {path.absolute()}, and", show_progress)

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mobius.errors import DataError, first_line
+from mobius.units import bytes_text
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ _DTYPES: Final = {"input_ids": np.int32, "is_target": np.bool_, "offsets": np.in
 _FACTS: Final = "facts.json"
 _JOURNAL: Final = "journal.jsonl"
 _OFFSETS_AT_ONCE: Final = 1 << 20
+_ABANDONED_SECONDS: Final = 7 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,23 @@ def remove(folder: Path) -> None:
     """Delete a dataset and what there is of one that was not finished; the caller holds the lock."""
     for path in (folder, _partial(folder)):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Delete what runs left unfinished in `parent` a week ago or longer; a run that is at work keeps its own."""
+    for partial in parent.glob("*.partial"):
+        # Held by a run, or gone, or not ours to remove: then it stays.
+        with suppress(OSError), partial.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            facts = [path.stat() for path in (partial, *partial.iterdir())]
+            last = max(fact.st_mtime for fact in facts)
+            if time.time() - last > _ABANDONED_SECONDS:
+                shutil.rmtree(partial)
+                size, day = (
+                    bytes_text(sum(fact.st_size for fact in facts)),
+                    time.strftime("%Y-%m-%d", time.gmtime(last)),
+                )
+                logger.info("removed %s (%s), which a run left unfinished on %s", partial, size, day)
 
 
 class DatasetWriter:

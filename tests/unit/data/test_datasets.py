@@ -436,6 +436,18 @@ def test_what_a_killed_run_has_finished_is_not_done_again(
     assert [entry.suffix for entry in (tmp_path / "cache" / "tokenized").iterdir() if entry.is_dir()] == [""]
 
 
+def test_a_new_dataset_makes_room_first(prepare: Prepare, write_lines: WriteLines, tmp_path: Path) -> None:
+    path = write_lines(PAIRS)
+    prepare(path)
+    abandoned = tmp_path / "cache" / "tokenized" / "0000.partial"
+    abandoned.mkdir()
+    os.utime(abandoned, (0, 0))
+    prepare(path)
+    assert abandoned.exists()
+    prepare(path, seq_length=32)
+    assert not abandoned.exists()
+
+
 def test_a_run_that_fails_before_its_first_part_leaves_no_folder(
     prepare: Prepare, write_lines: WriteLines, tmp_path: Path
 ) -> None:

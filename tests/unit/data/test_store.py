@@ -1,6 +1,8 @@
 """Files of tokenized samples: they grow by parts, of which none is lost or doubled, and appear complete."""
 
 import logging
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,26 @@ def test_removing_takes_what_is_complete_and_what_is_not(tmp_path: Path) -> None
         writer.end_part({})
     store.remove(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_run_left_a_week_ago_is_removed_unless_a_run_works_on_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    week = 7 * 24 * 3600
+    for name, age in (("old", week + 60), ("busy", week + 60), ("young", week - 60), ("goes_on", week + 60)):
+        with DatasetWriter(tmp_path / name) as writer:
+            append(writer, SAMPLES)
+            writer.end_part({})
+        for path in (tmp_path / f"{name}.partial", *(tmp_path / f"{name}.partial").iterdir()):
+            os.utime(path, (time.time() - age,) * 2)
+    os.utime(tmp_path / "goes_on.partial" / "input_ids.bin")
+    with store.locked(tmp_path / "busy"), caplog.at_level(logging.INFO, logger="mobius"):
+        store.remove_abandoned(tmp_path)
+    assert {path.stem for path in tmp_path.glob("*.partial")} == {"busy", "young", "goes_on"}
+    (told,) = caplog.messages
+    assert told.startswith(f"removed {tmp_path / 'old.partial'} (")
+    with store.locked(tmp_path / "old"), DatasetWriter(tmp_path / "old") as writer:
+        assert writer.progress is None
 
 
 def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
