@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from mobius.machine.numa import gpu_addresses, read_places
 from mobius.machine.topology import Topology
 from mobius.ranks import cache_folder
+from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +75,10 @@ def add_measurement(topology: Topology) -> Topology:
         logger.warning("--probe_topology: shared links could not be measured: %s", reason[-1] if reason else error)
         return topology
     if file is not None:
-        temporary = file.with_suffix(f".{os.getpid()}")  # first: another run may be reading
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(topology.to_json())
-            temporary.replace(file)
+            with replaced_whole(file, has_many_writers=True) as temporary:
+                temporary.write_text(topology.to_json())
         except OSError as error:
             logger.info("the measured shared links are not kept for the next run: %s", error)
     one, other = max(slowdowns, key=lambda pair: slowdowns[pair])

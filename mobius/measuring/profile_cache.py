@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -18,6 +17,7 @@ from mobius.measuring.measure import MicrobatchShape
 from mobius.messages.transport import Transport
 from mobius.plan.partition import ModelShape
 from mobius.plan.profile import FORMAT, Profile, ProfileError
+from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +89,9 @@ def _read(path: Path) -> Profile | None:
 
 
 def _write(path: Path, profile: Profile) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.partial")  # first: another run may be reading
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(profile.to_json(), encoding="utf-8")
-        temporary.replace(path)
+        with replaced_whole(path, has_many_writers=True) as temporary:
+            temporary.write_text(profile.to_json(), encoding="utf-8")
     except OSError as error:
         logger.warning("the profile cannot be kept in %s, the next run measures again: %s", path, error.strerror)
-        with contextlib.suppress(OSError):
-            temporary.unlink()

@@ -29,7 +29,7 @@ BLOCK = 128
 _MOST_HEAD_SIZE = 256
 _LEAST_FLEX_SIZE = 16
 _MOST_FLEX_KERNELS = 256
-"""Of different shapes, windows and caps; a run has one to three."""
+"""Kernels of different shapes, windows and caps; a run has one to three."""
 _ONE_BY_ONE = "mobius::attend_one_by_one"
 
 

@@ -12,7 +12,6 @@ import logging
 import platform
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from mobius.memory.stage_state import Remainder, StageState
 from mobius.optim.update_numbers import UpdateNumbers
+from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +106,11 @@ def load_kernel(cache: Path, *, num_threads: int) -> AdamWKernel | None:
 
 
 def _build(compiler: str, library: Path) -> None:
-    """Compile in a folder of its own and move: another rank may be building the same."""
+    """Compile under a name of this process and move: another rank may be building the same."""
     library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        temporary = Path(folder, library.name)
+    with replaced_whole(library, has_many_writers=True) as temporary:
         command = [compiler, *OPTIONS, str(SOURCE), "-lm", "-o", str(temporary)]
         subprocess.run(command, check=True, capture_output=True, text=True)
-        temporary.replace(library)
 
 
 def _key() -> str:

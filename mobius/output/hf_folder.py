@@ -24,7 +24,7 @@ from mobius.errors import CheckpointError
 from mobius.models.base_files import BaseFiles
 from mobius.models.families import changed_fields
 from mobius.models.weights import EMBEDDING, HEAD
-from mobius.output.output_folder import replaced_whole, sync_to_disk
+from mobius.writing import replaced_whole, sync_to_disk
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

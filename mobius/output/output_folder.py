@@ -15,8 +15,6 @@ last file to come (export.py) and the first to go. The next run's `prepare` look
     any         torn        torn        what is torn is removed; a folder that no run has left is never touched
 """
 
-import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -27,39 +25,12 @@ from pathlib import Path
 
 from mobius.errors import CheckpointError
 from mobius.units import bytes_text
+from mobius.writing import sync_to_disk
 
 logger = logging.getLogger(__name__)
 
 _RUN_FILES = {"training_args.yaml", "plan.json", "metrics.jsonl", "trace.json", "tokenizer.json"}
 """Files of which a torn folder of a run has at least one, if it has no weights yet."""
-
-
-def sync_to_disk(path: Path) -> None:
-    """Return when `path`, a file or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def replaced_whole(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path` to write to; on success it is synced and takes `path`'s name at once.
-
-    On an exception the temporary file is removed and an older `path` stays as it was. Raises OSError for a `path` that
-    is a device, pipe or folder: a file would take its place.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no file that could be replaced", str(path))
-    temporary = path.with_name(f"{path.name}.partial")
-    try:
-        yield temporary
-        sync_to_disk(temporary)
-        temporary.replace(path)
-        sync_to_disk(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class OutputFolder:

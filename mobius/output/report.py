@@ -9,10 +9,10 @@ from pathlib import Path
 
 from mobius.errors import CheckpointError
 from mobius.output.metrics import StepMetrics
-from mobius.output.output_folder import replaced_whole
 from mobius.plan.simulation import Forecast, steady_seconds
 from mobius.schedule.lanes import WaitCause
 from mobius.units import gib_cell
+from mobius.writing import replaced_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,6 @@ from mobius.machine.device_order import device_names, order_devices
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.models.weights import check_model_weights
-from mobius.output.output_folder import replaced_whole
 from mobius.plan.budget import check_host_memory, estimated_layer
 from mobius.plan.cards import CARDS, find_card
 from mobius.plan.choice import Answer, answer, settle
@@ -31,6 +30,7 @@ from mobius.planning.blueprint import machine_of_gpu
 from mobius.planning.planned import saved_plan_of
 from mobius.ranks import Ranks, visible_devices
 from mobius.units import GIB
+from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import IO, Final
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mobius.config.config import Config, Packing
+from mobius.config.config import Config
 from mobius.data.batches import Batches
 from mobius.data.datasets import PreparedDataset
 from mobius.data.preview import Line, Tone, sample_lines
@@ -24,10 +24,10 @@ from mobius.models.families import locate_model
 from mobius.models.tokenizer import load_tokenizer
 from mobius.output.data_report import LookedAt, dataset_table, step_table
 from mobius.output.lengths_picture import added, describe_lengths, draw_lengths, histogram_lines
-from mobius.output.output_folder import replaced_whole
 from mobius.planning.planned import adopt_plan
 from mobius.ranks import Ranks, allows_colour
 from mobius.training.data import RunData
+from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) ->
     tokenizer = load_tokenizer(folder, sys.maxsize)
     look = _look_at(config, tokenizer, RunData.of(config, tokenizer, is_first=True))
     blocks = [_samples(look), _datasets(look), _lengths(look, sys.stdout), _steps(look), _warnings(look, folder)]
-    _show((line for block in blocks for line in [*block, Line("")]), sys.stdout)
+    lines = [line for block in blocks for line in [*block, Line("")]]  # all, as one may still find a mistake
+    _show(lines, sys.stdout)
     _draw(look)
 
 
@@ -111,6 +112,8 @@ def _datasets(look: _Look) -> Iterator[Line]:
     heads, *lines = dataset_table([*look.training, *look.evaluation])
     yield Line(heads, Tone.TITLE)
     yield from map(Line, lines)
+    if look.config.data.is_text_joined and any(each.dataset.is_text for each in [*look.training, *look.evaluation]):
+        yield Line("  text is joined: a sample of it is a row of documents, cut anywhere")
     num_held = sum(map(len, look.data.held_out))
     if num_held:
         total = num_held + sum(map(len, look.data.trained))
@@ -129,8 +132,7 @@ def _lengths(look: _Look, stream: IO[str]) -> Iterator[Line]:
 
 def _steps(look: _Look) -> Iterator[Line]:
     config, is_packed, own = look.config, look.data.prepared.is_packed, look.own
-    is_joined = config.data.packing in (Packing.AUTO, Packing.JOINED)
-    if is_joined and all(each.dataset.is_text for each in look.training):
+    if config.data.is_text_joined and all(each.dataset.is_text for each in look.training):
         ways = [("plain text, joined", own)]
     else:
         other = look.batches(is_packed=not is_packed)
@@ -160,7 +162,7 @@ def _warnings(look: _Look, folder: Path) -> Iterator[Line]:
         for each in every
         for text in concerns(each.dataset, each.found)
     ]
-    texts += [*_of_steps(look), *_of_validation(look), *_of_tokenizer(look, folder)]
+    texts += [*_of_steps(look), *_of_repeats(look), *_of_tokenizer(look, folder)]
     yield from (Line(f"  warning: {text}", Tone.WARNING) for text in texts)
     if not texts:
         yield Line("  no warnings")
@@ -172,20 +174,22 @@ def _of_steps(look: _Look) -> Iterator[str]:
         yield f"a step takes {epochs:.3g} epochs: samples repeat in it. Lower --batch_size {size}, or give more data"
 
 
-def _of_validation(look: _Look) -> Iterator[str]:
-    """Samples that are both trained on and evaluated on make an evaluation too good."""
-    trained = [
-        each.found.fingerprints_of(indices) for each, indices in zip(look.training, look.data.trained, strict=True)
-    ]
-    held = [
-        each.found.fingerprints_of(indices) for each, indices in zip(look.training, look.data.held_out, strict=True)
-    ]
+def _of_repeats(look: _Look) -> Iterator[str]:
+    """Samples of two datasets count twice; those that are evaluated on, too, make an evaluation too good."""
+    trained, held = (
+        [each.found.fingerprints_of(indices) for each, indices in zip(look.training, chosen, strict=True)]
+        for chosen in (look.data.trained, look.data.held_out)
+    )
     held += [each.found.fingerprints for each in look.evaluation]
+    pairs = [
+        (f"samples of {each.name} are in an earlier dataset too", trained[number], trained[:number])
+        for number, each in enumerate(look.training)
+        if number
+    ]
     found = look.training[0].found
-    number = found.kept_one_in * num_repeated(np.concatenate(held), np.concatenate(trained))
-    if number:
-        about = "" if found.is_exact else "about "
-        yield f"{about}{number:,} samples of the validation are trained on too, the same to the token"
+    for text, own, others in [*pairs, ("samples of the validation are trained on too", np.concatenate(held), trained)]:
+        if repeated := found.kept_one_in * num_repeated(own, np.concatenate(others)):
+            yield f"{'' if found.is_exact else 'about '}{repeated:,} {text}, the same to the token"
 
 
 def _of_tokenizer(look: _Look, folder: Path) -> Iterator[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mobius.errors import CheckpointError
-from mobius.output.output_folder import OutputFolder, replaced_whole
+from mobius.output.output_folder import OutputFolder
+from mobius.writing import replaced_whole
 
 
 def make(
