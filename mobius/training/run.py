@@ -177,7 +177,7 @@ def _warn_of_small_pages(session: Session) -> None:
 def _log_start(blueprint: Blueprint) -> None:
     config, pipeline = blueprint.config, blueprint.config.pipeline
     logger.info(
-        "start of training: %d steps of %d sequences x %d tokens, in %d microbatches of %d, on %s",
+        "start of training: %d steps of %d rows x %d tokens, in %d microbatches of %d, on %s",
         config.optim.num_steps,
         pipeline.batch_size,
         config.data.seq_length,

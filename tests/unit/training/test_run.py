@@ -116,7 +116,7 @@ def test_milestones_come_in_order(run: Run, caplog: pytest.LogCaptureFixture) ->
         r"^dataset loaded: data\.jsonl",
         r"^actions of rank 0:",
         r"^stages generated: ",
-        r"^start of training: 3 steps of 4 sequences x 16 tokens, in 2 microbatches of 2, on cpu",
+        r"^start of training: 3 steps of 4 rows x 16 tokens, in 2 microbatches of 2, on cpu",
         r"^step 1/3 \| epoch ",
         r"^step 2/3 \| epoch ",
         r"^step 3/3 \| epoch ",
