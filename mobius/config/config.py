@@ -155,6 +155,11 @@ class DataConfig:
     """Show as many samples as they will be trained on, and what a step will hold, and end; needs no GPU. Without a
     number: 3."""
 
+    @property
+    def is_text_joined(self) -> bool:
+        """Whether documents of plain text follow each other, cut into rows anywhere."""
+        return self.packing in (Packing.AUTO, Packing.JOINED)
+
 
 @dataclass(frozen=True)
 class PipelineConfig:

@@ -149,7 +149,6 @@ class _Preparation:
             chat_template=resolve_template(config.chat_template),
         )
         self._encoder = SampleEncoder(tokenizer, seq_length=config.seq_length, rules=self._rules)
-        self._is_text_joined = config.packing in (Packing.AUTO, Packing.JOINED)
         self._begun = time.time()
 
     def dataset(self, entry: DatasetEntry, option: str) -> PreparedDataset:
@@ -170,7 +169,7 @@ class _Preparation:
                     _Tokenization(f"{option} {excerpt(source.label, 300)}", source, max_samples, writer).run(
                         self._encoder,
                         columns,
-                        is_text_joined=self._is_text_joined,
+                        is_text_joined=self._config.is_text_joined,
                         num_workers=self._config.preprocessing_num_workers,
                         show_progress=self._show_progress,
                     )
@@ -201,7 +200,7 @@ class _Preparation:
             "rules": asdict(self._rules),
             "columns": columns,
             "seq_length": self._config.seq_length,
-            "is_text_joined": self._is_text_joined,
+            "is_text_joined": self._config.is_text_joined,
             "max_samples": max_samples,
             "code": [
                 hashlib.sha256(path.read_bytes()).hexdigest() for path in code if path.suffix in (".py", ".jinja")

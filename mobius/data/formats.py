@@ -117,7 +117,7 @@ def _check_mapping(columns: Collection[str], where: str, mapping: Mapping[str, s
         if column not in columns
     ]
     if problems:
-        raise DataError(f"{where}: --columns {_written(mapping)}: {'. '.join(problems)}")
+        raise DataError(f"{where}: --columns {_written(mapping)}: {'; and '.join(problems)}")
 
 
 def _nearest(name: str, names: Collection[str]) -> str:

@@ -197,7 +197,7 @@ class _JsonArray:
         lines = self._buffer.count("\n", 0, position)
         columns = position - self._buffer.rfind("\n", 0, position) - 1 if lines else self._columns_before + position
         place = f"line {self._lines_before + lines + 1}, column {columns + 1}"
-        return DataError(f"{self._path}, {place}: broken JSON: {message}")
+        return DataError(f"{self._path}, {place}: broken JSON: {message.removesuffix(' at')}")
 
 
 def _read_csv(file: _File) -> Iterator[Block]:

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -96,6 +97,31 @@ def test_a_step_is_told_with_and_without_packing(preview: Preview) -> None:
     assert int(single[2].replace(",", "")) == pytest.approx(4 * tokens, abs=1)
     assert single[-1] == "20.0"
     assert "--num_train_epochs 3 takes" in text
+
+
+def test_an_empty_mixture_is_refused_before_anything_is_shown(preview: Preview) -> None:
+    write("a.jsonl", qa("One?", "Yes."))
+    with pytest.raises(DataError, match="an empty mixture"):
+        preview("--dataset", "a.jsonl:0.001", "--num_train_epochs", "1")
+    assert isinstance(sys.stdout, io.StringIO)
+    assert sys.stdout.getvalue() == ""
+
+
+def test_samples_of_an_earlier_dataset_are_told(preview: Preview) -> None:
+    write("a.jsonl", *(qa(f"Is {number} so?", "Yes.") for number in range(10, 20)))
+    write("b.jsonl", *(qa(f"Is {number} so?", "Yes.") for number in range(17, 40)))
+    text = preview("--dataset", "a.jsonl", "b.jsonl")
+    assert "  warning: 3 samples of b.jsonl are in an earlier dataset too, the same to the token" in text
+    assert "earlier dataset" not in preview("--dataset", "b.jsonl")
+
+
+def test_what_a_sample_of_joined_text_is_is_told(preview: Preview) -> None:
+    write("a.jsonl", *({"text": f"Line {number}. " * 30} for number in range(8)))
+    write("b.jsonl", qa("One?", "Yes."))
+    told = "  text is joined: a sample of it is a row of documents, cut anywhere"
+    assert told in preview("--dataset", "a.jsonl", "b.jsonl")
+    assert told not in preview("--dataset", "a.jsonl", "b.jsonl", "--packing", "on")
+    assert told not in preview("--dataset", "b.jsonl")
 
 
 def test_plain_text_is_joined_and_has_one_way(preview: Preview) -> None:
