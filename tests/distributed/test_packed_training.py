@@ -1,0 +1,145 @@
+"""Whole runs on packed rows and mixtures end with the parameters of a plain loop that takes one sample at a time."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from harness.runs import make_checkpoint, run_main
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_scheduler
+
+from mobius.config.config import DataConfig, DatasetEntry
+from mobius.data.batches import Batch, Batches
+from mobius.data.datasets import PreparedDataset, prepare_data
+from mobius.data.mixture import WeightedSamples
+
+BATCH, CHUNKS, LENGTH, EPOCHS = 6, 3, 96, 2
+LEARNING_RATE, DECAY, CLIP = 2e-3, 0.1, 0.5
+Sample = tuple[Tensor, Tensor]
+"""Tokens and labels [1, n]."""
+
+
+def conversation(number: int) -> dict[str, object]:
+    said = [("user", f"What is {number}?"), ("assistant", "one " * (number % 5 + 1)), ("user", "And twice?")]
+    turns = [*said, ("assistant", f"It is {2 * number}.")]
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def prompt(number: int) -> dict[str, object]:
+    return {"prompt": f"Count to {number}.", "completion": " ".join(str(each) for each in range(number + 1))}
+
+
+def instruction(number: int) -> dict[str, object]:
+    return {"instruction": "Add one", "input": str(number), "output": f"{number} and 1 make {number + 1}"}
+
+
+FORMATS: dict[str, tuple[Callable[[int], dict[str, object]], int, float]] = {
+    "conversations": (conversation, 34, 0.5),
+    "prompts": (prompt, 12, 2.0),
+    "instructions": (instruction, 21, 1.0),
+}
+"""By file: how its records are made, their number, and its weight."""
+ONE, MIXTURE = ["conversations"], list(FORMATS)
+
+
+def entries_of(folder: Path, names: Sequence[str]) -> tuple[DatasetEntry, ...]:
+    """Write the files; one that is alone has the weight 1."""
+    made = []
+    for name in names:
+        make, number, weight = FORMATS[name]
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(make(each)) + "\n" for each in range(number)))
+        made.append(DatasetEntry(str(path), weight=weight if len(names) > 1 else 1.0))
+    return tuple(made)
+
+
+def samples_of(batch: Batch) -> list[Sample]:
+    """Each sample of a step by itself."""
+    tokens, labels = torch.from_numpy(batch.input_ids), torch.from_numpy(batch.labels)
+    assert batch.documents is not None
+    return [
+        (tokens[row : row + 1, start:end], labels[row : row + 1, start:end])
+        for row, lengths in enumerate(batch.documents)
+        for start, end in pairwise(accumulate(lengths, initial=0))
+    ]
+
+
+def plain_training(model: PreTrainedModel, steps: Sequence[Sequence[Sample]]) -> list[float]:
+    """Train `model` in place by transformers and torch alone, sample by sample; returns the losses."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_steps=len(steps))
+    losses = []
+    for samples in steps:
+        num_targets = sum(int((labels[:, 1:] != -100).sum()) for _, labels in samples)
+        total = 0.0
+        for tokens, labels in samples:
+            loss = model(input_ids=tokens, labels=labels, num_items_in_batch=num_targets).loss
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def assert_seen_by_weight(steps: Sequence[Sequence[Sample]], datasets: Sequence[PreparedDataset]) -> None:
+    """Each sample of each dataset as often as its weight times the epochs, and nothing else."""
+    expected = Counter[tuple[int, ...]]()
+    for dataset in datasets:
+        for index in range(len(dataset.tokenized)):
+            expected[tuple(dataset.tokenized.sample(index)[0].tolist())] += round(dataset.entry.weight * EPOCHS)
+    assert len(expected) == sum(len(dataset.tokenized) for dataset in datasets), "samples differ from each other"
+    assert Counter(tuple(tokens[0].tolist()) for samples in steps for tokens, _ in samples) == expected
+
+
+@pytest.mark.parametrize("names", [ONE, MIXTURE], ids=["one format", "a mixture"])
+@pytest.mark.parametrize("options", ["--use_offload --use_prefetch", "--no_offload"], ids=["streamed", "resident"])
+def test_two_epochs_of_packed_rows_equal_a_plain_loop_of_samples(
+    tmp_path: Path, names: Sequence[str], options: str
+) -> None:
+    model = make_checkpoint(tmp_path / "model")
+    entries = entries_of(tmp_path, names)
+    words = [f"{entry.name}:{entry.weight:g}" if len(names) > 1 else entry.name for entry in entries]
+    arguments = f"""--model_path model --fp32 --num_stages 4 --num_chunks {CHUNKS} --batch_size {BATCH}
+        --seq_length {LENGTH} --num_train_epochs {EPOCHS} --learning_rate {LEARNING_RATE} --warmup_steps 1
+        --weight_decay {DECAY} --max_grad_norm {CLIP} --save_dir out {options}""".split()
+    result = run_main(2, tmp_path, "--dataset", *words, *arguments)
+    assert result.returncode == 0, result.stdout
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    prepared = prepare_data(DataConfig(dataset=entries, seq_length=LENGTH), tokenizer, cache_dir=tmp_path / "own")
+    batches = Batches(
+        [WeightedSamples(dataset.tokenized, dataset.entry.weight) for dataset in prepared.training],
+        batch_size=BATCH,
+        seq_length=LENGTH,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=42,
+        is_packed=True,
+        num_epochs=EPOCHS,
+    )
+    taken = list(batches)
+    steps = [samples_of(batch) for batch in taken]
+    assert_seen_by_weight(steps, prepared.training)
+    assert any(len(lengths) > 1 for lengths in taken[0].documents or ()), "rows hold several samples"
+    assert () in (taken[-1].documents or ()), "the last step has empty rows"
+
+    losses = plain_training(model, steps)
+    logged = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["num_samples"] for row in logged] == list(map(len, steps))
+    assert logged[-1]["epoch"] == EPOCHS
+    assert [row["loss"] for row in logged] == pytest.approx(losses, rel=1e-5)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, expected in model.named_parameters():
+        difference = (trained.get_parameter(name) - expected).abs().max()
+        assert difference <= 1e-4 * LEARNING_RATE * len(steps), f"{name}: {difference}"
