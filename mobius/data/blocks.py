@@ -151,8 +151,8 @@ def parse_text(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{where}, column {error.colno}: broken JSON: {error.msg.removesuffix(' at')}. Each line must hold one whole "
-            f"JSON object; the line begins with {quoted(text.strip()[:60])}"
+            f"{where}, column {error.colno}: broken JSON: {error.msg.removesuffix(' at')}. Each line must hold one "
+            f"whole JSON object; the line begins with {quoted(text.strip()[:60])}"
         ) from error
     except (RecursionError, ValueError) as error:
         raise beyond_python(where, error) from error

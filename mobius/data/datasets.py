@@ -114,11 +114,12 @@ def prepare_data(
     or without a trainable token.
     """
     preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", show_progress, show_downloads)
-    training, evaluation = (
-        tuple(preparation.dataset(entry, option) for entry in entries or ())
-        for option, entries in (("--dataset", config.dataset), ("--eval_dataset", config.eval_dataset))
-    )
-    both = (*training, *evaluation)
+    wanted = [("--dataset", entry) for entry in config.dataset]
+    wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
+    # All are found before the first is tokenized, which may take hours.
+    found = [(option, entry, preparation.find(entry, option)) for option, entry in wanted]
+    both = tuple(preparation.dataset(*each) for each in found)
+    training, evaluation = both[: len(config.dataset)], both[len(config.dataset) :]
     num_bytes = sum({dataset.cache_folder: dataset.cache_bytes for dataset in both}.values())
     place = both[0].cache_folder if len(both) == 1 else preparation.folder
     logger.info("tokenized data: %s in %s", bytes_text(num_bytes), place)
@@ -151,10 +152,13 @@ class _Preparation:
         self._encoder = SampleEncoder(tokenizer, seq_length=config.seq_length, rules=self._rules)
         self._begun = time.time()
 
-    def dataset(self, entry: DatasetEntry, option: str) -> PreparedDataset:
-        """A dataset from the cache, or tokenized now while other ranks wait."""
+    def find(self, entry: DatasetEntry, option: str) -> Source:
+        """Where the records of a dataset are."""
         memory = None if self._config.overwrite_cache else self.folder / "hashes"
-        source = open_source(entry, option=option, show_progress=self._show_downloads, memory=memory)
+        return open_source(entry, option=option, show_progress=self._show_downloads, memory=memory)
+
+    def dataset(self, option: str, entry: DatasetEntry, source: Source) -> PreparedDataset:
+        """A dataset from the cache, or tokenized now while other ranks wait."""
         columns = dict(entry.columns or self._config.columns or ())
         max_samples = self._config.max_samples if entry.max_samples is None else entry.max_samples
         folder = self.folder / self._key(source, columns, max_samples)

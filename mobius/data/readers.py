@@ -66,11 +66,14 @@ class _File:
         self._text = io.TextIOWrapper(self.stream, encoding="utf-8-sig", newline="")  # without an owner it would close
         return self._text
 
-    def with_places(self) -> "pyarrow.NativeFile":
-        """The bytes as a file that can be read at any place: mapped, or where compressed, in a temporary file."""
+    def with_places(self, *, is_mapped: bool) -> "pyarrow.NativeFile":
+        """The bytes as a file that can be read at any place: mapped if wanted, or where compressed, a temporary file.
+
+        A process dies if a file is shortened by another while it is mapped.
+        """
         pyarrow = _pyarrow(self.path)
         if self.stream is self._raw:
-            return pyarrow.memory_map(str(self.path))
+            return (pyarrow.memory_map if is_mapped else pyarrow.OSFile)(str(self.path))
         spool = tempfile.TemporaryFile()  # noqa: SIM115 -- Arrow closes it
         shutil.copyfileobj(self.stream, spool, 1 << 20)
         spool.seek(0)
@@ -217,7 +220,8 @@ def _read_parquet(file: _File) -> Iterator[Block]:
     import pyarrow.parquet
 
     def batches() -> Iterator[tuple["pyarrow.RecordBatch", int]]:
-        with pyarrow.parquet.ParquetFile(file.with_places()) as table:
+        source = file.with_places(is_mapped=False)
+        with pyarrow.parquet.ParquetFile(source, buffer_size=_READ_CHARACTERS) as table:
             num_rows = max(table.metadata.num_rows, 1)
             for batch in table.iter_batches(batch_size=BLOCK_RECORDS):
                 yield batch, file.size * batch.num_rows // num_rows
@@ -231,7 +235,7 @@ def _read_arrow(file: _File) -> Iterator[Block]:
     import pyarrow.ipc
 
     def batches() -> Iterator[tuple["pyarrow.RecordBatch", int]]:
-        source = file.with_places()
+        source = file.with_places(is_mapped=True)  # a batch, the least that is read, may be the whole table
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         if is_file:

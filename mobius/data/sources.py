@@ -72,7 +72,7 @@ def open_source(
     is_hub_id = _HUB_ID.fullmatch(hub_id) and len(hub_id) <= _LONGEST_HUB_ID
     if reader_of(path) is not None or not is_hub_id:
         name, _, end = entry.name.rpartition(":")
-        slip = f" If {quoted(end)} is meant as a weight, write it with digits and a point, as in a.jsonl:0.3."
+        slip = f" If {quoted(end)} is meant as a weight, write one number with a point, as in a.jsonl:0.3."
         raise DataError(
             f"{given}: there is no file or folder {excerpt(str(path.absolute()), 300)}."
             f"{slip if name and _LIKE_A_WEIGHT.fullmatch(end) else ''} Give an existing file "
@@ -128,9 +128,10 @@ def _saved_files(place: Path) -> list[Path]:
 
 
 def _open_files(files: list[Path], place: Path, given: str, memory: Path | None) -> Source:
-    digest, num_lines, num_bytes = hashlib.sha256(), 0, 0
+    digest, num_lines, num_bytes, states = hashlib.sha256(), 0, 0, list[os.stat_result]()
     for path in files:
         try:
+            states.append(path.stat())
             content, lines, size = _content(path, memory)
         except OSError as error:
             raise DataError(f"{given}: cannot read {path.absolute()}: {error.strerror}") from error
@@ -138,13 +139,27 @@ def _open_files(files: list[Path], place: Path, given: str, memory: Path | None)
         num_lines, num_bytes = num_lines + lines, num_bytes + size
 
     def read() -> Iterator[Block]:
-        for path in files:
-            reader = reader_of(path)
-            assert reader is not None
-            yield from reader(path)
+        for path, state in zip(files, states, strict=True):
+            yield from _read_unchanged(path, state)
 
     is_counted = all(path.suffix.lower() == ".jsonl" for path in files)
     return Source(str(place), digest.hexdigest(), num_lines if is_counted else None, num_bytes, read)
+
+
+def _read_unchanged(path: Path, before: os.stat_result) -> Iterator[Block]:
+    """A file's blocks; raises DataError if it is not the one that was hashed, as tokens are kept by its hash."""
+    reader, problem = reader_of(path), None
+    assert reader is not None
+    try:
+        yield from reader(path)
+    except DataError as error:
+        problem = error
+    with suppress(OSError):  # one that is gone was read whole, or else that is the problem
+        now = path.stat()
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise DataError(f"{path}: has changed since this run began; start again when it is complete") from problem
+    if problem is not None:
+        raise problem
 
 
 def _content(path: Path, memory: Path | None) -> tuple[str, int, int]:

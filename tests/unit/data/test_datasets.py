@@ -187,6 +187,14 @@ def test_an_error_names_the_dataset_and_the_option(
         prepare_all(good, eval_dataset=(DatasetEntry(str(tmp_path / "gone.jsonl")),))
 
 
+def test_a_dataset_that_is_missing_is_told_before_any_is_tokenized(
+    prepare_all: PrepareAll, write_lines: WriteLines, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="gone.jsonl: there is no file"):
+        prepare_all(write_lines(PAIRS), eval_dataset=(DatasetEntry(str(tmp_path / "gone.jsonl")),))
+    assert not (tmp_path / "cache").exists()
+
+
 def test_the_number_of_processes_is_told_and_one_does_little_work(
     prepare: Prepare, write_lines: WriteLines, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import pickle
 import tracemalloc
 from collections.abc import Callable
@@ -113,6 +114,20 @@ def test_a_broken_line_deep_in_a_file_is_named(tmp_path: Path, compression: str)
         DataError, match=rf"a.jsonl{compression}, line 23457, column 15: broken JSON: Invalid control character\."
     ):
         fields(path)
+
+
+def test_a_parquet_file_that_is_shortened_while_it_is_read_is_told(tmp_path: Path) -> None:
+    """If it were mapped, the process would be killed by the signal SIGBUS."""
+    path = tmp_path / "a.parquet"
+    long = pyarrow.table({"text": [str(number) * 500 for number in range(4000)]})
+    pyarrow.parquet.write_table(long, path, row_group_size=100, compression="none", use_dictionary=False)
+    read = reader_of(path)
+    assert read is not None
+    begun = read(path)
+    next(begun)
+    os.truncate(path, 1000)
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as Parquet after \d+ records"):
+        list(begun)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path: Path) -> None:

@@ -189,6 +189,21 @@ def test_a_file_that_is_gone_when_it_is_read_is_told(tmp_path: Path) -> None:
             [list(block.records()) for block in source.read()]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_file_that_changes_before_it_is_read_whole_is_told(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name)
+    source = open_source(entry(path))
+    write(path, RECORDS[:2])
+    with pytest.raises(DataError, match=rf"{name}: has changed since this run began"):
+        list(source.read())
+    source = open_source(entry(path))
+    blocks = source.read()
+    next(blocks)
+    write(path, RECORDS)
+    with pytest.raises(DataError, match=rf"{name}: has changed since this run began"):
+        list(blocks)
+
+
 def test_a_missing_file_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError) as caught:
@@ -207,7 +222,7 @@ def test_an_end_that_is_almost_a_weight_is_told(name: str, is_weight: bool) -> N
     with pytest.raises(DataError, match="there is no file or folder") as caught:
         open_source(entry(name))
     end = name.rpartition(":")[2]
-    slip = f" If '{end}' is meant as a weight, write it with digits and a point, as in a.jsonl:0.3. Give an existing"
+    slip = f" If '{end}' is meant as a weight, write one number with a point, as in a.jsonl:0.3. Give an existing"
     assert (slip in str(caught.value)) is is_weight
 
 
