@@ -24,8 +24,13 @@ ROWS = [[7, 2, 5], [20], [3, 11, 6], [9, 9]]
 """With and without padding; documents shorter and longer than the families' windows of 4 and 5."""
 
 
-def make_packed_batch(rows: Rows, seq_length: int, num_microbatches: int) -> StepBatch:
-    """Random tokens in documents of these lengths, of which the first tokens are prompts."""
+def make_packed_batch(
+    rows: Rows, seq_length: int, num_microbatches: int, *, most_documents: int | None = None
+) -> StepBatch:
+    """Random tokens in documents of these lengths, of which the first tokens are prompts.
+
+    `most_documents` of a row, its padding counted as one; None: as many as there are.
+    """
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(1, VOCAB, (len(rows), seq_length), generator=generator)
     labels = torch.full_like(tokens, -100)
@@ -35,7 +40,7 @@ def make_packed_batch(rows: Rows, seq_length: int, num_microbatches: int) -> Ste
             prompt = min(1 + (number + place) % 3, length - 1)
             labels[number, start + prompt : end] = tokens[number, start + prompt : end]
         tokens[number, sum(row) :] = 0
-    most = max(len(row) for row in rows) + 1
+    most = most_documents or max(len(row) for row in rows) + 1
     places = place_documents(rows, seq_length=seq_length, num_microbatches=num_microbatches, most_documents=most)
     positions, bounds = (torch.from_numpy(each) for each in places)
     num_tokens, num_samples = sum(map(sum, rows)), sum(map(len, rows))

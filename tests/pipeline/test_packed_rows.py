@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from harness.packed_rows import LENGTH, ROWS, assert_no_leaks, documents_alone, make_packed_batch
 from harness.pipelines import FAMILIES, Pipeline, make_model
+from torch import Tensor
 
 CASES = {  # number of slots, whether graphs are kept
     "resident": (None, False),
@@ -28,7 +32,11 @@ def test_no_document_sees_another_one(family: str, keeps_graphs: bool) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_packed_rows_give_what_each_document_gives_alone(family: str, num_ranks: int) -> None:
-    """Loss and every gradient within 1e-6 of the largest: lengths of sums differ, so the bits do."""
+    """Loss and all gradients together within 1e-6.
+
+    No element is further off than twice that of its parameter's largest: sums have another order, and in fp32 those of
+    transformers alone are up to 3e-6 of the largest away from those in fp64.
+    """
     model = make_model(family, 6)
     for (number, case), num_microbatches in product(enumerate(CASES), (1, 2, 4)):
         batch = make_packed_batch(ROWS, LENGTH, num_microbatches)
@@ -38,13 +46,21 @@ def test_packed_rows_give_what_each_document_gives_alone(family: str, num_ranks:
         where = f"N={num_ranks} M={num_microbatches} {case}"
         assert torch.allclose(pipeline.run(batch), expected_loss, rtol=1e-6), where
         assert pipeline.gradients.keys() == expected.keys(), where
-        for name, gradient in expected.items():
-            difference = (pipeline.gradients[name] - gradient).abs().max()
-            assert difference <= 2e-6 * gradient.abs().max(), f"{where} {name}: {difference}"
+        differences = {name: pipeline.gradients[name] - gradient for name, gradient in expected.items()}
+        share = norm_of(differences) / norm_of(expected)
+        assert share <= 1e-6, f"{where}: {share}"
+        for name, difference in differences.items():
+            furthest = difference.abs().max() / expected[name].abs().max()
+            assert furthest <= 2e-6, f"{where} {name}: {furthest}"
 
 
-def test_the_place_of_a_document_changes_nothing_but_the_order_of_sums() -> None:
-    """The comparison can fail: rows that are taken for one document each give another loss."""
+def norm_of(gradients: Mapping[str, Tensor]) -> float:
+    """L2 norm of all gradients together."""
+    return float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
+
+
+def test_rows_taken_for_one_document_give_another_loss() -> None:
+    """The comparison can fail."""
     model = make_model("llama", 2)
     batch = make_packed_batch(ROWS, LENGTH, 2)
     expected, _ = documents_alone(model, ROWS, batch)
@@ -52,17 +68,26 @@ def test_the_place_of_a_document_changes_nothing_but_the_order_of_sums() -> None
     assert abs(float(leaking - expected)) > 1e-3 * float(expected)
 
 
-def test_compiled_layers_take_other_documents_with_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_parts_take_other_documents_with_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five steps make the graphs of the first: of layers and norm, and those of torch.compile for the loss."""
     model = make_model("llama", 2)
-    pipeline, num_compiled = Pipeline(model, 1, 1, 2, None, compiled=True), list[int]()
-    compiled = []
-    compile_graph = torch._inductor.compile
-    monkeypatch.setattr(torch._inductor, "compile", lambda *given: compiled.append(1) or compile_graph(*given))
-    for rows in (ROWS, [row[::-1] for row in ROWS], [[2, 2, 2], [5, 15], [19], [1, 18]]):
-        batch = make_packed_batch(rows, LENGTH, 2)
+    pipeline = Pipeline(model, 1, 1, 2, None, compiled=True)
+    num_compiled, compile_graph = Counter[str](), torch._inductor.compile
+
+    def counting(*given: Any) -> Any:
+        num_compiled["own"] += 1
+        return compile_graph(*given)
+
+    monkeypatch.setattr(torch._inductor, "compile", counting)
+    torch._dynamo.utils.counters.clear()
+    after_first = None
+    for rows in (ROWS, [row[::-1] for row in ROWS], [[2, 2, 2], [5, 15], [19], [1, 18]], ROWS[::-1], [[], [2], [], []]):
+        batch = make_packed_batch(rows, LENGTH, 2, most_documents=4)
         expected_loss, expected = documents_alone(model, rows, batch)
         assert torch.allclose(pipeline.run(batch), expected_loss, rtol=1e-5)
         for name, gradient in expected.items():
             assert (pipeline.gradients[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
-        num_compiled.append(len(compiled))
-    assert num_compiled[0] == num_compiled[-1] > 0
+        compiled = num_compiled["own"], torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        after_first = after_first or compiled
+        assert compiled == after_first
+    assert min(after_first or (0,)) > 0, "graphs were made at all"
