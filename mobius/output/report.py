@@ -72,11 +72,14 @@ def write_report(
 def _result(steps: Sequence[StepMetrics]) -> str:
     rows = [
         ("steps", f"{len(steps)}"),
+        ("epochs", f"{steps[-1].epoch:.3f}"),
+        ("samples, repeated ones counted", f"{sum(step.num_samples for step in steps):,}"),
         ("skipped steps", f"{steps[-1].skipped_steps}"),
         ("loss, first step", f"{steps[0].loss:.4f}"),
         ("loss, last step", f"{steps[-1].loss:.4f}"),
         ("tokens without padding", f"{sum(step.num_tokens for step in steps):,}"),
         ("target tokens", f"{sum(step.num_targets for step in steps):,}"),
+        ("padding, share of all positions", f"{statistics.fmean(step.padding for step in steps):.1%}"),
     ]
     return _table(rows)
 

@@ -17,7 +17,7 @@ def steps(*seconds: float) -> list[StepMetrics]:
     return [
         StepMetrics(
             step=number,
-            epoch=0.5,
+            epoch=0.5 * number,
             loss=5.0 - number,
             grad_norm=1.0,
             learning_rate=1e-5,
@@ -26,7 +26,7 @@ def steps(*seconds: float) -> list[StepMetrics]:
             num_tokens=1000,
             num_targets=600,
             num_samples=64,
-            padding=0.25,
+            padding=0.1 * number,
             peak_gpu_memory_gib=1.0,
             reserved_gpu_memory_gib=1.0,
             peak_host_memory_gib=1.0,
@@ -83,6 +83,14 @@ def test_the_course_of_the_loss_and_skipped_steps_are_told(tmp_path: Path) -> No
     assert value(text, "loss, first step") == "4.0000"
     assert value(text, "loss, last step") == "2.0000"
     assert value(text, "skipped steps") == "1"
+
+
+def test_epochs_samples_and_padding_are_told(tmp_path: Path) -> None:
+    text = report(tmp_path / "r.txt", [gpu_rank(0)])
+
+    assert value(text, "epochs") == "1.500"
+    assert value(text, "samples, repeated ones counted") == "192"
+    assert value(text, "padding, share of all positions") == "20.0%"  # steps have equally many positions
 
 
 def test_waits_are_told_by_cause(tmp_path: Path) -> None:
