@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -99,7 +100,9 @@ def load(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | None:
     if not folder.is_dir():
         return None
     try:
-        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        facts, checksum = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        if checksum != _checksum(facts):
+            raise ValueError("other facts than were written")
         arrays: dict[str, Any] = {name: np.memmap(_path(folder, name), kind, "r") for name, kind in _DTYPES.items()}
         dataset = TokenizedDataset(**arrays)
         sizes = [len(dataset.input_ids), len(dataset.is_target), int(dataset.offsets[-1]), len(dataset)]
@@ -186,9 +189,9 @@ class DatasetWriter:
             self._arrays["offsets"].write(np.int64(self.num_tokens).tobytes())
             for file in self._arrays.values():
                 self._sync(file)
-            sizes = {"num_tokens": self.num_tokens, "num_samples": self.num_samples}
+            all_facts = {**facts, "num_tokens": self.num_tokens, "num_samples": self.num_samples}
             with (self._partial / _FACTS).open("wb") as file:
-                file.write(json.dumps({**facts, **sizes}, indent=1).encode())
+                file.write(json.dumps([all_facts, _checksum(all_facts)], indent=1).encode())
                 self._sync(file)
             self._files.close()
             (self._partial / _JOURNAL).unlink()
@@ -248,6 +251,10 @@ class DatasetWriter:
         for first in range(0, self.num_samples, _OFFSETS_AT_ONCE):
             rows = np.arange(first, min(first + _OFFSETS_AT_ONCE, self.num_samples), dtype=np.int64)
             self._arrays["offsets"].write((rows * row_length).tobytes())
+
+
+def _checksum(facts: Mapping[str, object]) -> int:
+    return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
 
 
 def _path(folder: Path, name: str) -> Path:

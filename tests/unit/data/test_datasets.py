@@ -386,7 +386,12 @@ def test_a_damaged_cache_is_made_anew(
     path = write_lines(PAIRS)
     expected = tokens(prepare(path))
     (stored,) = [entry for entry in (tmp_path / "cache" / "tokenized").iterdir() if entry.is_dir()]
-    for content in (b"", b"nonsense", (stored / damaged).read_bytes()[:-3]):
+    whole = (stored / damaged).read_bytes()
+    contents = [b"", b"nonsense", whole[:-3]]
+    contents += [whole.replace(b"kept", b"kelt"), whole.replace(b"completion", b"competition")] * (
+        damaged == "facts.json"
+    )
+    for content in contents:
         (stored / damaged).write_bytes(content)
         caplog.clear()
         assert tokens(prepare(path)) == expected
