@@ -7,7 +7,8 @@ import math
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Annotated
+from pathlib import PurePath
+from typing import Annotated, Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,9 @@ Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
 LrSchedulerType = StrEnum("LrSchedulerType", ["LINEAR", "COSINE", "CONSTANT"])
 """Course of the learning rate after the warm-up."""
 
+
+TRACKERS: Final = ("tensorboard", "swanlab", "wandb")
+"""Words of `report_to`, which are the names of the packages too."""
 
 Columns = tuple[tuple[str, str], ...]
 """Pairs of what is read and the column that holds it, such as (("prompt", "document"), ("completion", "summary"))."""
@@ -296,6 +300,11 @@ class OutputConfig:
     """Replace results of an earlier run instead of refusing to start."""
     logging_steps: Count = 1
     """Steps between two progress lines; every step is in metrics.jsonl."""
+    report_to: str = "none"
+    """Trackers that get the numbers too: tensorboard (in save_dir/runs), swanlab, wandb, or several with commas; each
+    is a package of its own to install, and records offline where it cannot go online."""
+    run_name: str | None = None
+    """Name of the run in trackers, in the model card and on the picture of its losses. Default: save_dir's name."""
     show_actions: bool = False
     """Print the action list of each rank before training."""
     trace: bool = False
@@ -304,6 +313,17 @@ class OutputConfig:
     profile_steps: str | None = None
     """Steps to profile with torch, counted from 1, such as 3 or 3-4. Each rank writes a Chrome trace of every operation
     and kernel to save_dir/profile/rankN.json.gz. They are slower, and many make large files. Default: none."""
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Words of `report_to`, each once; there are none in the place of none."""
+        words = (word.strip() for word in self.report_to.split(","))
+        return () if self.report_to.strip() == "none" else tuple(dict.fromkeys(words))
+
+    @property
+    def name(self) -> str:
+        """`run_name`, or what stands for it."""
+        return self.run_name or PurePath(self.save_dir).name or "mobius"
 
     @property
     def profiled_steps(self) -> range:

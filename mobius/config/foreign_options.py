@@ -145,10 +145,16 @@ resume_from_checkpoint resume load_checkpoint ignore_data_skip
     weights
 save_only_model save_safetensors export_dir export_size push_to_hub hub_model_id hub_token
     not needed: --save_dir holds the model in Hugging Face layout, as safetensors, without optimizer states
-logging_dir plot_loss log_dir tensorboard_dir
-    not needed: --save_dir holds everything, its metrics.jsonl the losses
-report_to use_wandb wandb_project run_name use_swanlab use_tensorboard wandb_run_name
-    not available; the losses are in metrics.jsonl in --save_dir
+logging_dir log_dir tensorboard_dir
+    not needed: --save_dir holds everything, its metrics.jsonl the losses, its runs/ what --report_to tensorboard writes
+plot_loss
+    not needed: training_loss.png in --save_dir is always drawn; leave it out
+use_wandb use_swanlab use_tensorboard -> report_to
+    use --report_to wandb, swanlab, tensorboard, or several of them with commas
+wandb_project wandb_entity swanlab_project swanlab_workspace project
+    not an option; trackers read it from the environment (WANDB_PROJECT, WANDB_ENTITY, SWANLAB_PROJECT)
+wandb_run_name swanlab_run_name swanlab_experiment_name experiment_name -> run_name
+    use --run_name
 logging_strategy log_interval steps_per_print log_every_n_steps logging_first_step -> logging_steps
     use --logging_steps
 do_train remove_unused_columns disable_tqdm log_level ddp_find_unused_parameters include_num_input_tokens_seen

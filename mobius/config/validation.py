@@ -13,7 +13,7 @@ from itertools import chain, combinations, islice
 from pathlib import Path, PurePath
 from typing import Final
 
-from mobius.config.config import Config, DatasetEntry, Datasets, Device, Recompute
+from mobius.config.config import TRACKERS, Config, DatasetEntry, Datasets, Device, Recompute
 from mobius.config.options import Option, OptionValue, config_from, dataset_spellings, option_values, options
 from mobius.errors import ConfigError
 from mobius.excerpt import excerpt, quoted
@@ -179,6 +179,9 @@ def _misfit_names(config: Config) -> _Misfits:
     if resident not in ("auto", "all") and config.pipeline.num_resident_stages is None:
         told = f"{quoted(resident)} is not a number of stages; write auto, all, or a number from 0 on"
         yield "resident_stages", f"`--resident_stages` {told}"
+    if unknown := [word for word in config.output.trackers if word not in TRACKERS]:
+        told = f"{quoted(config.output.report_to)} names {quoted(unknown[0])}; write none, or with commas any of "
+        yield "report_to", f"`--report_to` {told}{', '.join(TRACKERS)}"
     steps = config.output.profile_steps
     if steps is not None and not any(config.output.profiled_steps[:1]):
         told = f"{quoted(steps)} is no step or range of steps; write numbers from 1 on, such as 3 or 3-4"

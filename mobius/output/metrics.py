@@ -5,7 +5,8 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from datetime import timedelta
 from io import FileIO
 from pathlib import Path
 
@@ -51,8 +52,8 @@ class StepMetrics:
     """Factor of the loss in fp16 training; None in formats that need none."""
 
 
-class MetricsLog:
-    """The file `metrics.jsonl`: a whole line of JSON per step; those that a full disk does not take wait in memory."""
+class JsonLines:
+    """A file with a whole line of JSON per step; those that a full disk does not take wait in memory."""
 
     def __init__(self, path: Path) -> None:
         """`path` is appended to; it is opened with the first step."""
@@ -62,9 +63,9 @@ class MetricsLog:
         self._waiting: list[bytes] = []
         self._has_warned = False
 
-    def append(self, metrics: StepMetrics) -> None:
-        """Write one line; numbers that JSON does not have become strings that `float` reads: "nan", "inf", "-inf"."""
-        self._waiting.append(json.dumps(_as_json(asdict(metrics)), allow_nan=False).encode() + b"\n")
+    def append(self, numbers: Mapping[str, object]) -> None:
+        """Write one line, in the form of `json_text`."""
+        self._waiting.append(json_text(numbers).encode() + b"\n")
         try:
             self._write()
         except OSError as error:
@@ -92,13 +93,13 @@ class MetricsLog:
     def close(self) -> None:
         """Close the file; the log cannot be appended to any more."""
         if self._waiting:
-            logger.warning("%s lacks the last %d steps", self._path, len(self._waiting))
+            logger.warning("%s lacks the last %d lines", self._path, len(self._waiting))
         if self._file is not None:
             self._file.close()
 
 
-def step_line(metrics: StepMetrics, total_steps: int) -> str:
-    """Tell one step in columns that stay in place over the steps of a run."""
+def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None = None) -> str:
+    """Tell one step, and the time left if it is known, in columns that stay in place over the steps of a run."""
     width = len(str(total_steps))
     columns = [
         f"step {metrics.step:>{width}}/{total_steps}",
@@ -118,12 +119,26 @@ def step_line(metrics: StepMetrics, total_steps: int) -> str:
         columns.append(f"loss scale {metrics.loss_scale:g}")
     if metrics.skipped_steps:
         columns.append(f"{metrics.skipped_steps} skipped")
+    if seconds_left is not None:
+        columns.append(f"{clock_text(seconds_left)} left")
     return " | ".join(columns)
+
+
+def clock_text(seconds: float) -> str:
+    """Hours, minutes and seconds, such as `0:02:05`, and days before them if there are any."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def json_text(value: object, *, indent: int | None = None) -> str:
+    """JSON of plain values; numbers that it does not have become strings that `float` reads: "nan", "inf", "-inf"."""
+    return json.dumps(_as_json(value), allow_nan=False, indent=indent)
 
 
 def _as_json(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mobius.errors import CheckpointError
-from mobius.output.metrics import StepMetrics
+from mobius.output.metrics import StepMetrics, clock_text
 from mobius.plan.simulation import Forecast, steady_seconds
 from mobius.schedule.lanes import WaitCause
 from mobius.units import gib_cell
@@ -42,6 +42,33 @@ class RunTimings:
     save_seconds: float
 
 
+def closing_lines(
+    steps: Sequence[StepMetrics], per_rank: Sequence[RankMemory], timings: RunTimings, mfu: float | None = None
+) -> list[str]:
+    """The summary in three lines for the log: what was trained, where the time went, most memory.
+
+    `mfu` is the share of the full speed of the GPUs' data sheets that steady steps reach, where it is known.
+    """
+    training = timings.training_seconds
+    tokens, samples = sum(step.num_tokens for step in steps), sum(step.num_samples for step in steps)
+    speed = f"{tokens / training:,.0f} tokens/s" + ("" if mfu is None else f", {_percent(mfu)} MFU")
+    waits = [
+        f"{cause} {_percent(sum(step.wait_seconds.get(cause, 0.0) for step in steps) / training)}"
+        for cause in WaitCause
+    ]
+    everything = sum(seconds for _, seconds in _parts(timings))
+    parts = [f"{name} {seconds:.1f} s ({_percent(seconds / everything)})" for name, seconds in _parts(timings)]
+    gpu_bytes = [memory.peak_allocated_bytes for memory in per_rank if memory.peak_allocated_bytes is not None]
+    peaks = [f"{_gib(max(gpu_bytes))} on the fullest GPU"] if gpu_bytes else []
+    peaks.append(f"{_gib(sum(memory.peak_host_bytes for memory in per_rank))} of host memory of all ranks together")
+    return [
+        f"trained {len(steps)} steps, {steps[-1].epoch:.3f} epochs done: {samples:,} samples, {tokens:,} tokens "
+        f"without padding, in {clock_text(training)} ({speed})",
+        f"time: {', '.join(parts)}; in steps, computation waited for {', '.join(waits)}",
+        f"memory: at most {', '.join(peaks)}",
+    ]
+
+
 def write_report(
     path: Path,
     config_yaml: str,
@@ -50,12 +77,13 @@ def write_report(
     per_rank: Sequence[RankMemory],
     timings: RunTimings,
     forecast: Forecast | None = None,
+    mfu: float | None = None,
 ) -> None:
     """Write the summary to `path`; it appears whole or not at all. Raises CheckpointError."""
     assert steps, "a run has at least one step"
     sections = [
         ("Result", _result(steps)),
-        ("Time", _time(steps, timings, forecast)),
+        ("Time", _time(steps, timings, forecast, mfu)),
         ("Waiting", _waiting(steps)),
         ("Memory", _memory(per_rank)),
         ("Settings", config_yaml.strip()),
@@ -73,6 +101,8 @@ def _result(steps: Sequence[StepMetrics]) -> str:
     rows = [
         ("steps", f"{len(steps)}"),
         ("epochs", f"{steps[-1].epoch:.3f}"),
+        ("samples", f"{sum(step.num_samples for step in steps):,}"),
+        ("epochs", f"{steps[-1].epoch:.3f}"),
         ("samples, repeated ones counted", f"{sum(step.num_samples for step in steps):,}"),
         ("skipped steps", f"{steps[-1].skipped_steps}"),
         ("loss, first step", f"{steps[0].loss:.4f}"),
@@ -84,17 +114,26 @@ def _result(steps: Sequence[StepMetrics]) -> str:
     return _table(rows)
 
 
-def _time(steps: Sequence[StepMetrics], timings: RunTimings, forecast: Forecast | None) -> str:
+def _parts(timings: RunTimings) -> list[tuple[str, float]]:
+    return [
+        ("loading", timings.load_seconds),
+        ("training", timings.training_seconds),
+        ("saving", timings.save_seconds),
+    ]
+
+
+def _time(steps: Sequence[StepMetrics], timings: RunTimings, forecast: Forecast | None, mfu: float | None) -> str:
     seconds = [step.step_seconds for step in steps]
+    names = {"training": "training, optimizer included"}
     rows = [
-        ("loading", f"{timings.load_seconds:.2f} s"),
-        ("training, optimizer included", f"{timings.training_seconds:.2f} s"),
-        ("saving", f"{timings.save_seconds:.2f} s"),
+        *((names.get(name, name), f"{part:.2f} s") for name, part in _parts(timings)),
         ("seconds per step, median", f"{statistics.median(seconds):.3f} s"),
         ("seconds per step, mean", f"{statistics.fmean(seconds):.3f} s"),
         ("seconds per step, first", f"{seconds[0]:.3f} s"),
         ("tokens per second, without padding", f"{sum(step.num_tokens for step in steps) / sum(seconds):,.0f}"),
     ]
+    if mfu is not None:
+        rows.append(("MFU of steady steps, by the data sheet", f"{mfu:.1%}"))
     if forecast is not None:
         off = forecast.step_seconds / steady_seconds(seconds) - 1
         rows += [
@@ -118,6 +157,10 @@ def _memory(per_rank: Sequence[RankMemory]) -> str:
         rows.append((f"{memory.rank}", memory.device, *map(_gib, gpu_bytes), _gib(memory.peak_host_bytes)))
     host = sum(memory.peak_host_bytes for memory in per_rank)
     return f"{_table(rows)}\nhost memory of all ranks together: {_gib(host)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _gib(num_bytes: int | None) -> str:

@@ -24,15 +24,19 @@ from mobius.models.base_files import BaseFiles, read_base_files
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.tokenizer import load_tokenizer
 from mobius.models.weights import check_model_weights
-from mobius.output.metrics import MetricsLog, StepMetrics, step_line
+from mobius.output.metrics import StepMetrics
 from mobius.output.output_folder import OutputFolder
 from mobius.output.recordings import Recordings
-from mobius.output.report import RankMemory, RunTimings, write_report
+from mobius.output.report import RankMemory, RunTimings, closing_lines, write_report
+from mobius.output.run_log import METRICS_FILE, RunLog
+from mobius.output.trackers import check_installed
+from mobius.plan.simulation import steady_seconds
 from mobius.planning.blueprint import Blueprint, complete_blueprint, sketch_blueprint
 from mobius.planning.planned import adopt_plan, saved_plan_of
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows, read_data
 from mobius.training.export import check_result, export_bytes, export_model, write_single_file
+from mobius.training.records import ideal_step_seconds, leave_records, open_log
 from mobius.training.session import Session, open_session
 from mobius.training.trainer import Trainer, numbers_of_ranks
 from mobius.units import GIB
@@ -40,7 +44,6 @@ from mobius.units import GIB
 logger = logging.getLogger(__name__)
 
 _ENOUGH_HUGE_PAGES = 0.5
-_METRICS = "metrics.jsonl"
 
 
 def run_training(
@@ -67,6 +70,7 @@ def run_training(
 
 def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: Standing) -> None:
     start = time.perf_counter()
+    check_installed(config.output.trackers)
     config = settle_dtype(config, ranks, given=given)
     model_folder = locate_model(config.model.model_path)
     model_config = load_model_config(model_folder, config.model)
@@ -94,11 +98,18 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     _warn_of_small_pages(session)
     logger.info("stages generated: %s", session.blueprint.plan.describe(blueprint.shape))
     trainer = session.trainer(batches)
+    log = open_log(session.blueprint, output.partial)
     load_seconds = time.perf_counter() - start
-    steps = _train(trainer, session.blueprint, output, standing)
-    train_end = time.perf_counter()
-    session.write_recordings()
-    check_result(session, num_updates=trainer.num_updates, num_steps=len(steps), folder=output.partial)
+    try:
+        steps = _train(trainer, session.blueprint, output, standing, log)
+        train_end = time.perf_counter()
+        session.write_recordings()
+        check_result(session, num_updates=trainer.num_updates, num_steps=len(steps), folder=output.partial)
+        if log is not None:
+            leave_records(log, session.blueprint, steps, output.partial, model_folder=model_folder)
+    finally:
+        if log is not None:
+            log.close()
     problems = _save(session, output, base_files, standing)
     timings = RunTimings(
         load_seconds=load_seconds,
@@ -194,36 +205,30 @@ def _log_start(blueprint: Blueprint) -> None:
         logger.info("%s", blueprint.answer.forecast.describe())
 
 
-def _train(trainer: Trainer, blueprint: Blueprint, output: OutputFolder, standing: Standing) -> list[StepMetrics]:
-    """Train to the end; rank 0 writes one line per step to metrics.jsonl and shows every `logging_steps`-th."""
+def _train(
+    trainer: Trainer, blueprint: Blueprint, output: OutputFolder, standing: Standing, log: RunLog | None
+) -> list[StepMetrics]:
+    """Train to the end; the first rank, which has the log, tells each step."""
     _log_start(blueprint)
-    config, is_first = blueprint.config, blueprint.place.ranks.is_first
-    total = config.optim.num_steps
+    total, numbers = blueprint.config.optim.num_steps, output.partial / METRICS_FILE
     steps = []
-    log = MetricsLog(output.partial / _METRICS) if is_first else None
-    lost = (
-        f"what was trained is lost, for only the end is saved; every step's numbers are in {output.partial / _METRICS}"
-    )
+    lost = f"what was trained is lost, for only the end is saved; every step's numbers are in {numbers}"
     if output.save_dir.exists():
         lost += f", and {output.save_dir} is as it was"
     standing.becomes(f"in step 1 of {total}: {lost}")
-    progress = tqdm(total=total, desc="training", unit="step", leave=False, disable=None if is_first else True)
+    progress = tqdm(total=total, desc="training", unit="step", leave=False, disable=True if log is None else None)
     try:
         for metrics in trainer.train():
             progress.update()
             steps.append(metrics)
             standing.becomes(f"after step {metrics.step} of {total}: {lost}")
             if log is not None:
-                log.append(metrics)
-            if metrics.step % config.output.logging_steps == 0 or metrics.step in (1, total):
-                logger.info("%s", step_line(metrics, total))
+                log.step(metrics)
     except NonFiniteLossError as error:
-        error.add_note(f"Nothing is saved; the numbers of the steps before it are in {output.partial / _METRICS}.")
+        error.add_note(f"Nothing is saved; the numbers of the steps before it are in {numbers}.")
         raise
     finally:
         progress.close()
-        if log is not None:
-            log.close()
     return steps
 
 
@@ -278,11 +283,15 @@ def _finish(
     config = blueprint.config
     report = Path(config.output.save_results)
     plan_text, forecast = blueprint.plan.describe(blueprint.shape), blueprint.answer.forecast
+    seconds, ideal = [step.step_seconds for step in steps], ideal_step_seconds(blueprint)
+    mfu = None if ideal is None else ideal / steady_seconds(seconds)
     if forecast is not None:
-        logger.info("%s", forecast.compare([step.step_seconds for step in steps]))
+        logger.info("%s", forecast.compare(seconds))
+    for line in closing_lines(steps, per_rank, timings, mfu):
+        logger.info("%s", line)
     try:
         report.parent.mkdir(parents=True, exist_ok=True)
-        write_report(report, to_yaml(config), plan_text, steps, per_rank, timings, forecast)
+        write_report(report, to_yaml(config), plan_text, steps, per_rank, timings, forecast, mfu)
         logger.info("results saved to %s", report)
     except (CheckpointError, OSError) as error:
         problems = [*problems, f"--save_results: {error}"]

@@ -53,6 +53,8 @@ from mobius.errors import ConfigError
         ({"preview": 5000}, 4, ["`--preview` is 5000", "below 1001"]),
         ({"preprocessing_num_workers": 0}, 4, ["at least 1"]),
         ({"master_port": 70000}, 4, ["below 65536"]),
+        ({"report_to": "tensorboard,mlflow"}, 4, ["'mlflow'", "none, or", "tensorboard, swanlab, wandb"]),
+        ({"report_to": "none,wandb"}, 4, ["'none'", "tensorboard, swanlab, wandb"]),
         ({"seq_length": 1}, 4, ["at least 2"]),
         ({"adam_beta2": 1.0}, 4, ["at least 0 and below 1"]),
         ({"max_grad_norm": -1.0}, 4, ["at least 0"]),

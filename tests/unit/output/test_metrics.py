@@ -6,12 +6,12 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from mobius.output.metrics import MetricsLog, StepMetrics, step_line
+from mobius.output.metrics import JsonLines, StepMetrics, step_line
 
 STEP = StepMetrics(
     step=7,
@@ -60,12 +60,17 @@ def test_skipped_steps_and_the_loss_scale_are_told_when_there_are_any() -> None:
     assert line.endswith("| loss scale 65536 | 2 skipped")
 
 
+def test_the_time_left_ends_the_line_if_it_is_known() -> None:
+    assert step_line(STEP, 150, 3725.4) == step_line(STEP, 150) + " | 1:02:05 left"
+    assert step_line(STEP, 150, 90_061.0).endswith("| 1 day, 1:01:01 left")
+
+
 def test_the_log_has_a_complete_line_after_each_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with closing(MetricsLog(path)) as log:
-        log.append(STEP)
+    with closing(JsonLines(path)) as log:
+        log.append(asdict(STEP))
         (line,) = path.read_text().splitlines()
-        log.append(replace(STEP, step=8))
+        log.append(asdict(replace(STEP, step=8)))
 
     record = json.loads(line)
     assert record["loss"] == 2.34567
@@ -76,8 +81,8 @@ def test_the_log_has_a_complete_line_after_each_step(tmp_path: Path) -> None:
 
 def test_the_log_is_continued_not_overwritten(tmp_path: Path) -> None:
     for step in (1, 2):
-        with closing(MetricsLog(tmp_path / "metrics.jsonl")) as log:
-            log.append(replace(STEP, step=step))
+        with closing(JsonLines(tmp_path / "metrics.jsonl")) as log:
+            log.append(asdict(replace(STEP, step=step)))
 
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
@@ -86,8 +91,8 @@ def test_numbers_that_json_does_not_have_stay_readable(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    with closing(MetricsLog(tmp_path / "metrics.jsonl")) as log:
-        log.append(replace(STEP, loss=math.nan, grad_norm=math.inf, wait_seconds={"weights": -math.inf}))
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as log:
+        log.append(asdict(replace(STEP, loss=math.nan, grad_norm=math.inf, wait_seconds={"weights": -math.inf})))
 
     record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert math.isnan(float(record["loss"]))
@@ -114,13 +119,13 @@ def test_a_full_disk_is_told_once_and_no_line_is_lost_when_space_returns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    with closing(MetricsLog(path)) as log:
-        log.append(replace(STEP, step=1))
+    with closing(JsonLines(path)) as log:
+        log.append(asdict(replace(STEP, step=1)))
         with no_file_longer_than(path.stat().st_size + 20):
             for step in (2, 3):
-                log.append(replace(STEP, step=step))
+                log.append(asdict(replace(STEP, step=step)))
                 assert steps_in(path) == [1], "half a line is none"
-        log.append(replace(STEP, step=4))
+        log.append(asdict(replace(STEP, step=4)))
         assert steps_in(path) == [1, 2, 3, 4]
 
     (record,) = caplog.records
@@ -130,22 +135,22 @@ def test_a_full_disk_is_told_once_and_no_line_is_lost_when_space_returns(
 def test_lines_that_could_not_be_written_to_the_end_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with no_file_longer_than(10), closing(MetricsLog(tmp_path / "metrics.jsonl")) as log:
+    with no_file_longer_than(10), closing(JsonLines(tmp_path / "metrics.jsonl")) as log:
         for step in (1, 2):
-            log.append(replace(STEP, step=step))
+            log.append(asdict(replace(STEP, step=step)))
 
     assert (tmp_path / "metrics.jsonl").read_text() == ""
-    assert re.search(r"metrics\.jsonl lacks the last 2 steps", caplog.records[-1].getMessage())
+    assert re.search(r"metrics\.jsonl lacks the last 2 lines", caplog.records[-1].getMessage())
 
 
 def test_a_log_that_cannot_be_opened_does_not_end_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "absent" / "metrics.jsonl"
-    with closing(MetricsLog(path)) as log:
-        log.append(replace(STEP, step=1))
+    with closing(JsonLines(path)) as log:
+        log.append(asdict(replace(STEP, step=1)))
         path.parent.mkdir()
-        log.append(replace(STEP, step=2))
+        log.append(asdict(replace(STEP, step=2)))
 
     assert steps_in(path) == [1, 2]
     assert len(caplog.records) == 1

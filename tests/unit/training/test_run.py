@@ -21,6 +21,8 @@ from mobius.schedule.build import build_schedule
 Run = Callable[..., None]
 
 SAVED_FILES = {
+    "README.md",
+    "all_results.json",
     "config.json",
     "generation_config.json",
     "metrics.jsonl",
@@ -28,7 +30,11 @@ SAVED_FILES = {
     "plan.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "train_results.json",
+    "trainer_log.jsonl",
+    "trainer_state.json",
     "training_args.yaml",
+    "training_loss.png",
 }
 
 

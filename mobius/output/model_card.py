@@ -1,0 +1,105 @@
+"""Owns README.md of a saved model: what it was trained from, on what, how, and how that went.
+
+Only options and numbers go in. Of a path on this machine its last name is told, and nothing of the environment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path, PurePath
+from typing import Final
+
+import yaml
+
+import mobius
+from mobius.config.config import Config
+from mobius.output.metrics import StepMetrics
+from mobius.output.run_log import TrainerState
+
+_HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_PACKAGES: Final = ("torch", "transformers", "datasets", "safetensors")
+_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "model": ("num_layers", "dtype"),
+    "data": ("seq_length", "packing", "max_samples", "train_on_prompt", "mask_history"),
+    "pipeline": ("batch_size",),
+    "optim": (
+        *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"),
+        *("adam_epsilon", "max_grad_norm", "seed"),
+    ),
+}
+"""Section -> options that the result depends on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFacts:
+    """A finished training, as far as a card tells it."""
+
+    config: Config
+    """With numbers in the place of auto."""
+    is_pretrained: bool
+    """Whether the model had weights before."""
+    num_parameters: int
+    first: StepMetrics
+    last: StepMetrics
+    state: TrainerState
+    evaluation: Mapping[str, object]
+    """The last numbers of an evaluation by name; nothing where there was none."""
+
+
+def model_card(facts: CardFacts) -> str:
+    """Markdown with the front matter that the Hugging Face Hub reads."""
+    config, state, optim = facts.config, facts.state, facts.config.optim
+    base, entries = config.model.model_path, config.data.dataset
+    head: dict[str, object] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["mobius"]}
+    if _is_on_hub(base) and facts.is_pretrained:
+        head["base_model"] = base
+    if hub := [entry.name for entry in entries if _is_on_hub(entry.name)]:
+        head["datasets"] = hub
+    results = {
+        "parameters": f"{facts.num_parameters:,}",
+        "steps": f"{state.global_step:,}",
+        "epochs": f"{state.epoch:.3f}",
+        "tokens without padding": f"{state.num_input_tokens_seen:,}",
+        "loss, first step": f"{facts.first.loss:.4f}",
+        "loss, last step": f"{facts.last.loss:.4f}",
+        **{name: f"{value:.4f}" for name, value in facts.evaluation.items() if isinstance(value, float)},
+    }
+    options = {name: getattr(getattr(config, section), name) for section, names in _OPTIONS.items() for name in names}
+    options |= {"num_iterations": optim.num_steps, "num_train_epochs": optim.num_train_epochs}
+    versions = {"mobius": mobius.__version__, **{name: metadata.version(name) for name in _PACKAGES}}
+    start = "All parameters fine-tuned from" if facts.is_pretrained else "Trained from fresh weights in the shape of"
+    data = ", ".join(_shown(entry.name) + (f" x {entry.weight:g}" if entry.weight != 1 else "") for entry in entries)
+    return "\n\n".join(
+        (
+            f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
+            f"# {_plain(config.output.name)}",
+            f"{start} {_shown(base)} on {data}, with Mobius. The curves are in `training_loss.png`, every step in "
+            "`metrics.jsonl`.",
+            _table("result", results),
+            _table("option", {name: value for name, value in options.items() if value is not None}),
+            _table("version", versions),
+        )
+    )
+
+
+def _is_on_hub(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def _table(title: str, rows: Mapping[str, object]) -> str:
+    return "\n".join((f"| {title} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items()))) + "\n"
+
+
+def _shown(name: str) -> str:
+    """A model or dataset by name, as code; of an absolute path, or one from a home folder, the last part."""
+    path = PurePath(name)
+    is_private = path.is_absolute() or name.startswith("~") or ".." in path.parts
+    return f"`{_plain(path.name if is_private else name)}`"
+
+
+def _plain(text: str) -> str:
+    """One line that ends no code span and opens no tag."""
+    return " ".join(re.sub(r"[`<>|\x00-\x1f\x7f]", " ", text).split())

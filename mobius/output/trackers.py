@@ -1,0 +1,230 @@
+"""Owns how the numbers of a run reach TensorBoard, SwanLab and W&B, none of which can end, stop or slow the run.
+
+    the run -> queue of some lines (full: the line is dropped and counted) -> a thread for each tracker -> its package
+
+A package is imported in its thread. One that raises is told once; one that hangs is left behind at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Final, Protocol
+
+from mobius.errors import ConfigError
+from mobius.excerpt import excerpt
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING: Final = 1000
+"""Lines that wait for a tracker that is slow, or that is still looking for its server."""
+_CLOSE_SECONDS: Final = 20.0
+"""Time that all trackers together have at the end of a run to pass on what waits."""
+
+_starting: Final = threading.Lock()
+"""Held while a package may look for somebody to ask."""
+
+_Line = tuple[int, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a tracker shows it."""
+
+    name: str
+    folder: Path
+    """Where a tracker that writes files of its own may put them."""
+    options: Mapping[str, object]
+    """Options of the run by name; nothing of the environment."""
+
+
+class Tracker(Protocol):
+    """A connection to one tracker."""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Take numbers by names such as `train/loss`."""
+
+    def close(self) -> None:
+        """Pass on what is still here."""
+
+
+class Trackers:
+    """The trackers of a run, each with a thread of its own."""
+
+    def __init__(self, starts: Mapping[str, Callable[[], Tracker]]) -> None:
+        """`starts` maps a tracker's name to what connects to it, which is called in its thread."""
+        self._feeds = [_Feed(name, start) for name, start in starts.items()]
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Hand numbers over; returns at once."""
+        for feed in self._feeds:
+            feed.put((step, numbers))
+
+    def close(self, *, seconds: float = _CLOSE_SECONDS) -> None:
+        """Let the trackers finish, for so long at most; says what they lack."""
+        deadline = time.monotonic() + seconds
+        for feed in self._feeds:
+            feed.end()
+        for feed in self._feeds:
+            feed.join(deadline)
+        self._feeds = []
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise ConfigError for trackers whose package is not here."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            *(f"`--report_to {name}` needs a package that is not installed: pip install {name}" for name in missing)
+        )
+
+
+def trackers_of(names: Sequence[str], run: TrackedRun) -> Trackers:
+    """Trackers by the words of `--report_to`; they connect while the run goes on."""
+    return Trackers({name: partial(_CONNECT[name], run) for name in names})
+
+
+class _Feed:
+    """One tracker's queue and thread."""
+
+    def __init__(self, name: str, start: Callable[[], Tracker]) -> None:
+        self._name, self._start = name, start
+        self._queue: SimpleQueue[_Line | None] = SimpleQueue()
+        self._num_lines = self._num_taken = 0
+        self._has_warned = False
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, line: _Line) -> None:
+        """Queue a line, or leave it out where the tracker is that far behind."""
+        self._num_lines += 1
+        if self._queue.qsize() < _MOST_WAITING:
+            self._queue.put(line)
+
+    def end(self) -> None:
+        """Let the thread end behind the lines that wait."""
+        self._queue.put(None)
+
+    def join(self, deadline: float) -> None:
+        """Wait for the thread until `deadline`, and tell what its tracker lacks."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._has_warned = True  # from here on it has nothing to say
+            lost = f"{self._num_lines - self._num_taken} of {self._num_lines} lines"
+            logger.warning("--report_to %s: it does not answer and is left behind; it lacks up to %s", self._name, lost)
+        elif self._num_taken < self._num_lines:
+            logger.warning("--report_to %s: it has %d of %d lines", self._name, self._num_taken, self._num_lines)
+
+    def _run(self) -> None:
+        try:
+            tracker = self._start()
+        except (Exception, SystemExit) as error:
+            self._warn("cannot start", error)
+            return
+        while (line := self._queue.get()) is not None:
+            try:
+                tracker.log(*line)
+                self._num_taken += 1
+            except (Exception, SystemExit) as error:
+                self._warn(f"failed in step {line[0]}", error)
+        try:
+            tracker.close()
+        except (Exception, SystemExit) as error:
+            self._warn("failed at the end", error)
+
+    def _warn(self, problem: str, error: BaseException) -> None:
+        """Tell the first failure; the run goes on, and so does the tracker if it can."""
+        if not self._has_warned:
+            told = f"{type(error).__name__}: {excerpt(str(error), 200)}"
+            logger.warning("--report_to %s: it %s (%s); training goes on", self._name, problem, told)
+        self._has_warned = True
+
+
+class _TensorBoard:
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(log_dir=str(run.folder / "runs"))
+        self._writer.add_text("options", "\n".join(f"    {name}: {value}" for name, value in run.options.items()))
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a killed run keeps its curves
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, run: TrackedRun) -> None:
+        wandb: Any = __import__("wandb")
+        quiet = wandb.Settings(console="off", silent=True)  # the screen is not its own
+
+        def start(**mode: str) -> Any:
+            return wandb.init(name=run.name, config=dict(run.options), settings=quiet, **mode)
+
+        self._run = _online_or_not("wandb", start)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _SwanLab:
+    def __init__(self, run: TrackedRun) -> None:
+        swanlab: Any = __import__("swanlab")
+
+        def start(**mode: str) -> Any:
+            return swanlab.init(experiment_name=run.name, config=dict(run.options), **mode)
+
+        _online_or_not("swanlab", start)
+        self._package = swanlab
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._package.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._package.finish()
+
+
+_CONNECT: Final[Mapping[str, Callable[[TrackedRun], Tracker]]] = {
+    "tensorboard": _TensorBoard,
+    "swanlab": _SwanLab,
+    "wandb": _Wandb,
+}
+
+
+def _online_or_not(name: str, start: Callable[..., Any]) -> Any:
+    """Start as the user's settings say, and where that fails, offline."""
+    with _no_questions():
+        try:
+            return start()
+        except (Exception, SystemExit) as error:
+            run = start(mode="offline")
+            told = f"({excerpt(' '.join(str(error).split()), 200)}); it records offline, for `{name} sync`"
+            logger.warning("--report_to %s: it cannot go online %s", name, told)
+            return run
+
+
+@contextlib.contextmanager
+def _no_questions() -> Iterator[None]:
+    """Keep packages from asking for a key on the terminal, where nobody may be: a run reads no input."""
+    with _starting, open(os.devnull) as nothing:
+        before, sys.stdin = sys.stdin, nothing
+        try:
+            yield
+        finally:
+            sys.stdin = before

@@ -1,0 +1,80 @@
+"""The records of a run on its first rank: log and trackers from the start on, picture and model card at the end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import yaml
+
+from mobius.config.yaml_file import to_yaml
+from mobius.models.weights import folder_has_weights
+from mobius.output.curves_picture import draw_training
+from mobius.output.metrics import StepMetrics
+from mobius.output.model_card import CardFacts, model_card
+from mobius.output.run_log import RunLog, TrainerState
+from mobius.output.trackers import TrackedRun, trackers_of
+from mobius.planning.blueprint import Blueprint
+from mobius.writing import replaced_whole
+
+logger = logging.getLogger(__name__)
+
+
+def open_log(blueprint: Blueprint, folder: Path, state: TrainerState | None = None) -> RunLog | None:
+    """The log of a run that writes into `folder`; None on all ranks but the first.
+
+    `state` is that of a checkpoint which the run goes on from.
+    """
+    if not blueprint.place.ranks.is_first:
+        return None
+    config = blueprint.config
+    tracked = TrackedRun(config.output.name, folder, yaml.safe_load(to_yaml(config)))
+    return RunLog(
+        folder,
+        state or TrainerState.at_start(config),
+        trackers_of(config.output.trackers, tracked),
+        ideal_step_seconds=ideal_step_seconds(blueprint),
+    )
+
+
+def ideal_step_seconds(blueprint: Blueprint) -> float | None:
+    """Time of a step at the full speed of the GPUs' data sheet; None where that is not known.
+
+    Its share of a measured step is the MFU.
+    """
+    answer = blueprint.answer
+    if answer.prediction is None or answer.request.machine.card is None:
+        return None
+    return answer.mfu * answer.step_seconds
+
+
+def leave_records(
+    log: RunLog, blueprint: Blueprint, steps: Sequence[StepMetrics], folder: Path, *, model_folder: Path
+) -> None:
+    """After the last step: results, picture and card into `folder`, and the log closed.
+
+    What fails is told and ends nothing: the model is still to be saved. `model_folder` is the one that was trained.
+    """
+    log.finish()
+    log.close()
+    title = f"{blueprint.config.output.name}: {len(steps)} steps"
+    facts = CardFacts(
+        config=blueprint.config,
+        is_pretrained=folder_has_weights(model_folder),
+        num_parameters=blueprint.shape.num_parameters,
+        first=steps[0],
+        last=steps[-1],
+        state=log.state,
+        evaluation=log.results.get("eval", {}),
+    )
+    _leave(folder / "training_loss.png", lambda path: draw_training(log.state.log_history, path, title=title))
+    _leave(folder / "README.md", lambda path: path.write_text(model_card(facts), encoding="utf-8"))
+
+
+def _leave(path: Path, write: Callable[[Path], object]) -> None:
+    try:
+        with replaced_whole(path) as temporary:
+            write(temporary)
+    except Exception as error:  # also one of matplotlib's own
+        logger.warning("%s is left out (%s: %s)", path.name, type(error).__name__, error)
