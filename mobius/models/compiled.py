@@ -43,7 +43,10 @@ _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 class Arguments(dict[str, Any]):
-    """Keyword arguments, which do not change; layers that share them flatten them once."""
+    """Keyword arguments, which do not change; layers that share them flatten them once.
+
+    torch's pytree takes them for a leaf, like any class of one's own: it must be given `dict(arguments)`.
+    """
 
     @cached_property
     def flat(self) -> tuple[Sequence[Tensor], Hashable]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,6 +62,7 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
 
 
 _MOST_PARTS = 64
+_MAKING = threading.Lock()
 _PARTS: dict[tuple[object, ...], ModelParts] = {}
 """By device, configuration and rank: taking a model apart costs more than a step, and ranks are threads that cannot
 share it."""
@@ -70,11 +72,12 @@ def _parts(
     config: PretrainedConfig, device: torch.device, rank: int, packed: torch.dtype | None, *, compiled: bool
 ) -> ModelParts:
     key = (str(device), config.to_json_string(use_diff=False), rank, packed, compiled)
-    if key not in _PARTS:
-        if len(_PARTS) >= _MOST_PARTS:
-            _PARTS.clear()
-        _PARTS[key] = ModelParts(config, device, packed=packed, compiled=compiled)
-    return _PARTS[key]
+    with _MAKING:  # the first packed ones register an operation, which in a run one thread does
+        if key not in _PARTS:
+            if len(_PARTS) >= _MOST_PARTS:
+                _PARTS.clear()
+            _PARTS[key] = ModelParts(config, device, packed=packed, compiled=compiled)
+        return _PARTS[key]
 
 
 class ModelWeights:
