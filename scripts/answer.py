@@ -4,8 +4,8 @@
     python scripts/answer.py output/summaries assets/docstrings/train.jsonl --first 2000 --samples 3
 
 The tokens before an answer are those that training would give; then the likeliest token is taken at each position.
-Prints the first answers beside the dataset's own, and the share that is right: prompts of make_number_task.py have
-their check, and elsewhere an answer has to be the dataset's, but for white space around it.
+Prints the first answers beside the dataset's own; the share that is right, where prompts are make_number_task.py's and
+can be checked, or else that are the dataset's to the letter; and the mean loss of a token of the dataset's answers.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mobius.config.cli import parse_args
 from mobius.data.datasets import prepare_data
 from mobius.data.store import Row
-from mobius.errors import MobiusError
+from mobius.errors import DataError, MobiusError
 from mobius.log import printable
 
 BATCH_SIZE = 32
@@ -62,6 +62,19 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_t
     return answers
 
 
+def mean_loss(model: Any, rows: Sequence[tuple[list[int], list[int]]]) -> float:
+    """Cross entropy of the dataset's answers, as training computes it: a mean over all their tokens."""
+    total = 0.0
+    with torch.no_grad():
+        for prompt, answer in rows:
+            given = {
+                "input_ids": torch.tensor([prompt + answer]),
+                "labels": torch.tensor([[-100] * len(prompt) + answer]),
+            }
+            total += model(**given, num_items_in_batch=1).loss.item()
+    return total / sum(len(answer) for _, answer in rows)
+
+
 def check(prompt: str, answer: str, expected: str) -> bool:
     """Whether an answer is right: by the task's check if the prompt is one of a task, else by the dataset's answer."""
     try:
@@ -92,6 +105,10 @@ def main(argv: list[str] | None = None) -> int:
             tokenized = prepare_data(config.data, tokenizer, cache_dir=Path(folder)).training[0].tokenized
             indices = range(len(tokenized))[given.first : given.first + given.samples]
             rows = [split_row(tokenized.sample(index)) for index in indices]
+        if not rows:
+            raise DataError(
+                f"--first {given.first} --samples {given.samples}: the dataset has {len(tokenized)} samples"
+            )
     except (MobiusError, OSError) as error:
         print(f"error: {printable(str(error), sys.stderr)}", file=sys.stderr)
         return 2
@@ -103,7 +120,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name:8}| " + printable(text.strip(), sys.stdout).replace("\n", "\n        | "))
         print()
     num_right = sum(map(check, prompts, answers, expected))
-    print(f"{num_right} of {len(answers)} answers are right: {num_right / max(1, len(answers)):.1%}")
+    print(f"{num_right} of {len(answers)} answers are right ({num_right / len(answers):.1%})")
+    print(f"loss of the dataset's answers: {mean_loss(model, rows):.4f} a token")
     return 0
 
 

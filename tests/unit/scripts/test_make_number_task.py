@@ -1,0 +1,128 @@
+"""scripts/make_number_task.py: names of numbers, the check of answers, and the files that it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from make_number_task import LIMITS, in_digits, in_words, is_right, main, make_samples
+
+SPELLED = {
+    0: "zero",
+    7: "seven",
+    13: "thirteen",
+    40: "forty",
+    99: "ninety-nine",
+    100: "one hundred",
+    305: "three hundred five",
+    1000: "one thousand",
+    4032: "four thousand thirty-two",
+    9_999: "nine thousand nine hundred ninety-nine",
+}
+"""Written by hand."""
+
+
+def read_lines(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_numbers_are_named_as_a_reader_names_them() -> None:
+    assert {number: in_words(number) for number in SPELLED} == SPELLED
+
+
+def test_every_name_is_read_back_by_another_path() -> None:
+    assert [in_digits(in_words(number)) for number in range(10_000)] == list(range(10_000))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "expected"),
+    [
+        ("four thousand thirty-two in digits:", "4032", True),
+        ("four thousand thirty-two in digits:", " 4032\n", True),
+        ("four thousand thirty-two in digits:", "4023", False),
+        ("four thousand thirty-two in digits:", "4032 4032", False),
+        ("seven in digits:", "07", False),
+        ("zero in digits:", "", False),
+        ("57 as a sum:", " 40 + 17", True),
+        ("57 as a sum:", "0 + 57", True),
+        ("57 as a sum:", "40 + 18", False),
+        ("57 as a sum:", "40 + 17 + 0", False),
+        ("57 as a sum:", "-3 + 60", False),
+        ("57 as a sum:", "57", False),
+    ],
+)
+def test_an_answer_is_checked_not_compared(prompt: str, answer: str, expected: bool) -> None:
+    assert is_right(prompt, answer) is expected
+
+
+def test_a_prompt_of_no_task_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a prompt of a task"):
+        is_right("What is the capital of France?", "Paris")
+
+
+@pytest.mark.parametrize("task", LIMITS)
+def test_every_sample_is_right_and_no_tested_prompt_is_trained_on(task: str) -> None:
+    train, test = make_samples(task, 2000, 300, seed=1)
+
+    assert (len(train), len(test)) == (2000, 300)
+    assert all(is_right(sample["prompt"], sample["completion"]) for sample in train + test)
+    assert not {sample["prompt"] for sample in train} & {sample["prompt"] for sample in test}
+    assert len({sample["prompt"] for sample in test}) == 300
+
+
+def test_a_number_repeats_only_where_there_are_too_few() -> None:
+    words, _ = make_samples("words", 9000, 1000, seed=0)
+    sums, _ = make_samples("sums", 1000, 500, seed=0)
+
+    assert len({sample["prompt"] for sample in words}) == 9000
+    assert len({sample["prompt"] for sample in sums}) == 500
+
+
+def test_the_seed_chooses_the_samples() -> None:
+    assert make_samples("sums", 50, 5, seed=3) == make_samples("sums", 50, 5, seed=3)
+    assert make_samples("sums", 50, 5, seed=3) != make_samples("sums", 50, 5, seed=4)
+
+
+def test_a_split_goes_to_a_file_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "numbers.jsonl"
+
+    assert main([str(path), "--task", "sums", "--samples", "20", "--split", "5"]) == 0
+
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    both = read_lines(path) + read_lines(path.with_name("numbers_test.jsonl"))
+    assert [set(sample) for sample in both] == [{"prompt", "completion"}] * 25
+
+
+def test_without_a_split_there_is_one_file(tmp_path: Path) -> None:
+    assert main([str(tmp_path / "numbers.jsonl"), "--samples", "3"]) == 0
+
+    assert [path.name for path in tmp_path.iterdir()] == ["numbers.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("numbers.txt",), "must end in .jsonl, and numbers.txt does not"),
+        (("n.jsonl", "--samples", "0"), "--samples must be at least 1"),
+        (("n.jsonl", "--split", "-1"), "--split at least 0"),
+        (("n.jsonl", "--task", "sums", "--split", "1000"), "sums has 1,000"),
+        (("file/n.jsonl",), "cannot write"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(
+    options: tuple[str, ...],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+
+    assert main(list(options)) == 2
+
+    told = capsys.readouterr().err
+    assert complaint in told
+    assert len(told.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
