@@ -22,7 +22,7 @@ if importlib.util.find_spec("mobius") is None:
 import torch
 
 from mobius.config.cli import given_options, parse_args
-from mobius.config.config import ModelConfig
+from mobius.config.config import ModelConfig, Packing
 from mobius.config.validation import validate
 from mobius.errors import GpuMemoryError, MobiusError, PlanError
 from mobius.log import drop, printable
@@ -38,6 +38,7 @@ from mobius.plan.partition import ModelShape
 from mobius.plan.profile import Profile, ProfileError
 from mobius.plan.request import Machine, PlanRequest
 from mobius.plan.simulation import schedule_of
+from mobius.planning.dry_run import ROWS_AS_PLANNED
 from mobius.schedule.lanes import WaitCause
 from mobius.units import GIB
 
@@ -266,6 +267,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str], progress: Progress)
     if told.last is not None and told.last.profile is not None:
         print(f"\n{told.last.profile.describe()}")
     print(printable("\n".join(dict.fromkeys(told.details)), sys.stdout))
+    if measured is None and cases[0].config.data.packing in (Packing.AUTO, Packing.ON):
+        print(ROWS_AS_PLANNED)
     if told.last is not None and (arguments.output or arguments.trace):
         draw(told.last, arguments)
     sys.stdout.flush()

@@ -188,7 +188,11 @@ class PlanRequest:
 
     @property
     def compiles(self) -> bool:
-        """Whether layers and loss run as compiled graphs."""
+        """Whether layers and loss run as compiled graphs.
+
+        Layers of packed rows in FlexAttention do not: estimates of their seconds (not measurements) are too low by what
+        `cards.EAGER_FORWARD` and `EAGER_BACKWARD` say, and such a run warns at its start.
+        """
         return compiles(self.config, self.machine)
 
     @cached_property

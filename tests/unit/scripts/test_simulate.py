@@ -69,6 +69,12 @@ def test_the_options_of_a_run_count_and_a_wrong_one_is_told_as_there(capsys: Cap
     assert "no step is predicted" in capsys.readouterr().err
 
 
+def test_rows_are_said_to_be_full_where_packing_may_be_on(capsys: Captured) -> None:
+    for packing, is_said in (("auto", True), ("on", True), ("off", False), ("joined", False)):
+        assert simulate.main([*SMALL, "--packing", packing]) == 0
+        assert ("rows are planned as full" in capsys.readouterr().out) == is_said, packing
+
+
 def test_a_reader_of_a_pipe_gets_rows_while_others_are_computed_and_ctrl_c_is_one_line() -> None:
     models = ["1b", *["70b"] * 9]  # which take long
     process = start("--model_path", *models, "--gpus", "2", "--num_chunks", "4")
