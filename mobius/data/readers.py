@@ -221,10 +221,13 @@ def _read_parquet(file: _File) -> Iterator[Block]:
 
     def batches() -> Iterator[tuple["pyarrow.RecordBatch", int]]:
         source = file.with_places(is_mapped=False)
-        with pyarrow.parquet.ParquetFile(source, buffer_size=_READ_CHARACTERS) as table:
-            num_rows = max(table.metadata.num_rows, 1)
+        with pyarrow.parquet.ParquetFile(source, buffer_size=_READ_CHARACTERS, pre_buffer=False) as table:
+            num_rows, num_read = max(table.metadata.num_rows, 1), 0
             for batch in table.iter_batches(batch_size=BLOCK_RECORDS):
+                num_read += batch.num_rows
                 yield batch, file.size * batch.num_rows // num_rows
+            if num_read < table.metadata.num_rows:  # read through a buffer, Arrow takes a sudden end for the end
+                raise ValueError(f"the file ends early, it should have {num_rows}")
 
     return table_blocks(batches(), str(file.path), "Parquet")
 
