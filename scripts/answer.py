@@ -83,22 +83,23 @@ def check(prompt: str, answer: str, expected: str) -> bool:
         return answer.strip() == expected.strip()
 
 
-def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of the model")
-    parser.add_argument("dataset", help="as main.py takes it; further options of main.py may follow")
+    parser.add_argument("dataset", help="as main.py takes it")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="sample to begin with (default: 0)")
     parser.add_argument("--samples", type=int, default=500, metavar="N", help="samples to answer (default: 500)")
     parser.add_argument("--shown", type=int, default=3, metavar="N", help="answers to print (default: 3)")
     parser.add_argument("--max_new_tokens", type=int, default=64, metavar="N", help="of an answer (default: 64)")
-    return parser.parse_known_args(argv)
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print answers; returns 2, with one line, on a mistake."""
-    given, options = parse_arguments(argv)
+    given = parse_arguments(argv)
     try:
-        config = parse_args(["--model_path", given.model, "--dataset", given.dataset, "--packing", "off", *options])
+        options = ["--model_path", given.model, "--dataset", given.dataset, "--packing", "off"]
+        config = parse_args(options)
         tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, trust_remote_code=False)
         with tempfile.TemporaryDirectory() as folder:

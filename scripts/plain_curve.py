@@ -1,6 +1,6 @@
 """Draws the losses of a run beside those of a plain loop of transformers and torch: do both learn alike?
 
-    python scripts/plain_curve.py output/curve --dataset numbers.jsonl [the options of main.py]
+    python scripts/plain_curve.py output/curve -- --dataset numbers.jsonl [options of main.py]
 
 Both begin with the weights of the folder's `start`: those of --model_path, or random ones of its shape. The pipeline
 runs on two CPU processes and leaves `mobius`; then scripts/plain_training.py's loop, one sample of a packed row at a
@@ -25,7 +25,8 @@ from mobius.config.cli import parse_args
 from mobius.config.config import ModelConfig
 from mobius.errors import MobiusError
 from mobius.log import printable
-from mobius.models.families import folder_has_weights, load_model_config, locate_model
+from mobius.models.families import load_model_config, locate_model
+from mobius.models.weights import folder_has_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_RANKS = 2
@@ -83,10 +84,11 @@ def main(argv: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    given, options = parser.parse_known_args(argv)
+    parser.add_argument("options", nargs="*", help="options of main.py, behind --")
+    given = parser.parse_args(argv)
     folder: Path = given.folder
     start = folder / "start"
-    options += ["--dtype", "fp32", "--device", "cpu"]
+    options = [*given.options, "--dtype", "fp32", "--device", "cpu"]
     try:
         config = parse_args(options)
         write_start(config.model, start, config.optim.seed)
