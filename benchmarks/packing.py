@@ -1,11 +1,11 @@
 """Times packed rows beside one sample in a row and beside full rows, in turns: real tokens per second.
 
     python benchmarks/make_dataset.py long.jsonl --samples 6000 --lengths long.json
-    python benchmarks/packing.py 7b corpus.json --batch_size 64 --seq_length 512 -- --num_stages 32 --num_chunks 4
+    python benchmarks/packing.py 8b long.json --batch_size 16 --seq_length 4096 -- --num_stages 32 --num_chunks 4
 
 LENGTHS is a JSON list of samples' token counts; tokens are random. Padding to the longest sample of each microbatch is
-told by arithmetic, for samples in random order. `--peer` adds FSDP2 with packing like TRL's (peers/packed.py).
-What stands behind ` -- ` goes to every run of Mobius.
+told by arithmetic, for samples in random order. `--peer OPTIONS` adds FSDP2 with packing like TRL's (peers/packed.py);
+OPTIONS may be "". What stands behind ` -- ` goes to every run of Mobius.
 """
 
 import argparse
@@ -52,12 +52,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--seq_length", type=int, default=512)
     parser.add_argument("--gpus", type=int, help="processes, one per GPU (default: all GPUs)")
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=7, help=f"of which the first {WARMUP} and the last are not timed")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--run_seconds", type=float, default=180, help="after which a run is ended")
     parser.add_argument("--peer", action="append", default=[], help="options of peers/fsdp2.py, such as --compile")
     own, options = split_words(argv)
     arguments = parser.parse_args(own)
+    if arguments.steps < WARMUP + 2:
+        parser.error(f"--steps {arguments.steps}: at least {WARMUP + 2} are needed for one that is timed")
     arguments.gpus = arguments.gpus or max(1, len(gpu_names()))
     arguments.mobius_options = options
     return arguments

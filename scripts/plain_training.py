@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler  # n
 
 from mobius.config.cli import parse_args  # noqa: E402
 from mobius.config.config import Config  # noqa: E402
+from mobius.config.validation import resolve_epochs  # noqa: E402
 from mobius.data.batches import Batch, Batches  # noqa: E402
 from mobius.machine.devices import TORCH_DTYPES  # noqa: E402
 from mobius.training.data import RunData  # noqa: E402
@@ -49,6 +50,9 @@ def parts_of(batch: Batch, num_chunks: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def train(config: Config, device: torch.device) -> list[float]:
     """Train and return the loss of every step."""
+    batches = make_batches(config)
+    if batches.num_steps is not None:
+        config = resolve_epochs(config, batches.num_steps)
     dtype = TORCH_DTYPES[config.model.dtype]
     model = (
         AutoModelForCausalLM.from_pretrained(config.model.model_path, dtype=dtype, trust_remote_code=False)
@@ -71,7 +75,6 @@ def train(config: Config, device: torch.device) -> list[float]:
         num_warmup_steps=optim.num_warmup_steps,
         num_training_steps=optim.num_steps,
     )
-    batches = make_batches(config)
     losses = []
     for _ in range(optim.num_steps):
         batch = next(batches)

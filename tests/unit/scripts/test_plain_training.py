@@ -1,0 +1,26 @@
+"""The yardstick trains as long as a run does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import plain_training
+import pytest
+import torch
+from harness.runs import make_checkpoint, make_dataset
+
+from mobius.config.cli import parse_args
+
+
+@pytest.mark.parametrize(("length", "num_steps"), [("--num_iterations 3", 3), ("--num_train_epochs 2", 6)])
+def test_it_trains_for_steps_or_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: str, num_steps: int
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_checkpoint(tmp_path / "model", num_layers=2)
+    dataset = make_dataset(tmp_path / "data.jsonl", num_records=12)
+    options = f"""--model_path {tmp_path}/model --dataset {dataset} --fp32 --device cpu --packing off --num_stages 2
+        --num_chunks 1 --batch_size 4 --seq_length 64 --learning_rate 1e-3 {length}"""
+    losses = plain_training.train(parse_args(options.split()), torch.device("cpu"))
+    assert len(losses) == num_steps
+    assert losses[-1] < losses[0]
