@@ -16,7 +16,6 @@ import yaml
 
 import mobius
 from mobius.config.config import Config
-from mobius.output.metrics import StepMetrics
 from mobius.output.run_log import TrainerState
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
@@ -42,8 +41,8 @@ class CardFacts:
     is_pretrained: bool
     """Whether the model had weights before."""
     num_parameters: int
-    first: StepMetrics
-    last: StepMetrics
+    first_loss: float
+    last_loss: float
     state: TrainerState
     evaluation: Mapping[str, object]
     """The last numbers of an evaluation by name; nothing where there was none."""
@@ -63,8 +62,8 @@ def model_card(facts: CardFacts) -> str:
         "steps": f"{state.global_step:,}",
         "epochs": f"{state.epoch:.3f}",
         "tokens without padding": f"{state.num_input_tokens_seen:,}",
-        "loss, first step": f"{facts.first.loss:.4f}",
-        "loss, last step": f"{facts.last.loss:.4f}",
+        "loss, first step": f"{facts.first_loss:.4f}",
+        "loss, last step": f"{facts.last_loss:.4f}",
         **{name: f"{value:.4f}" for name, value in facts.evaluation.items() if isinstance(value, float)},
     }
     options = {name: getattr(getattr(config, section), name) for section, names in _OPTIONS.items() for name in names}

@@ -101,8 +101,6 @@ def _result(steps: Sequence[StepMetrics]) -> str:
     rows = [
         ("steps", f"{len(steps)}"),
         ("epochs", f"{steps[-1].epoch:.3f}"),
-        ("samples", f"{sum(step.num_samples for step in steps):,}"),
-        ("epochs", f"{steps[-1].epoch:.3f}"),
         ("samples, repeated ones counted", f"{sum(step.num_samples for step in steps):,}"),
         ("skipped steps", f"{steps[-1].skipped_steps}"),
         ("loss, first step", f"{steps[0].loss:.4f}"),

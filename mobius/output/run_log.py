@@ -135,6 +135,7 @@ class RunLog:
         if self._losses:
             self.results = {"train": self._train_results(), **self.results}
         everything = {key: value for part in self.results.values() for key, value in part.items()}
+        everything["epoch"] = self.state.epoch
         try:
             self.write_state(self._folder)
             for name, own in {**self.results, "all": everything}.items():

@@ -145,8 +145,7 @@ class _Feed:
     def _warn(self, problem: str, error: BaseException) -> None:
         """Tell the first failure; the run goes on, and so does the tracker if it can."""
         if not self._has_warned:
-            told = f"{type(error).__name__}: {excerpt(str(error), 200)}"
-            logger.warning("--report_to %s: it %s (%s); training goes on", self._name, problem, told)
+            logger.warning("--report_to %s: it %s (%s); training goes on", self._name, problem, _told(error))
         self._has_warned = True
 
 
@@ -214,9 +213,13 @@ def _online_or_not(name: str, start: Callable[..., Any]) -> Any:
             return start()
         except (Exception, SystemExit) as error:
             run = start(mode="offline")
-            told = f"({excerpt(' '.join(str(error).split()), 200)}); it records offline, for `{name} sync`"
-            logger.warning("--report_to %s: it cannot go online %s", name, told)
+            problem = f"it cannot go online ({_told(error)}); it records offline, for `{name} sync`"
+            logger.warning("--report_to %s: %s", name, problem)
             return run
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {excerpt(' '.join(str(error).split()), 200)}"
 
 
 @contextlib.contextmanager

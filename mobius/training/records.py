@@ -63,8 +63,8 @@ def leave_records(
         config=blueprint.config,
         is_pretrained=folder_has_weights(model_folder),
         num_parameters=blueprint.shape.num_parameters,
-        first=steps[0],
-        last=steps[-1],
+        first_loss=steps[0].loss,
+        last_loss=steps[-1].loss,
         state=log.state,
         evaluation=log.results.get("eval", {}),
     )

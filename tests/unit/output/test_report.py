@@ -7,7 +7,7 @@ import pytest
 
 from mobius.errors import CheckpointError
 from mobius.output.metrics import StepMetrics
-from mobius.output.report import RankMemory, RunTimings, write_report
+from mobius.output.report import RankMemory, RunTimings, closing_lines, write_report
 from mobius.plan.simulation import Forecast, Resource
 
 GIB = 2**30
@@ -154,3 +154,43 @@ def test_a_forecast_is_laid_beside_the_steady_steps(tmp_path: Path) -> None:
     assert value(text, "seconds per step, predicted") == "5.400 s, limited by compute"
     assert value(text, "prediction off by") == "-10.0% of a steady step, estimated (4 x L20)"
     assert "predicted" not in report(tmp_path / "other.txt", [gpu_rank(0)])
+
+
+def test_the_closing_lines_tell_what_was_trained_where_time_went_and_the_peaks() -> None:
+    timings = RunTimings(load_seconds=12.5, training_seconds=20.0, save_seconds=7.5)
+
+    trained, time, memory = closing_lines(steps(10.0, 4.0, 6.0), [gpu_rank(0), gpu_rank(1)], timings, 0.415)
+
+    assert trained == (
+        "trained 3 steps, 1.500 epochs done: 192 samples, 3,000 tokens without padding, in 0:00:20 "
+        "(150 tokens/s, 42 % MFU)"
+    )
+    assert time == (
+        "time: loading 12.5 s (31 %), training 20.0 s (50 %), saving 7.5 s (19 %); in steps, computation waited for "
+        "weights 8 %, optimizer 25 %, neighbours 0 %"
+    )
+    assert memory == "memory: at most 12.00 GiB on the fullest GPU, 61.00 GiB of host memory of all ranks together"
+
+
+def test_without_a_gpu_the_closing_lines_tell_neither_its_memory_nor_mfu() -> None:
+    on_cpu = RankMemory(
+        rank=0,
+        device="cpu",
+        peak_allocated_bytes=None,
+        peak_reserved_bytes=None,
+        persistent_bytes=None,
+        peak_host_bytes=GIB,
+    )
+
+    lines = closing_lines(steps(10.0), [on_cpu], TIMINGS)
+
+    assert "MFU" not in lines[0]
+    assert lines[2] == "memory: at most 1.00 GiB of host memory of all ranks together"
+
+
+def test_the_mfu_is_in_the_summary_where_it_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "r.txt"
+    write_report(path, "", "", steps(10.0, 4.0, 6.0), [gpu_rank(0)], TIMINGS, None, 0.4152)
+
+    assert value(path.read_text(), "MFU of steady steps, by the data sheet") == "41.5%"
+    assert "MFU" not in report(path, [gpu_rank(0)])

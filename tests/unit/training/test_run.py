@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from mobius.errors import PlanError
+from mobius.errors import ConfigError, PlanError
 from mobius.output.metrics import StepMetrics
 from mobius.schedule.build import build_schedule
 
@@ -234,3 +235,48 @@ def test_a_model_without_weights_starts_from_the_seed(run: Run, workplace: Path)
         losses.append(metrics_of(workplace)[0]["loss"])
 
     assert losses[0] == losses[1] != losses[2]
+
+
+def test_trackers_state_and_card_are_left_and_no_secret_of_the_environment_is_told(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="mobius")
+    names = ("HF_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY", "SOME_PASSWORD")
+    secrets = {name: f"a-secret-{name}-0123456789" for name in names}
+    for name, secret in secrets.items():
+        monkeypatch.setenv(name, secret)
+
+    run("--report_to", "tensorboard", "--run_name", "first try")
+
+    saved = [path for path in workplace.rglob("*") if path.is_file() and path.name not in ("data.jsonl",)]
+    assert [path.name for path in saved if path.name.startswith("events.out")]
+    everything = b"".join(path.read_bytes() for path in saved) + caplog.text.encode()
+    assert [name for name, secret in secrets.items() if secret.encode() in everything] == []
+    assert b"first try" in (workplace / "out" / "README.md").read_bytes()
+    state = json.loads((workplace / "out" / "trainer_state.json").read_text())
+    losses = [row["loss"] for row in metrics_of(workplace)]
+    assert [entry["loss"] for entry in state["log_history"] if "loss" in entry] == losses
+    assert state["num_input_tokens_seen"] == sum(int(str(row["num_tokens"])) for row in metrics_of(workplace))
+    closing = [text for text in caplog.messages if text.startswith(("trained 3 steps", "time: ", "memory: "))]
+    assert len(closing) == 3
+
+
+def test_a_picture_that_cannot_be_drawn_costs_a_warning_not_the_model(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+    run()
+
+    assert (workplace / "out" / "config.json").exists()
+    assert not (workplace / "out" / "training_loss.png").exists()
+    assert "training_loss.png is left out" in caplog.text
+
+
+def test_a_tracker_that_is_not_installed_is_told_before_anything_is_read(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mobius.output.trackers.find_spec", lambda name: None)
+
+    with pytest.raises(ConfigError, match="--report_to wandb.*pip install wandb"):
+        run("--report_to", "wandb", "--model_path", "absent")

@@ -1,0 +1,90 @@
+"""The card of a model tells what it is made of, is read by the hub's library, and betrays nothing of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from mobius.config.config import Config, DataConfig, DatasetEntry, ModelConfig, OptimConfig, OutputConfig
+from mobius.output.model_card import CardFacts, model_card
+from mobius.output.run_log import TrainerState
+
+
+def facts(model: str = "Qwen/Qwen3-0.6B", *datasets: DatasetEntry, name: str = "mine") -> CardFacts:
+    config = Config(
+        model=ModelConfig(model_path=model),
+        data=DataConfig(dataset=datasets or (DatasetEntry("tatsu-lab/alpaca", weight=0.5),)),
+        optim=OptimConfig(num_iterations=20, learning_rate=3e-5),
+        output=OutputConfig(run_name=name),
+    )
+    state = TrainerState.at_start(config)
+    state.global_step, state.epoch, state.num_input_tokens_seen = 20, 1.5, 123_456
+    return CardFacts(
+        config=config,
+        is_pretrained=True,
+        num_parameters=596_049_920,
+        first_loss=4.0,
+        last_loss=1.25,
+        state=state,
+        evaluation={"eval_loss": 1.5, "epoch": 1.5},
+    )
+
+
+def test_the_hub_reads_base_model_datasets_and_library() -> None:
+    card = ModelCard(model_card(facts()))
+
+    assert card.data.library_name == "transformers"
+    assert card.data.base_model == "Qwen/Qwen3-0.6B"
+    assert card.data.datasets == ["tatsu-lab/alpaca"]
+    assert card.data.pipeline_tag == "text-generation"
+
+
+def test_the_text_tells_options_results_and_versions() -> None:
+    text = model_card(facts())
+
+    assert "# mine\n" in text
+    assert "All parameters fine-tuned from `Qwen/Qwen3-0.6B` on `tatsu-lab/alpaca` x 0.5" in text
+    for row in (
+        *("parameters | 596,049,920", "steps | 20", "epochs | 1.500", "tokens without padding | 123,456"),
+        *("loss, first step | 4.0000", "loss, last step | 1.2500", "eval_loss | 1.5000"),
+        *("learning_rate | 3e-05", "seq_length | 512", "num_iterations | 20", "dtype | bf16"),
+    ):
+        assert f"\n| {row} |\n" in text, row
+    for package in ("mobius", "torch", "transformers"):
+        assert f"\n| {package} | " in text
+
+
+def test_a_local_model_and_data_are_told_by_their_last_name_and_are_no_ids_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models/tiny").mkdir(parents=True)
+    secret = tmp_path / "clients" / "data.jsonl"
+
+    text = model_card(facts("models/tiny", DatasetEntry(str(secret)), DatasetEntry("../up/b.jsonl")))
+
+    card = ModelCard(text)
+    assert card.data.base_model is None
+    assert card.data.datasets is None
+    assert "from `models/tiny` on `data.jsonl`, `b.jsonl`" in text
+    assert str(tmp_path) not in text
+    assert ".." not in text
+
+
+def test_a_shape_without_weights_is_no_base_model() -> None:
+    text = model_card(replace(facts(), is_pretrained=False))
+
+    assert "Trained from fresh weights in the shape of `Qwen/Qwen3-0.6B`" in text
+    assert ModelCard(text).data.base_model is None
+
+
+def test_a_name_opens_neither_code_nor_a_tag_nor_the_front_matter() -> None:
+    text = model_card(facts("m", DatasetEntry("a`|<script>\n---\nx"), name="x\n<b>|`"))
+
+    assert "<" not in text
+    assert "`a script --- x`" in text
+    assert "# x b\n" in text
+    assert ModelCard(text).data.library_name == "transformers"

@@ -1,0 +1,178 @@
+"""What a run tells of itself is read by transformers, by boards that know LLaMA-Factory, and by trackers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import TrainerState as TheirState
+
+from mobius.config.config import Config, OptimConfig, OutputConfig, PipelineConfig
+from mobius.output.metrics import StepMetrics
+from mobius.output.run_log import RunLog, TrainerState
+from mobius.output.trackers import Trackers
+
+STEP = StepMetrics(
+    step=1,
+    epoch=0.25,
+    loss=4.0,
+    grad_norm=1.5,
+    learning_rate=1e-5,
+    step_seconds=10.0,
+    tokens_per_second=100.0,
+    num_tokens=1000,
+    num_targets=600,
+    num_samples=64,
+    padding=0.25,
+    peak_gpu_memory_gib=None,
+    reserved_gpu_memory_gib=None,
+    peak_host_memory_gib=1.0,
+    wait_seconds={"weights": 0.5},
+    skipped_steps=0,
+    loss_scale=None,
+)
+
+
+class Kept:
+    """A tracker that keeps its lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, Mapping[str, float]]] = []
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.lines.append((step, numbers))
+
+    def close(self) -> None:
+        pass
+
+
+def config(**output: int) -> Config:
+    return Config(
+        output=replace(OutputConfig(), **output),
+        optim=OptimConfig(num_iterations=4),
+        pipeline=PipelineConfig(batch_size=64),
+    )
+
+
+def log_of_four_steps(folder: Path, kept: Kept | None = None, **output: int) -> RunLog:
+    trackers = Trackers({} if kept is None else {"kept": lambda: kept})
+    log = RunLog(folder, TrainerState.at_start(config(**output)), trackers, ideal_step_seconds=4.0)
+    for step, seconds in enumerate((40.0, 10.0, 12.0, 8.0), start=1):
+        loss = math.nan if step == 2 else 5.0 - step
+        log.step(replace(STEP, step=step, epoch=step / 4, loss=loss, step_seconds=seconds))
+        if step == 2:
+            log.event("eval", {"loss": 3.5, "perplexity": 33.1})
+    log.finish()
+    log.close()
+    return log
+
+
+def read(path: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word}: no JSON"))
+    return found
+
+
+def test_transformers_reads_the_state(tmp_path: Path) -> None:
+    log_of_four_steps(tmp_path)
+
+    state = TheirState.load_from_json(str(tmp_path / "trainer_state.json"))
+    assert (state.global_step, state.max_steps, state.epoch, state.num_train_epochs) == (4, 4, 1.0, 1)
+    assert (state.num_input_tokens_seen, state.train_batch_size, state.logging_steps) == (4000, 64, 1)
+    assert [entry["step"] for entry in state.log_history] == [1, 2, 2, 3, 4, 4]
+    first, _, evaluated, *_, end = state.log_history
+    assert {"loss": 4.0, "grad_norm": 1.5, "learning_rate": 1e-5, "epoch": 0.25}.items() <= first.items()
+    assert (first["mfu"], first["wait_seconds"], first["step_seconds"]) == (0.1, {"weights": 0.5}, 40.0)
+    assert evaluated == {"eval_loss": 3.5, "eval_perplexity": 33.1, "epoch": 0.5, "step": 2}
+    assert end["train_runtime"] == 70.0
+
+
+def test_a_line_per_shown_step_has_the_names_of_llama_factory(tmp_path: Path) -> None:
+    log_of_four_steps(tmp_path)
+
+    lines = [json.loads(line) for line in (tmp_path / "trainer_log.jsonl").read_text().splitlines()]
+    assert [line["current_steps"] for line in lines] == [1, 2, 2, 3, 4]
+    assert lines[3] == {
+        "current_steps": 3,
+        "total_steps": 4,
+        "loss": 2.0,
+        "lr": 1e-5,
+        "epoch": 0.75,
+        "percentage": 75.0,
+        "elapsed_time": "0:01:02",
+        "remaining_time": "0:00:12",  # the median of 40, 10 and 12, for one step
+        "throughput": 48.39,  # 3000 tokens in 62 s
+        "total_tokens": 3000,
+    }
+    assert lines[2]["eval_loss"] == 3.5
+    assert "loss" not in lines[2]
+    assert lines[1]["loss"] == "nan"
+
+
+def test_results_have_the_last_numbers_of_training_and_evaluation(tmp_path: Path) -> None:
+    log_of_four_steps(tmp_path)
+
+    train, evaluation = read(tmp_path / "train_results.json"), read(tmp_path / "eval_results.json")
+    assert train["train_loss"] == pytest.approx((4 + 2 + 1) / 3), "of the steps that have one"
+    assert train["train_runtime"] == 70.0
+    assert train["train_samples_per_second"] == pytest.approx(4 * 64 / 70)
+    assert train["train_steps_per_second"] == pytest.approx(4 / 70)
+    assert (train["epoch"], train["num_input_tokens_seen"]) == (1.0, 4000)
+    assert evaluation == {"eval_loss": 3.5, "eval_perplexity": 33.1, "epoch": 0.5}
+    assert read(tmp_path / "all_results.json") == {**evaluation, **train}
+
+
+def test_steps_between_logging_steps_are_in_the_metrics_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="mobius")
+    kept = Kept()
+    log_of_four_steps(tmp_path, kept, logging_steps=3)
+
+    assert [text.split(" | ")[0] for text in caplog.messages] == ["step 1/4", "step 3/4", "step 4/4"]
+    assert caplog.messages[1].endswith("| 0:00:12 left")
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    assert [(step, sorted(numbers)[0].split("/")[0]) for step, numbers in kept.lines] == [
+        *((1, "train"), (2, "eval"), (3, "train"), (4, "train"))
+    ]
+    assert kept.lines[0][1]["train/wait_seconds/weights"] == 0.5
+    assert kept.lines[1][1] == {"eval/loss": 3.5, "eval/perplexity": 33.1}
+
+
+def test_a_state_is_carried_on_from_where_a_checkpoint_has_it(tmp_path: Path) -> None:
+    first = RunLog(tmp_path, TrainerState.at_start(config()), Trackers({}))
+    first.step(STEP)
+    checkpoint = tmp_path / "checkpoint-1"
+    checkpoint.mkdir()
+    first.write_state(checkpoint)
+    first.close()
+
+    state = TrainerState(**json.loads((checkpoint / "trainer_state.json").read_text()))
+    second = RunLog(tmp_path, state, Trackers({}))
+    second.step(replace(STEP, step=2, epoch=0.5))
+    second.close()
+
+    assert [entry["step"] for entry in state.log_history] == [1, 2]
+    assert state.num_input_tokens_seen == 2000
+    line = json.loads((tmp_path / "trainer_log.jsonl").read_text().splitlines()[1])
+    assert (line["total_tokens"], line["elapsed_time"], line["throughput"]) == (2000, "0:00:10", 100.0)
+
+
+def test_an_evaluation_before_the_first_step_has_no_time_left(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, TrainerState.at_start(config()), Trackers({}))
+    log.event("eval", {"loss": 8.0})
+    log.finish()
+    log.close()
+
+    (line,) = [json.loads(text) for text in (tmp_path / "trainer_log.jsonl").read_text().splitlines()]
+    assert (line["eval_loss"], line["percentage"], line["remaining_time"]) == (8.0, 0.0, None)
+    assert not (tmp_path / "train_results.json").exists()
+
+
+def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = log_of_four_steps(tmp_path / "absent")
+
+    assert log.state.global_step == 4
+    assert any("cannot write all results" in text for text in caplog.messages)

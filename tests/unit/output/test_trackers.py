@@ -1,0 +1,179 @@
+"""Trackers get every number, and none of them can end a run, stop it or slow it down."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mobius.errors import ConfigError
+from mobius.output.trackers import TrackedRun, Trackers, check_installed, trackers_of
+
+
+class Recorder:
+    """A tracker that keeps what it gets, after doing what a test wants in each step."""
+
+    def __init__(self, before: Callable[[int], object] = lambda step: None) -> None:
+        self.lines: list[tuple[int, Mapping[str, float]]] = []
+        self.is_closed = False
+        self._before = before
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._before(step)
+        self.lines.append((step, numbers))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_each_tracker_gets_every_line_in_order_and_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    recorders = {"a": Recorder(), "b": Recorder()}
+    trackers = Trackers({name: lambda tracker=tracker: tracker for name, tracker in recorders.items()})
+    for step in range(1, 6):
+        trackers.log(step, {"train/loss": 1 / step})
+    trackers.close()
+
+    for recorder in recorders.values():
+        assert recorder.lines == [(step, {"train/loss": 1 / step}) for step in range(1, 6)]
+        assert recorder.is_closed
+    assert warnings_of(caplog) == []
+
+
+def test_one_that_raises_is_told_once_and_gets_the_lines_after_that(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(step: int) -> None:
+        if step in (2, 3):
+            raise OSError("the server\nhas gone")
+
+    recorder = Recorder(fail)
+    trackers = Trackers({"a": lambda: recorder})
+    for step in range(1, 5):
+        trackers.log(step, {"train/loss": 1.0})
+    trackers.close()
+
+    assert [step for step, _ in recorder.lines] == [1, 4]
+    told, lacking = warnings_of(caplog)
+    assert told.startswith("--report_to a: it failed in step 2 (OSError: the server has gone)")
+    assert lacking == "--report_to a: it has 2 of 4 lines"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no key"), SystemExit(1)])
+def test_one_that_cannot_start_is_told_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    def start() -> Recorder:
+        raise error
+
+    recorder = Recorder()
+    trackers = Trackers({"bad": start, "good": lambda: recorder})
+    trackers.log(1, {"train/loss": 1.0})
+    trackers.close()
+
+    assert len(recorder.lines) == 1
+    assert warnings_of(caplog)[0].startswith(f"--report_to bad: it cannot start ({type(error).__name__}")
+
+
+def test_one_that_hangs_holds_neither_a_step_nor_the_end_nor_another_tracker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    never, recorder = threading.Event(), Recorder()
+    trackers = Trackers({"hung": lambda: Recorder(lambda step: never.wait()), "good": lambda: recorder})
+    start = time.monotonic()
+    for step in range(3000):  # more than may wait
+        trackers.log(step, {"train/loss": 1.0})
+    assert time.monotonic() - start < 1
+    trackers.close(seconds=0.3)
+    assert time.monotonic() - start < 2
+    never.set()
+
+    assert recorder.is_closed
+    (told,) = [text for text in warnings_of(caplog) if "hung" in text]
+    assert "left behind" in told
+    assert "3000 of 3000 lines" in told
+
+
+def test_lines_that_a_slow_tracker_has_no_room_for_are_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    go = threading.Event()
+    recorder = Recorder(lambda step: go.wait())
+    trackers = Trackers({"slow": lambda: recorder})
+    for step in range(1500):
+        trackers.log(step, {"train/loss": 1.0})
+    go.set()
+    trackers.close()
+
+    assert 1000 <= len(recorder.lines) <= 1001, "one is taken at the start"
+    assert warnings_of(caplog) == [f"--report_to slow: it has {len(recorder.lines)} of 1500 lines"]
+
+
+def test_a_package_that_is_not_installed_is_an_error_that_says_what_to_install() -> None:
+    check_installed(["tensorboard"])
+    with pytest.raises(ConfigError, match="--report_to no_tracker.*pip install no_tracker"):
+        check_installed(["tensorboard", "no_tracker"])
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trackers = trackers_of(["tensorboard"], TrackedRun("name", tmp_path, {"learning_rate": 1e-5}))
+    for step in (1, 2):
+        trackers.log(step, {"train/loss": 3.0 - step, "eval/loss": 0.5})
+    trackers.close(seconds=100)
+
+    assert warnings_of(caplog) == []
+    events = EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"train/loss", "eval/loss"}
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
+
+
+def fake_package(name: str, monkeypatch: pytest.MonkeyPatch, *, is_online: bool) -> list[object]:
+    """A package in the place of W&B or SwanLab, which are too large to install for tests; returns its calls.
+
+    Without a network it starts offline only, and it asks on the terminal, as they do, if there is one.
+    """
+    calls: list[object] = []
+    package = ModuleType(name)
+
+    def init(*, mode: str | None = None, **given: object) -> SimpleNamespace:
+        assert not sys.stdin.isatty()
+        calls.append(mode)
+        if mode is None and not is_online:
+            raise RuntimeError("no API key configured")
+        calls.append({key: value for key, value in given.items() if key != "settings"})
+        return run
+
+    run = SimpleNamespace(
+        log=lambda data, step: calls.append((step, data)), finish=lambda: calls.append("finished"), settings=None
+    )
+    vars(package).update(init=init, log=run.log, finish=run.finish, Settings=lambda **settings: settings)
+    monkeypatch.setitem(sys.modules, name, package)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+@pytest.mark.parametrize("is_online", [True, False])
+def test_wandb_and_swanlab_record_offline_where_they_cannot_go_online(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, is_online: bool
+) -> None:
+    calls = fake_package(name, monkeypatch, is_online=is_online)
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+
+    trackers = trackers_of([name], TrackedRun("mine", tmp_path, {"seed": 42}))
+    trackers.log(1, {"train/loss": 2.0})
+    trackers.close()
+
+    started = {"wandb": {"name": "mine"}, "swanlab": {"experiment_name": "mine"}}[name]
+    offline: list[object] = [] if is_online else ["offline"]
+    assert calls == [None, *offline, {**started, "config": {"seed": 42}}, (1, {"train/loss": 2.0}), "finished"]
+    assert sys.stdin is terminal
+    expected = [] if is_online else [f"--report_to {name}: it cannot go online (RuntimeError: no API key configured)"]
+    assert [text.split(";")[0] for text in warnings_of(caplog)] == expected
