@@ -252,14 +252,15 @@ class LayerInputs:
                 moved[id(table)] = table[0].index_select(0, places).unflatten(0, documents.positions.shape)
             return moved[id(table)]
 
-        made: dict[tuple[int, ...], Arguments] = {}
+        made, placed = dict[tuple[int, ...], Arguments](), list[Arguments]()
         for own in kept:
-            key = tuple(id(value) for value in tree_leaves(own.get("position_embeddings")))
+            tables = own.get("position_embeddings")
+            key = tuple(map(id, tree_leaves(tables)))
             if key not in made:
-                rotary = tree_map_only(Tensor, place, own.get("position_embeddings"))
-                made[key] = Arguments(dict(own) | shared | {"position_embeddings": rotary})
-        keys = (tuple(id(value) for value in tree_leaves(own.get("position_embeddings"))) for own in kept)
-        return tuple(made[key] for key in keys)
+                rotary = {"position_embeddings": tree_map_only(Tensor, place, tables)}
+                made[key] = Arguments(dict(own) | shared | rotary)
+            placed.append(made[key])
+        return tuple(placed)
 
 
 def _check_rotary(config: PretrainedConfig, inputs: LayerArguments) -> None:
