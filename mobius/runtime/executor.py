@@ -31,14 +31,14 @@ from mobius.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class StepBatch:
-    """All sequences of one step on the host (page-locked where there is a GPU)."""
+    """All rows of one step on the host (page-locked where there is a GPU)."""
 
     input_ids: Tensor
     """int64 [batch, L]"""
     labels: Tensor
     """int64 [batch, L], -100 where nothing is to be learned, not shifted."""
     num_targets: int
-    """Positions of the step whose next token is a target; the loss is their mean."""
+    """Positions of the step whose next token is a target; the loss is their mean. At least one."""
     num_tokens: int
     """Tokens without padding."""
     num_samples: int
@@ -72,7 +72,7 @@ class _Step:
     tokens: Sequence[Tensor] = ()
     labels: Sequence[Tensor] = ()
     documents: Sequence[Documents | None] = ()
-    """Each microbatch's, on the device of every rank."""
+    """Those of each microbatch, on the device of every rank."""
 
 
 class Executor:

@@ -212,6 +212,7 @@ def _rehearse(blueprint: Blueprint, stages: RankStages) -> None:
 def _step_batches(batches: Iterable[Batch], blueprint: Blueprint) -> Iterator[StepBatch]:
     """The batches as tensors, page-locked if they go to a GPU, packed rows in the order of microbatches."""
     for given in batches:
+        assert given.num_targets > 0, "samples without a target are dropped, and no step is without samples"
         batch = arrange(given, blueprint.plan.num_microbatches)
         input_ids, labels = (_tensor(each, blueprint) for each in (batch.input_ids, batch.labels))
         documents = None if batch.documents is None else _documents(batch.documents, blueprint)

@@ -1,0 +1,33 @@
+"""Places of documents, by hand: positions restart at each, bounds go through the rows of a microbatch."""
+
+from __future__ import annotations
+
+import pytest
+
+from mobius.runtime.documents import place_documents
+
+ROWS = [[3, 2], [6], [], [1, 1]]
+
+
+def test_positions_restart_at_each_document_and_at_the_padding() -> None:
+    positions, _ = place_documents(ROWS, seq_length=6, num_microbatches=2, most_documents=3)
+    assert positions.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "expected"),
+    [
+        (1, [[0, 3, 5, 6, 12, 18, 19, 20, 24, 24, 24, 24, 24]]),
+        (2, [[0, 3, 5, 6, 12, 12, 12], [0, 6, 7, 8, 12, 12, 12]]),
+        (4, [[0, 3, 5, 6], [0, 6, 6, 6], [0, 6, 6, 6], [0, 1, 2, 6]]),
+    ],
+)
+def test_bounds_are_of_one_size_whatever_the_rows_hold(num_microbatches: int, expected: list[list[int]]) -> None:
+    _, bounds = place_documents(ROWS, seq_length=6, num_microbatches=num_microbatches, most_documents=3)
+    assert bounds.tolist() == expected
+
+
+@pytest.mark.parametrize(("row", "told"), [([1, 1, 1], "4 documents"), ([4, 3], "in a row of 6")])
+def test_a_row_with_more_than_it_can_hold_is_a_bug(row: list[int], told: str) -> None:
+    with pytest.raises(AssertionError, match=told):
+        place_documents([row], seq_length=6, num_microbatches=1, most_documents=3)
