@@ -114,6 +114,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: fl
     return cast(Tensor, output.unflatten(0, (-1, length)))
 
 
+@functools.cache
 def _flash(is_grouped: bool) -> Callable[..., Tensor]:
     """`varlen_attn` of torch, which takes fewer key heads than query heads as they are in 2.11, later on demand."""
     from torch.nn.attention.varlen import varlen_attn
