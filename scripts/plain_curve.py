@@ -4,7 +4,8 @@
 
 Both begin with the weights of the folder's `start`: those of --model_path, or random ones of its shape. The pipeline
 runs on two CPU processes and leaves `mobius`; then scripts/plain_training.py's loop, one sample of a packed row at a
-time, leaves `plain.json`. `learning_curve.png` shows both, and how far they are apart.
+time, leaves `plain.json`. `learning_curve.png` shows both, and how far they are apart: rounding differs, and training
+amplifies it. How much, a second plain loop shows, which begins with one weight moved to the next number of fp32.
 """
 
 import argparse
@@ -57,19 +58,31 @@ def run_pipeline(options: Sequence[str], folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-def draw(mobius: Sequence[float], plain: Sequence[float], path: Path) -> None:
-    """Write the picture: both losses above, their difference relative to the plain one below."""
+def write_nudged(start: Path, folder: Path) -> None:
+    """Write the model of `start` with one weight moved by the least that fp32 can."""
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, trust_remote_code=False)
+    with torch.no_grad():
+        weight = next(model.get_decoder().layers.parameters()).view(-1)[:1]
+        weight.copy_(weight.nextafter(torch.tensor([torch.inf])))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(start, trust_remote_code=False).save_pretrained(folder)
+
+
+def draw(mobius: Sequence[float], plain: Sequence[float], nudged: Sequence[float], path: Path) -> None:
+    """Write the picture: losses above; below, differences from the plain loop, as shares of its loss."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.0, 5.0), facecolor="white", layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    figure = Figure(figsize=(8.0, 6.0), facecolor="white", layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     steps = range(1, len(plain) + 1)
     above.plot(steps, mobius, color="tab:blue", linewidth=4, alpha=0.4, label="Mobius, two processes, packed rows")
     above.plot(steps, plain, color="black", linewidth=0.8, label="transformers and torch, sample by sample")
     above.set(ylabel="loss", yscale="log")
     above.legend(frameon=False)
-    below.plot(steps, relative_differences(mobius, plain), color="tab:red", linewidth=0.8)
+    for losses, colour, name in ((mobius, "tab:blue", "Mobius"), (nudged, "tab:orange", "plain, one weight nudged")):
+        below.plot(steps, relative_differences(losses, plain), color=colour, linewidth=0.8, label=name)
     below.set(xlabel="step", ylabel="difference", yscale="log")
+    below.legend(frameon=False)
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
@@ -94,16 +107,21 @@ def main(argv: list[str] | None = None) -> int:
         write_start(config.model, start, config.optim.seed)
         options += ["--model_path", str(start)]
         mobius = run_pipeline(options, folder / "mobius")
-        plain = train(parse_args(options), torch.device("cpu"))
-        (folder / "plain.json").write_text(json.dumps(plain), encoding="utf-8")
-        draw(mobius, plain, folder / "learning_curve.png")
+        write_nudged(start, folder / "nudged")
+        cpu = torch.device("cpu")
+        plain, nudged = (
+            train(parse_args([*options, "--model_path", str(model)]), cpu) for model in (start, folder / "nudged")
+        )
+        (folder / "plain.json").write_text(json.dumps({"plain": plain, "nudged": nudged}), encoding="utf-8")
+        draw(mobius, plain, nudged, folder / "learning_curve.png")
     except (MobiusError, OSError) as error:
         print(f"error: {printable(str(error), sys.stderr)}", file=sys.stderr)
         return 2
     except subprocess.CalledProcessError as error:
         return error.returncode
-    largest = max(relative_differences(mobius, plain))
-    print(f"{len(plain)} steps: losses differ by at most {largest:.1e} of the plain one; see {folder}")
+    for num_steps in sorted({min(10, len(plain)), min(50, len(plain)), len(plain)}):
+        pairs = [relative_differences(losses[:num_steps], plain[:num_steps]) for losses in (mobius, nudged)]
+        print(f"first {num_steps} steps: at most {max(pairs[0]):.1e} from the plain loss; nudged {max(pairs[1]):.1e}")
     return 0
 
 
