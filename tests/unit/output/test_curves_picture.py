@@ -56,3 +56,14 @@ def test_smoothing_is_a_mean_that_weighs_older_values_less() -> None:
     steps = smoothed([0.0] * 40 + [1.0] * 40)  # keeps 3/4 of the older sum, from 4 = 80 / 20
     assert steps[40] == pytest.approx(0.25, abs=1e-3)
     assert steps[41] == pytest.approx(1 - 0.75**2, abs=1e-3)
+
+
+def test_a_loss_that_is_no_number_does_not_end_the_smoothed_curve(tmp_path: Path) -> None:
+    history = [entry(step, "nan" if step == 3 else 60.0 - step) for step in range(1, 61)]
+    draw_training(history, tmp_path / "loss.png", title="")
+
+    image = matplotlib.image.imread(tmp_path / "loss.png")
+    height, width = image.shape[:2]
+    late_losses = image[: height // 2, width * 3 // 10 : width // 2, :3]
+    is_full_blue = abs(late_losses - [31 / 255, 119 / 255, 180 / 255]).max(axis=2) < 0.02  # raw losses are pale
+    assert int(is_full_blue.sum()) > 50
