@@ -19,8 +19,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.nn import functional as F
 
+from mobius.errors import PlanError, first_line
 from mobius.models.one_by_one import attend_one_by_one
 
 IMPLEMENTATION = "mobius_documents"
@@ -169,8 +171,14 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, so
     is_grouped = query.shape[1] != key.shape[1]
     capped = None if softcap is None else functools.partial(_cap, softcap)
     # Beyond its limit torch would run it uncompiled, and so make all scores.
-    with torch._dynamo.config.patch(recompile_limit=_MOST_FLEX_KERNELS, fail_on_recompile_limit_hit=True):
-        output = _compiled_flex()(*given, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=is_grouped)
+    try:
+        with torch._dynamo.config.patch(recompile_limit=_MOST_FLEX_KERNELS, fail_on_recompile_limit_hit=True):
+            output = _compiled_flex()(*given, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=is_grouped)
+    except TorchDynamoException as error:
+        raise PlanError(
+            f"packed rows run by FlexAttention here, which torch could not compile: {first_line(error)}. Mend that, or "
+            "use --packing off, or --bf16 on a GPU from Ampere on with a model whose heads are of at most 256"
+        ) from error
     return output[..., :size]
 
 

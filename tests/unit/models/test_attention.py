@@ -8,13 +8,16 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.attention.flex_attention import flex_attention
 
+from mobius.errors import PlanError
 from mobius.models.attention import (
     BlockMasks,
     DocumentAttention,
     Documents,
     _cap,
+    _flex,
     attend_documents,
     choose_attention,
     make_block_mask,
@@ -110,6 +113,17 @@ def test_a_block_mask_has_the_blocks_that_hold_a_visible_pair_and_no_others(wind
                 for key in range(max(int(document[row, query]), query - (window or LENGTH) + 1), query + 1)
             }
             assert set(own) == needed
+
+
+def test_attention_that_cannot_be_compiled_is_told_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure of torch where there is no compiler, in the place of the kernel that only GPUs have."""
+
+    def fail(*_: object, **__: object) -> Tensor:
+        raise BackendCompilerFailed(fail, RuntimeError("Failed to find C compiler"), None)
+
+    monkeypatch.setattr("mobius.models.attention._compiled_flex", lambda: fail)
+    with pytest.raises(PlanError, match="Failed to find C compiler.*--packing off"):
+        _flex(*tensors(), None, 1.0, None)
 
 
 def test_masks_are_made_once_for_each_window() -> None:
