@@ -72,7 +72,7 @@ class _Step:
     tokens: Sequence[Tensor] = ()
     labels: Sequence[Tensor] = ()
     documents: Sequence[Documents | None] = ()
-    """Those of each microbatch, on the device of every rank."""
+    """Documents of each microbatch, on the device of every rank."""
 
 
 class Executor:
