@@ -73,7 +73,7 @@ def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) 
     logger.info("%s", batches.describe(config.pipeline.num_chunks or 1))
     if batches.num_steps is not None:
         config = resolve_epochs(config, batches.num_steps)
-        logger.info("%g epochs are %d steps", config.optim.num_train_epochs, batches.num_steps)
+        logger.info("--num_train_epochs %g: steps to run: %d", config.optim.num_train_epochs, batches.num_steps)
     else:
         logger.info("%d steps make %.3g epochs", config.optim.num_steps, batches.num_epochs_of(config.optim.num_steps))
     return config, batches
