@@ -43,7 +43,8 @@ streamed with clipping is to take 0.2 s more per step; it took 1.49 s, compiled 
 PACKED_COST = 1.016
 """Seconds of a layer over packed rows, in variable-length attention, over those of one over rows of one document with
 as many operations. One H200, forward and backward back to back: 7B 16 x 512 with 8 documents in a row took 1.004 times
-the seconds of full rows (1.007 recomputed), 8B 2 x 4096 with 4 documents 0.964, which saves operations of attention."""
+the seconds of full rows (1.007 recomputed), 8B 2 x 4096 with 4 documents 0.964. Shorter attention has 0.991 and 0.946
+times the operations, so that is 1.014, 1.017 and 1.018."""
 LAUNCH = LayerSeconds(0.30e-3, 0.74e-3, 0.93e-3)
 """Seconds of Python and launches for a compiled layer on hosts of H200s while nothing disturbs them: 0.22 to 0.37 ms
 forward, 0.64 to 0.82 backward, 0.72 to 1.00 recomputed; up to twice that on the same machines a minute later."""
