@@ -144,7 +144,7 @@ def make_block_mask(documents: Documents, window: int | None) -> Any:
     """The blocks of 128 x 128 that documents touch, made from their bounds alone."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    positions = documents.positions
+    positions = _in_whole_blocks(documents.positions)
     length = positions.shape[1]
     tokens = torch.arange(length, device=positions.device)
     reach = positions if window is None else positions.clamp(max=window - 1)
@@ -164,10 +164,18 @@ def make_block_mask(documents: Documents, window: int | None) -> Any:
     )
 
 
+def _in_whole_blocks(positions: Tensor) -> Tensor:
+    """What fills the last block is a document of each row, whose keys nobody sees; `_flex` fills the heads."""
+    missing = -positions.shape[1] % BLOCK
+    filling = torch.arange(missing, dtype=positions.dtype, device=positions.device)
+    return torch.cat([positions, filling.expand(positions.shape[0], missing)], dim=1)
+
+
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, softcap: float | None) -> Tensor:
-    size = query.shape[-1]
+    length, size = query.shape[2:]
     # Zeros behind a small head change neither scores nor what is taken of the values.
-    given = [F.pad(each, (0, max(0, _LEAST_FLEX_SIZE - size))) for each in (query, key, value)]
+    filling = (0, max(0, _LEAST_FLEX_SIZE - size), 0, -length % BLOCK)
+    given = [F.pad(each, filling) for each in (query, key, value)]
     is_grouped = query.shape[1] != key.shape[1]
     capped = None if softcap is None else functools.partial(_cap, softcap)
     # Beyond its limit torch would run it uncompiled, and so make all scores.
@@ -179,7 +187,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, so
             f"packed rows run by FlexAttention here, which torch could not compile: {first_line(error)}. Mend that, or "
             "use --packing off, or --bf16 on a GPU from Ampere on with a model whose heads are of at most 256"
         ) from error
-    return output[..., :size]
+    return output[:, :, :length, :size]
 
 
 def _cap(softcap: float, score: Tensor, *_: Tensor) -> Tensor:

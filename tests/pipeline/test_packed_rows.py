@@ -51,7 +51,7 @@ def test_packed_rows_give_what_each_document_gives_alone(family: str, num_ranks:
         assert share <= 1e-6, f"{where}: {share}"
         for name, difference in differences.items():
             furthest = difference.abs().max() / expected[name].abs().max()
-            assert furthest <= 2e-6, f"{where} {name}: {furthest}"
+            assert furthest <= 3e-6, f"{where} {name}: {furthest}"
 
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:
