@@ -134,16 +134,31 @@ validation_file validation_dataset val_dataset eval_file eval_data validation_da
     use --eval_dataset
 validation_split validation_size validation_split_percentage test_size val_set_size eval_size val_split -> val_size
     use --val_size with a number of samples, or below 1 with a share of the data
-do_eval do_predict eval_steps eval_strategy evaluation_strategy per_device_eval_batch_size eval_batch_size
-eval_accumulation_steps predict_with_generate compute_accuracy metric_for_best_model load_best_model_at_end
-eval_on_start early_stopping_steps greater_is_better max_eval_samples eval_delay
-    not available; when and how is evaluated cannot be chosen, only on what (--val_size, --eval_dataset)
-save_steps save_strategy save_total_limit save_on_each_node save_freq save_interval checkpointing_steps save_epochs
-    not available; the model is saved once, at the end, to --save_dir
-resume_from_checkpoint resume load_checkpoint ignore_data_skip
-    not available; a run starts at step 1. Give the --save_dir of an earlier run as --model_path to train on from its
-    weights
-save_only_model save_safetensors export_dir export_size push_to_hub hub_model_id hub_token
+evaluation_strategy -> eval_strategy
+    use --eval_strategy
+early_stopping_steps early_stopping -> early_stopping_patience
+    use --early_stopping_patience
+per_device_eval_batch_size eval_batch_size eval_accumulation_steps -> batch_size
+    not needed: evaluation goes through the same pipeline with the same --batch_size; leave it out
+max_eval_samples -> max_samples
+    use `max_samples` of a dataset in a YAML file's `eval_dataset`, or --max_samples for all
+compute_accuracy
+    not needed: token accuracy is part of every evaluation; leave it out
+greater_is_better
+    not needed: --metric_for_best_model says it; leave it out
+eval_delay
+    not available; --eval_strategy and --eval_steps say when
+save_freq save_interval checkpointing_steps save_every -> save_steps
+    use --save_steps
+save_epochs -> save_strategy
+    use --save_strategy epoch
+save_on_each_node
+    not needed: a run is on one node; leave it out
+resume load_checkpoint -> resume_from_checkpoint
+    use --resume_from_checkpoint true, or a checkpoint's folder
+ignore_data_skip
+    not available; a resumed run goes on in its data where it was, without reading what is before
+save_safetensors export_dir export_size push_to_hub hub_model_id hub_token
     not needed: --save_dir holds the model in Hugging Face layout, as safetensors, without optimizer states
 logging_dir log_dir tensorboard_dir
     not needed: --save_dir holds everything, its metrics.jsonl the losses, its runs/ what --report_to tensorboard writes
@@ -157,7 +172,7 @@ wandb_run_name swanlab_run_name swanlab_experiment_name experiment_name -> run_n
     use --run_name
 logging_strategy log_interval steps_per_print log_every_n_steps logging_first_step -> logging_steps
     use --logging_steps
-do_train remove_unused_columns disable_tqdm log_level ddp_find_unused_parameters include_num_input_tokens_seen
+remove_unused_columns disable_tqdm log_level ddp_find_unused_parameters include_num_input_tokens_seen
 low_cpu_mem_usage ddp_backend
     not needed; leave it out
 ddp_timeout nccl_timeout

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from mobius.config.config import Bounds, Columns, Config, DatasetEntry, Datasets, Dtype
+from mobius.config.bounds import Bounds
+from mobius.config.config import Columns, Config, DatasetEntry, Datasets, Dtype
 from mobius.config.foreign_options import FOREIGN_OPTIONS
 from mobius.config.words import parse_columns, parse_dataset
 
@@ -30,7 +31,7 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
 """Other names of an option that take the same values."""
 _NUMBERS_OR_WORDS: Final = ("resident_stages", "profile_steps")
 """Texts that may be a whole number, which YAML then reads as one."""
-_NO_NAMES: Final = (*_NUMBERS_OR_WORDS, "cuda_visible_devices", "default_system")
+_NO_NAMES: Final = (*_NUMBERS_OR_WORDS, "cuda_visible_devices", "default_system", "resume_changes")
 _BARE: Final[Mapping[str, OptionValue]] = {"preview": 3}
 """Options whose value may be left out on the command line, and the value that this means."""
 _SAME_WORD: Final = 0.7
@@ -109,6 +110,10 @@ class Option:
             return None
         if isinstance(value, bool) and {"on", "off"} <= set(self.choices):
             value = "on" if value else "off"  # YAML reads the bare words as booleans
+        if value is False and "no" in self.choices:
+            value = "no"
+        if value is True and self.name == "resume_from_checkpoint":
+            value = "true"
         if type(value) is int and self.name in _NUMBERS_OR_WORDS:
             value = str(value)
         if isinstance(value, str) and (self.choices or self.value_type in (str, tuple, DatasetEntry)):

@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from typing import Final
 
 from mobius.config.config import TRACKERS, Config, DatasetEntry, Datasets, Device, Recompute
+from mobius.config.long_runs import EvalStrategy, SaveStrategy
 from mobius.config.options import Option, OptionValue, config_from, dataset_spellings, option_values, options
 from mobius.errors import ConfigError
 from mobius.excerpt import excerpt, quoted
@@ -66,6 +67,8 @@ def find_problems(config: Config, *, num_ranks: int | None = None, unreadable: I
         _misfit_names(usable),
         _misfit_choices(usable),
         _misfit_data(usable),
+        _misfit_saving(usable),
+        _misfit_evaluation(usable),
         () if usable.optim.num_train_epochs is not None else _misfit_steps(usable),
     )
     return problems + [problem for names, problem in broken if doubtful.isdisjoint(names.split())]
@@ -189,6 +192,8 @@ def _misfit_names(config: Config) -> _Misfits:
     for name, number, unit in (
         ("warmup_steps", config.optim.warmup_steps, "steps, or a number below 1 for a share of the run"),
         ("val_size", config.data.val_size, "samples, or a number below 1 for a share of the data"),
+        ("save_steps", config.saving.save_steps, "steps, or a number below 1 for a share of the run"),
+        ("eval_steps", config.evaluation.eval_steps, "steps, or a number below 1 for a share of the run"),
     ):
         if 1 < number != int(number):
             yield name, f"`--{name}` is {number:g}; use a whole number of {unit}"
@@ -253,6 +258,62 @@ def _misfit_data(config: Config) -> _Misfits:
     if data.preview is not None and config.planning.dry_run:
         told = "`--preview` shows the data and `--dry_run` plans a run, each by itself; remove one of them"
         yield "preview dry_run", told
+
+
+def _misfit_saving(config: Config) -> _Misfits:
+    saving = config.saving
+    if saving.resume_changes is not None:
+        if saving.resume_from_checkpoint is None:
+            told = "has no effect without `--resume_from_checkpoint`; remove it, or add that"
+            yield "resume_changes resume_from_checkpoint", f"`--resume_changes` {told}"
+        for name in saving.changes:
+            if name not in options():
+                told = f"names {quoted(name)}, which is no option; name options as they are typed, without dashes"
+                yield "resume_changes", f"`--resume_changes` {told}"
+    if saving.resume_from_checkpoint is not None and config.planning.dry_run:
+        told = "`--dry_run` plans a run that starts anew, `--resume_from_checkpoint` takes a saved plan; remove one"
+        yield "dry_run resume_from_checkpoint", told
+
+
+def _misfit_evaluation(config: Config) -> _Misfits:
+    evaluation, saving = config.evaluation, config.saving
+    has_data = bool(config.data.val_size) or config.data.eval_dataset is not None
+    wanted = [
+        *([f"eval_strategy {evaluation.eval_strategy}"] if evaluation.eval_strategy is not EvalStrategy.NO else []),
+        *(
+            name
+            for name in ("eval_on_start", "do_eval", "do_predict", "predict_with_generate")
+            if getattr(evaluation, name)
+        ),
+    ]
+    if wanted and not has_data:
+        told = "has nothing to evaluate on; add --eval_dataset, or --val_size to hold samples out of the training data"
+        yield f"{wanted[0].split()[0]} val_size eval_dataset", f"`--{wanted[0]}` {told}"
+    if not evaluation.do_train and not (evaluation.do_eval or evaluation.predicts):
+        yield "do_train do_eval do_predict", "`--no_do_train` leaves nothing to do; add --do_eval or --do_predict"
+    if not evaluation.do_train and saving.resume_from_checkpoint is not None:
+        told = "evaluates the weights of `--model_path`; name the checkpoint's folder there"
+        yield "do_train resume_from_checkpoint", f"`--no_do_train` {told}, not by --resume_from_checkpoint"
+    if evaluation.eval_strategy is EvalStrategy.NO:
+        for name in ("load_best_model_at_end", "early_stopping_patience"):
+            if getattr(evaluation, name):
+                told = "goes by evaluations during training; add --eval_strategy steps or epoch"
+                yield f"{name} eval_strategy", f"`--{name}` {told}"
+    elif evaluation.load_best_model_at_end and not _saves_what_is_evaluated(config):
+        yield (
+            "load_best_model_at_end save_strategy save_steps eval_strategy eval_steps",
+            "`--load_best_model_at_end` needs each checkpoint evaluated when it is saved; use the same words for "
+            "--save_strategy and --eval_strategy, and a --save_steps that is a multiple of --eval_steps",
+        )
+
+
+def _saves_what_is_evaluated(config: Config) -> bool:
+    saving, evaluation = config.saving, config.evaluation
+    if saving.save_strategy.value != evaluation.eval_strategy.value:
+        return False
+    if saving.save_strategy is SaveStrategy.EPOCH or saving.save_steps == evaluation.eval_steps:
+        return True
+    return min(saving.save_steps, evaluation.eval_steps) >= 1 and saving.save_steps % evaluation.eval_steps == 0
 
 
 def _misfit_steps(config: Config) -> _Misfits:

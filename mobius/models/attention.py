@@ -165,7 +165,7 @@ def make_block_mask(documents: Documents, window: int | None) -> Any:
 
 
 def _in_whole_blocks(positions: Tensor) -> Tensor:
-    """What fills the last block is a document of each row, whose keys nobody sees; `_flex` fills the heads."""
+    """Positions of whole blocks: what fills the last is a document of each row, which nobody else sees."""
     missing = -positions.shape[1] % BLOCK
     filling = torch.arange(missing, dtype=positions.dtype, device=positions.device)
     return torch.cat([positions, filling.expand(positions.shape[0], missing)], dim=1)

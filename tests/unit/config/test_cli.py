@@ -60,7 +60,7 @@ def test_offload_and_prefetch_combine_freely(offload: str, prefetch: str) -> Non
         (["--dataset=a=b.jsonl"], "dataset", (DatasetEntry("a=b.jsonl"),)),
         (["--fp16"], "dtype", Dtype.FP16),
         (["--dtype", "fp32"], "dtype", Dtype.FP32),
-        (["--no_pre"], "use_prefetch", False),
+        (["--no_pref"], "use_prefetch", False),
         (["--overwrite_output_dir"], "overwrite_output_dir", True),
         (["--seed", "1", "--seed", "2"], "seed", 2),
         (["--lr", "1e-3", "--learning_rate", "0.001"], "learning_rate", 1e-3),

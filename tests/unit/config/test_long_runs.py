@@ -1,0 +1,65 @@
+"""Options of long runs: what fits together, and words that YAML reads as something else."""
+
+from pathlib import Path
+
+import pytest
+
+from mobius.config.cli import parse_args
+from mobius.config.long_runs import EvalStrategy, SaveStrategy
+from mobius.errors import ConfigError
+
+JUDGED = ["--val_size", "10", "--num_iterations", "100"]
+
+
+def test_words_that_yaml_reads_as_booleans_are_words(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("save_strategy: no\neval_strategy: no\nresume_from_checkpoint: true\nsave_steps: 0.1\n")
+    config = parse_args(["--config", str(file)])
+    assert (config.saving.save_strategy, config.evaluation.eval_strategy) == (SaveStrategy.NO, EvalStrategy.NO)
+    assert (config.saving.resume_from_checkpoint, config.saving.save_steps) == ("true", 0.1)
+    assert not config.saving.is_on
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--eval_strategy", "steps"], ["nothing to evaluate on", "--eval_dataset", "--val_size"]),
+        (["--do_predict"], ["nothing to evaluate on"]),
+        (["--no_do_train"], ["leaves nothing to do"]),
+        ([*JUDGED, "--load_best_model_at_end"], ["--eval_strategy steps or epoch"]),
+        ([*JUDGED, "--early_stopping_patience", "2"], ["--eval_strategy steps or epoch"]),
+        (
+            [*JUDGED, "--load_best_model_at_end", *"--eval_strategy steps --eval_steps 30 --save_steps 50".split()],
+            ["multiple of --eval_steps"],
+        ),
+        (["--save_steps", "1.5"], ["whole number of steps"]),
+        (["--eval_steps", "2.5"], ["whole number of steps"]),
+        (["--save_total_limit", "-1"], ["at least 0"]),
+        (["--resume_changes", "learning_rate"], ["no effect without `--resume_from_checkpoint`"]),
+        (["--resume_from_checkpoint", "c", "--resume_changes", "seed,rate"], ["'rate'", "no option"]),
+        ([*JUDGED, "--no_do_train", "--do_eval", "--resume_from_checkpoint", "c"], ["--model_path"]),
+    ],
+)
+def test_what_does_not_fit_together_is_told(options: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(options)
+    assert len(caught.value.problems) == 1
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--eval_strategy", "steps", "--eval_steps", "25", "--save_steps", "50", "--load_best_model_at_end"],
+        ["--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"],
+        ["--eval_strategy", "steps", "--eval_steps", "0.1", "--early_stopping_patience", "3"],
+        ["--no_do_train", "--do_eval"],
+    ],
+)
+def test_what_fits_together_is_taken(options: list[str]) -> None:
+    parse_args([*JUDGED, *options])
+
+
+def test_changes_are_a_list_of_names() -> None:
+    config = parse_args(["--resume_from_checkpoint", "c", "--resume_changes", "learning_rate, num_iterations"])
+    assert config.saving.changes == ("learning_rate", "num_iterations")
