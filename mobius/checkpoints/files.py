@@ -1,0 +1,237 @@
+"""The safetensors files of a checkpoint: which stage writes which, and how they are written and summed up.
+
+    model-00001-of-00003.safetensors       NAME                               weights, in the run's dtype
+    optimizer-00001-of-00003.safetensors   NAME.exp_avg, NAME.exp_avg_sq      fp32
+                                           NAME.master_low                    int16, bf16 runs (split_master.py)
+                                           NAME.master                        fp32, fp16 runs
+
+Every tensor has its parameter's name and shape, and a file has whole parameters of one stage. Where only one file of a
+kind is needed, it is `model.safetensors` or `optimizer.safetensors`. Readers go by names alone, so that nothing read
+depends on the number of GPUs or stages that wrote it.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mobius.errors import CheckpointError
+from mobius.units import bytes_text
+from mobius.writing import sync_to_disk
+
+STATE_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "exp_avg": torch.float32,
+    "exp_avg_sq": torch.float32,
+    "master_low": torch.int16,
+    "master": torch.float32,
+}
+"""Everything the optimizer may keep of a parameter beside its weights."""
+
+_MASTER: Final[Mapping[torch.dtype, tuple[str, ...]]] = {
+    torch.float32: (),
+    torch.bfloat16: ("master_low",),
+    torch.float16: ("master",),
+}
+_MAX_FILE_BYTES: Final = 5_000_000_000
+_HEADER_BYTES: Final = 512
+"""More than a tensor takes in a header, in an index and in checkpoint.json together."""
+_SMALL_FILE_BYTES: Final = 48 * 2**20
+"""Tokenizer, configuration and the run's own texts; the largest vocabularies take 40 MB."""
+_CHUNK_BYTES: Final = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class StageParameter:
+    """One parameter of the model and the stage that has it; a tied head is none of its own."""
+
+    name: str
+    shape: tuple[int, ...]
+    stage: int
+    is_trained: bool = True
+    """Frozen parameters have weights, but no state of the optimizer."""
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """One file, and the full names of the tensors in it."""
+
+    file_name: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageFiles:
+    """Everything that one stage writes; both are empty where it has nothing to save."""
+
+    stage: int
+    model: tuple[FilePart, ...]
+    optimizer: tuple[FilePart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file that was written: its size, and the zlib.crc32 of each of its tensors' bytes."""
+
+    file_name: str
+    num_bytes: int
+    checksums: Mapping[str, int]
+
+
+def optimizer_keys(dtype: torch.dtype) -> tuple[str, ...]:
+    """Names of what the optimizer keeps of each trained parameter in a run with weights of `dtype`, in file order."""
+    return ("exp_avg", "exp_avg_sq", *_MASTER[dtype])
+
+
+def plan_files(
+    parameters: Sequence[StageParameter],
+    *,
+    dtype: torch.dtype,
+    has_optimizer: bool,
+    max_file_bytes: int = _MAX_FILE_BYTES,
+) -> tuple[StageFiles, ...]:
+    """Divide `parameters` into files of one stage each, of at most `max_file_bytes` unless one parameter is larger.
+
+    Returns one entry per stage, at its index, up to the last stage that has a parameter. All ranks get the same answer
+    from the same `parameters`.
+    """
+    assert len({parameter.name for parameter in parameters}) == len(parameters), "a parameter is saved twice"
+    by_stage = sorted(parameters, key=lambda parameter: parameter.stage)  # stable: their order within a stage stays
+    keys = optimizer_keys(dtype) if has_optimizer else ()
+    weights = _divide(by_stage, {"": dtype.itemsize}, max_file_bytes)
+    trained = [parameter for parameter in by_stage if parameter.is_trained] if has_optimizer else []
+    states = _divide(trained, {f".{key}": STATE_DTYPES[key].itemsize for key in keys}, max_file_bytes)
+    model, optimizer = _named("model", weights), _named("optimizer", states)
+    num_stages = max((parameter.stage for parameter in parameters), default=-1) + 1
+    return tuple(StageFiles(stage, model.get(stage, ()), optimizer.get(stage, ())) for stage in range(num_stages))
+
+
+def space_needed(parameters: Sequence[StageParameter], dtype: torch.dtype, has_optimizer: bool) -> int:
+    """Bytes that a checkpoint takes on the disk at the most, with its small files."""
+    keys = optimizer_keys(dtype) if has_optimizer else ()
+    state_bytes = sum(STATE_DTYPES[key].itemsize for key in keys)
+    num_bytes = _SMALL_FILE_BYTES
+    for parameter in parameters:
+        per_element = dtype.itemsize + parameter.is_trained * state_bytes
+        num_bytes += parameter.num_elements * per_element + (1 + len(keys)) * (_HEADER_BYTES + len(parameter.name))
+    return num_bytes
+
+
+def check_space(save_dir: Path, num_bytes: int) -> None:
+    """Raise CheckpointError where the disk of `save_dir`, which need not exist yet, has less than `num_bytes` free."""
+    folder = save_dir.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    with told_as("write to", save_dir):
+        free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"a checkpoint in {save_dir} needs {bytes_text(num_bytes)}, {bytes_text(free)} is free. Free some space, "
+            "choose another --save_dir, or keep fewer with --save_total_limit."
+        )
+
+
+def checksum(values: Tensor) -> int:
+    """The zlib.crc32 of a contiguous CPU tensor's bytes; other threads run meanwhile."""
+    assert values.is_contiguous(), "its bytes in memory are not those of its values in order"
+    value = 0
+    for chunk in chunks_of(values):
+        value = zlib.crc32(chunk, value)
+    return value
+
+
+def chunks_of(values: Tensor) -> Iterator[memoryview]:
+    """The bytes of a contiguous CPU tensor, in place, some MiB at a time."""
+    view: memoryview = values.detach().reshape(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(view), _CHUNK_BYTES):
+        yield view[start : start + _CHUNK_BYTES]
+
+
+def write_stage(folder: Path, files: StageFiles, tensors: Mapping[str, Tensor]) -> list[FileRecord]:
+    """Write the files of one stage into `folder`, synced to the disk; returns what they hold.
+
+    `tensors` has contiguous CPU tensors by their full names, best views of where they live: those are written without a
+    copy. Each is asked for once. What the mapping allocates for it is held until its file is written. Raises
+    CheckpointError that names the file, and after that `folder` is good for nothing but `folders.discard`.
+    """
+    records = []
+    for part in (*files.model, *files.optimizer):
+        path = folder / part.file_name
+        values = {name: tensors[name] for name in part.names}
+        checksums = {name: checksum(value) for name, value in values.items()}
+        num_bytes = sum(value.nbytes for value in values.values())
+        with told_as("write", path, num_bytes):
+            save_file(values, path, metadata={"format": "pt"})
+            path.chmod(0o644)  # safetensors makes it readable for its owner alone
+            sync_to_disk(path)
+            records.append(FileRecord(part.file_name, path.stat().st_size, checksums))
+    return records
+
+
+@contextmanager
+def told_as(doing: str, path: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Turn errors of the file system and of safetensors into CheckpointError: `cannot write PATH: ...`.
+
+    Where the disk is full, the message tells what is free there, and of how many bytes.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"cannot {doing} {path}: {reason}"
+        is_full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(error)
+        if is_full:
+            needed = "" if num_bytes is None else f"{bytes_text(num_bytes)} were to be written, "
+            message += f"; {needed}{_free_text(path)} is free. Free some space there"
+        raise CheckpointError(f"{message}.") from error
+
+
+def _free_text(path: Path) -> str:
+    try:
+        return bytes_text(shutil.disk_usage(path.parent).free)
+    except OSError:
+        return "nobody knows what"
+
+
+def _divide(
+    parameters: Sequence[StageParameter], bytes_of: Mapping[str, int], max_file_bytes: int
+) -> list[tuple[int, tuple[str, ...]]]:
+    """Stage and tensor names of each file; a parameter has a tensor for each ending, of so many bytes per element."""
+    groups: list[tuple[int, tuple[str, ...]]] = []
+    for stage, its_own in groupby(parameters, key=lambda parameter: parameter.stage):
+        names: list[str] = []
+        num_bytes = 0
+        for parameter in its_own:
+            more = parameter.num_elements * sum(bytes_of.values())
+            if names and num_bytes + more > max_file_bytes:
+                groups.append((stage, tuple(names)))
+                names, num_bytes = [], 0
+            names += [parameter.name + ending for ending in bytes_of]
+            num_bytes += more
+        groups.append((stage, tuple(names)))
+    return groups
+
+
+def _named(kind: str, groups: Sequence[tuple[int, tuple[str, ...]]]) -> dict[int, tuple[FilePart, ...]]:
+    parts: dict[int, tuple[FilePart, ...]] = {}
+    for number, (stage, names) in enumerate(groups, start=1):
+        file_name = f"{kind}-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else f"{kind}.safetensors"
+        parts[stage] = (*parts.get(stage, ()), FilePart(file_name, names))
+    return parts
