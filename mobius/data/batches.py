@@ -1,9 +1,12 @@
-"""Owns the order of the rows and their padding into batches: the same on every rank, from the seed alone."""
+"""Owns the order of the rows and their padding into batches: the same on every rank, from the seed alone.
+
+`Batches` are those of training, without end or through epochs; `EvaluationBatches` hold each sample once, in order.
+"""
 
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count
@@ -13,7 +16,7 @@ import numpy.typing as npt
 
 from mobius.data.mixture import WeightedSamples, epoch_samples, epoch_size, generator
 from mobius.data.packing import WINDOW, attention_cost, balance, fill_rows, most_samples_per_row, window_size
-from mobius.data.store import Row
+from mobius.data.store import Row, TokenizedDataset
 from mobius.errors import DataError
 
 IGNORED_LABEL = -100  # what torch's cross entropy ignores by default
@@ -153,32 +156,100 @@ class Batches:
                 raise StopIteration
             last = min(last, self._num_rows)
         rows = [self._stream.row(number) for number in range(first, last)]
-        rows += [[]] * (self._batch_size - len(rows))
-        documents = tuple(tuple(len(tokens) for tokens, _ in row) for row in rows)
         self._step += 1
-        return self._assemble(rows, documents, self._stream.epochs_after(last))
-
-    def _assemble(self, rows: Sequence[Sequence[Row]], documents: tuple[tuple[int, ...], ...], epoch: float) -> Batch:
-        input_ids = np.full((self._batch_size, self._seq_length), self._pad_token_id, dtype=np.int64)
-        labels = np.full_like(input_ids, IGNORED_LABEL)
-        for number, row in enumerate(rows):
-            start = 0
-            for tokens, is_target in row:
-                span = slice(start, start + len(tokens))
-                assert span.stop <= self._seq_length, f"{span.stop} tokens in a row of {self._seq_length}"
-                input_ids[number, span] = tokens
-                labels[number, span] = np.where(is_target, tokens, IGNORED_LABEL)
-                labels[number, start] = IGNORED_LABEL  # nothing predicts the first token
-                start = span.stop
-        return Batch(
-            input_ids,
-            labels,
-            num_targets=int(np.count_nonzero(labels != IGNORED_LABEL)),
-            num_tokens=sum(map(sum, documents)),
-            num_samples=sum(map(len, documents)),
-            epoch=epoch,
-            documents=None if self.most_documents is None else documents,
+        return _assemble(
+            rows,
+            batch_size=self._batch_size,
+            seq_length=self._seq_length,
+            pad_token_id=self._pad_token_id,
+            epoch=self._stream.epochs_after(last),
+            is_packed=self.most_documents is not None,
         )
+
+
+def _assemble(
+    rows: Sequence[Sequence[Row]],
+    *,
+    batch_size: int,
+    seq_length: int,
+    pad_token_id: int,
+    epoch: float,
+    is_packed: bool,
+) -> Batch:
+    """The batch of `rows`, each the samples that share it, and of empty rows behind them."""
+    input_ids = np.full((batch_size, seq_length), pad_token_id, dtype=np.int64)
+    labels = np.full_like(input_ids, IGNORED_LABEL)
+    for number, row in enumerate(rows):
+        start = 0
+        for tokens, is_target in row:
+            span = slice(start, start + len(tokens))
+            assert span.stop <= seq_length, f"{span.stop} tokens in a row of {seq_length}"
+            input_ids[number, span] = tokens
+            labels[number, span] = np.where(is_target, tokens, IGNORED_LABEL)
+            labels[number, start] = IGNORED_LABEL  # nothing predicts the first token
+            start = span.stop
+    documents = tuple(tuple(len(tokens) for tokens, _ in row) for row in rows) + ((),) * (batch_size - len(rows))
+    return Batch(
+        input_ids,
+        labels,
+        num_targets=int(np.count_nonzero(labels != IGNORED_LABEL)),
+        num_tokens=sum(map(sum, documents)),
+        num_samples=sum(map(len, documents)),
+        epoch=epoch,
+        documents=documents if is_packed else None,
+    )
+
+
+class EvaluationBatches:
+    """Batches that hold each sample of a dataset once: the same on every rank, however often they are gone through.
+
+    Samples come in the order of `indices`. Packed ones share rows with others of their window, and rows come in the
+    order of their first samples. The last batch has empty rows behind its own. Nothing depends on ranks, stages or
+    microbatches.
+    """
+
+    def __init__(
+        self,
+        tokenized: TokenizedDataset,
+        indices: Sequence[int] | npt.NDArray[np.int64] | None = None,
+        *,
+        batch_size: int,
+        seq_length: int,
+        pad_token_id: int,
+        most_documents: int | None,
+    ) -> None:
+        """`indices` None stands for all samples, one at least; `most_documents` of a row is a run's, None: not packed.
+        """
+        self._tokenized, self._batch_size = tokenized, batch_size
+        self._seq_length, self._pad_token_id = seq_length, pad_token_id
+        self._is_packed = most_documents is not None
+        chosen = np.arange(len(tokenized)) if indices is None else np.asarray(indices, dtype=np.int64)
+        assert len(chosen), "a dataset without samples must be refused before"
+        lengths = tokenized.lengths[chosen]
+        rows: list[list[int]] = [[place] for place in range(len(chosen))]
+        if most_documents is not None:
+            rows, size = [], window_size(lengths[:WINDOW], seq_length)
+            for first in range(0, len(chosen), size):
+                # Behind the last sample of a row padding may be one document more.
+                filled = fill_rows(lengths[first : first + size], seq_length, most_documents - 1)
+                rows += sorted(sorted(first + place for place in row) for row in filled)
+        self._rows = [[int(chosen[place]) for place in row] for row in rows]
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return -(-len(self._rows) // self._batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for first in range(0, len(self._rows), self._batch_size):
+            rows = self._rows[first : first + self._batch_size]
+            yield _assemble(
+                [[self._tokenized.sample(index) for index in row] for row in rows],
+                batch_size=self._batch_size,
+                seq_length=self._seq_length,
+                pad_token_id=self._pad_token_id,
+                epoch=(first + len(rows)) / len(self._rows),
+                is_packed=self._is_packed,
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,10 @@ class DistributedTransport:
             self._wait(self._sent[0][1])
             self._sent.popleft()  # not before: its tensor is being read until then
 
+    def bound_sends(self, max_sends: int) -> None:
+        if self._max_sends is not None:
+            self._max_sends = max_sends
+
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         summed = values.clone()
         with self._needing():

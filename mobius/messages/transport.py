@@ -35,6 +35,9 @@ class Transport(Messages, Protocol):
 
     num_ranks: int
 
+    def bound_sends(self, max_sends: int) -> None:
+        """Keep at most so many messages that may not have left, from the next one on, where their number is bounded."""
+
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum a small CPU tensor (float64) over all ranks; blocks."""
 
@@ -78,6 +81,9 @@ class SingleRankTransport:
 
     def finish_step(self) -> None:
         """Nothing is under way."""
+
+    def bound_sends(self, max_sends: int) -> None:
+        """Nothing is bounded: what is sent waits for this rank itself."""
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         return values

@@ -1,4 +1,7 @@
-"""Head and cross entropy over slices of tokens: gradients are made in the forward, full logits never exist."""
+"""Head and cross entropy over slices of tokens: gradients are made in the forward, full logits never exist.
+
+An evaluation takes the same slices without gradients, and counts where the most probable token is the target.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ Head = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 The backward takes the logits' gradient, adds the parameters' where they add up, and returns that of the hidden states.
 """
+Logits = Callable[[Tensor], Tensor]
+"""hidden [tokens, H] -> logits [tokens, V] in the working dtype, without a graph."""
 
 
 def shift_labels(labels: Tensor) -> Tensor:
@@ -32,6 +37,7 @@ class LogitsLoss:
         """`softcap` bounds the logits smoothly: softcap * tanh(logits / softcap)."""
         self._softcap = softcap
         self._compiled = CompiledFunction(_loss_and_gradient, name="losses") if compiled else None
+        self._evaluate = CompiledFunction(_loss_and_hits, name="losses") if compiled else None
 
     def __call__(
         self, logits: Tensor, targets: Tensor, *, num_targets: int, loss_scale: float
@@ -48,11 +54,26 @@ class LogitsLoss:
             return summed / num_targets, gradient
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
-            capped = logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+            capped = self._cap(logits)
             summed = F.cross_entropy(capped.float(), targets, ignore_index=IGNORED, reduction="sum")
             loss = summed / num_targets
             (gradient,) = torch.autograd.grad(loss * loss_scale, logits)
         return loss.detach(), gradient
+
+    def evaluate(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum over `targets` [tokens] (-100: none) of their losses, and the number of targets with the largest logit.
+
+        Two scalars, fp32 and int64, made without gradients; 0 and 0 where nothing is a target.
+        """
+        with torch.no_grad():
+            if self._evaluate is not None:
+                return self._evaluate(logits, targets, self._softcap)
+            capped = self._cap(logits)
+            hits = (capped.argmax(-1) == targets).sum()  # no token has the number -100
+            return F.cross_entropy(capped.float(), targets, ignore_index=IGNORED, reduction="sum"), hits
+
+    def _cap(self, logits: Tensor) -> Tensor:
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
@@ -71,6 +92,34 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, softcap:
     # where, not a product: the row of an ignored position may hold anything.
     gradient = torch.where(is_target.unsqueeze(-1), difference * factor, 0.0)
     return summed, (gradient if slope is None else gradient * slope).to(logits.dtype)
+
+
+def _loss_and_hits(logits: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy, in fp32 throughout, and how often the largest logit is the target's."""
+    values = logits.float()
+    if softcap is not None:
+        values = torch.tanh(values / softcap) * softcap
+    losses = torch.logsumexp(values, -1) - values.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(targets != IGNORED, losses, 0.0).sum(), (values.argmax(-1) == targets).sum()
+
+
+def chunked_evaluation(
+    logits_of: Logits, hidden: Tensor, labels: Tensor, *, chunk_tokens: int, logits_loss: LogitsLoss
+) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy of shifted `labels` [B, L] for `hidden` [B, L, H] after the final norm, and the hits.
+
+    Returns fp32 and int64 scalars on `hidden`'s device: the sum over the targets, and how many of them have the largest
+    logit. Logits of `chunk_tokens` tokens exist at one time; the chunks' sums are added in their order.
+    """
+    tokens, targets = hidden.view(-1, hidden.shape[-1]), labels.view(-1)
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    num_hits = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    for start in range(0, tokens.shape[0], chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        summed, hits = logits_loss.evaluate(logits_of(tokens[chunk]), targets[chunk])
+        total += summed
+        num_hits += hits
+    return total, num_hits
 
 
 def chunked_cross_entropy(

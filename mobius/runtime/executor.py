@@ -1,4 +1,4 @@
-"""Plays one rank's actions of one step, in the order of the schedule: for each action its handler.
+"""Plays one rank's actions of one step or evaluation, in the order of the schedule: for each action its handler.
 
 Nothing here waits for the device: handlers enqueue, and the order of streams and edges does the rest.
 """
@@ -59,16 +59,36 @@ class StepSums:
     """Own stage -> squared norm of its (scaled) gradients, fp32 scalar."""
 
 
+@dataclass(frozen=True)
+class EvaluationSums:
+    """Sums of each microbatch of an evaluation, on the device; nothing is synchronized yet.
+
+    They are made on the rank of the last stage, and zero elsewhere.
+    """
+
+    losses: Tensor
+    """fp32 [microbatches]: the loss summed over the microbatch's targets."""
+    num_correct: Tensor
+    """int64 [microbatches]: targets that the model finds more probable than any other token."""
+
+    @classmethod
+    def zeros(cls, num_microbatches: int, device: torch.device) -> EvaluationSums:
+        """The sums before the first microbatch."""
+        losses = torch.zeros(num_microbatches, dtype=torch.float32, device=device)
+        return cls(losses, torch.zeros(num_microbatches, dtype=torch.int64, device=device))
+
+
 @dataclass
 class _Step:
-    """State that the handlers of one step share."""
+    """State that the handlers of one step or evaluation share."""
 
     batch: StepBatch
-    loss_scale: float
-    listener: GradientListener | None
-    sums: StepSums
     rows: Sequence[Tensor]
     """Token ids of each microbatch on the host; every rank has them."""
+    sums: StepSums
+    evaluated: EvaluationSums
+    loss_scale: float = 1.0
+    listener: GradientListener | None = None
     tokens: Sequence[Tensor] = ()
     labels: Sequence[Tensor] = ()
     documents: Sequence[Documents | None] = ()
@@ -116,9 +136,10 @@ class Executor:
             ActionKind.OFFLOAD: lambda stage: self._memory[stage].offload(self._step.listener),
         }
         self._microbatch_handlers: dict[ActionKind, Callable[[int, int], None]] = {
-            ActionKind.FORWARD_FIRST: self._forward,
-            ActionKind.FORWARD_MIDDLE: self._forward,
+            ActionKind.FORWARD_FIRST: self._forward_only if schedule.is_evaluation else self._forward,
+            ActionKind.FORWARD_MIDDLE: self._forward_only if schedule.is_evaluation else self._forward,
             ActionKind.FORWARD_LAST: self._forward_last,
+            ActionKind.EVALUATE_LAST: self._evaluate_last,
             ActionKind.BACKWARD_FIRST: self._backward,
             ActionKind.BACKWARD_MIDDLE: self._backward,
             ActionKind.BACKWARD_LAST: self._backward_last,
@@ -130,9 +151,30 @@ class Executor:
         The gradients of `loss * loss_scale` end in the states of `memory`. Raises what the failing action raised, with
         the grid of the schedule attached.
         """
-        sums = StepSums(loss=torch.zeros((), dtype=torch.float32, device=self._device), squared_norms={})
-        rows = batch.input_ids.chunk(self._schedule.num_microbatches)
-        self._step = _Step(batch, loss_scale, listener, sums, rows, documents=self._place_documents(batch))
+        assert not self._schedule.is_evaluation, "the schedule has no backward"
+        self._step = self._start(batch)
+        self._step.loss_scale, self._step.listener = loss_scale, listener
+        self._play_all()
+        return self._step.sums
+
+    def evaluate(self, batch: StepBatch) -> EvaluationSums:
+        """Forward of all microbatches, which leaves no gradients and keeps no activations; for evaluation schedules.
+
+        Returns at once where there is a GPU. Raises as `run` does.
+        """
+        assert self._schedule.is_evaluation, "the schedule trains"
+        self._step = self._start(batch)
+        self._play_all()
+        return self._step.evaluated
+
+    def _start(self, batch: StepBatch) -> _Step:
+        number, device = self._schedule.num_microbatches, self._device
+        sums = StepSums(loss=torch.zeros((), dtype=torch.float32, device=device), squared_norms={})
+        evaluated = EvaluationSums.zeros(number if self._schedule.is_evaluation else 0, device)
+        rows = batch.input_ids.chunk(number)
+        return _Step(batch, rows, sums, evaluated, documents=self._place_documents(batch))
+
+    def _play_all(self) -> None:
         num_posted = num_received = 0
         for index, action in enumerate(self._actions):
             try:
@@ -146,7 +188,6 @@ class Executor:
                 error.add_note(render_text(self._schedule, failed=(self._rank, index)))
                 raise
         self._transport.finish_step()
-        return sums
 
     def _play(self, action: Action) -> None:
         """Run the action's handler under its name; loads and offloads record their copies where they make them."""
@@ -194,6 +235,22 @@ class Executor:
         output, kept = self._run_layers(stage, microbatch, self._stage_input(stage, microbatch))
         self._stash[stage, microbatch] = kept
         self._transport.send(output, self._schedule.rank_of(stage + 1))
+
+    def _forward_only(self, stage: int, microbatch: int) -> None:
+        output = self._evaluate_layers(stage, microbatch)
+        self._transport.send(output, self._schedule.rank_of(stage + 1))
+
+    def _evaluate_last(self, stage: int, microbatch: int) -> None:
+        hidden, sums = self._evaluate_layers(stage, microbatch), self._step.evaluated
+        labels = self._step.labels[microbatch]
+        sums.losses[microbatch], sums.num_correct[microbatch] = self._stages[stage].evaluate(
+            self._weights(stage), hidden, labels
+        )
+
+    def _evaluate_layers(self, stage: int, microbatch: int) -> Tensor:
+        """Output of the stage's layers for its next input, of which nothing is kept."""
+        inputs, arguments = self._stage_input(stage, microbatch), self._layer_arguments(microbatch)
+        return self._stages[stage].run(self._weights(stage), inputs, arguments)
 
     def _forward_last(self, stage: int, microbatch: int) -> None:
         """Keep the input only: the last stage's forward happens inside its backward, just before the loss."""

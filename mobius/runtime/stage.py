@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.models.graph import BlockGraph, Views, backward, recomputed_backward, run, run_with_graph
-from mobius.models.loss import chunked_cross_entropy, shift_labels
+from mobius.models.loss import chunked_cross_entropy, chunked_evaluation, shift_labels
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.partition import StageCut
 from mobius.plan.request import PackedRows
@@ -62,6 +62,16 @@ class StageModule:
                 kept.append(hidden)
                 hidden = run(layer, weights, hidden, arguments[index])
         return hidden, kept
+
+    def run(self, weights: Views, inputs: Tensor, arguments: LayerArguments) -> Tensor:
+        """Run the layers for their output [B, L, H] alone: no more than one layer's activations exist at a time.
+
+        `inputs` and `arguments` are those of `forward`, and so are the bits of the result.
+        """
+        hidden = run(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
+        for index, layer in zip(self.cut.layers, self._layers, strict=True):
+            hidden = run(layer, weights, hidden, arguments[index])
+        return hidden
 
     def backward(
         self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor, arguments: LayerArguments
@@ -117,6 +127,21 @@ class StageModule:
             logits_loss=parts.logits_loss,
         )
         return loss, backward(parts.norm, normed, gradients, gradient)
+
+    def evaluate(self, weights: Views, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Final norm, head and loss of one microbatch, forward only; `hidden` and `labels` as `loss` gets them.
+
+        Returns the loss summed over the microbatch's targets (fp32 scalar), and how many of them have the largest logit
+        (int64 scalar).
+        """
+        parts = self._parts
+        return chunked_evaluation(
+            lambda part: run(parts.head, weights, part, {}),
+            run(parts.norm, weights, hidden, {}),
+            shift_labels(labels),
+            chunk_tokens=self._loss_chunk_tokens,
+            logits_loss=parts.logits_loss,
+        )
 
 
 def measure_layer_bytes(

@@ -4,6 +4,7 @@
 
 forward_first -1 0 1 0       stage 0 computes microbatch 0 and hands its activation to stage 1
 backward_first 1 0 -1 0      stage 0 gets the activation gradient of microbatch 0 from stage 1
+evaluate_last 2 3 -1 0       stage 3 of 4 makes the loss of microbatch 0, and no backward follows
 load -1 3 -1 -1              the weights of stage 3 start their way into a GPU slot
 """
 
@@ -18,6 +19,8 @@ class ActionKind(StrEnum):
     FORWARD_FIRST = "forward_first"
     FORWARD_MIDDLE = "forward_middle"
     FORWARD_LAST = "forward_last"
+    EVALUATE_LAST = "evaluate_last"
+    """The last stage's forward with the loss, where no backward follows that would make both."""
     BACKWARD_FIRST = "backward_first"
     BACKWARD_MIDDLE = "backward_middle"
     BACKWARD_LAST = "backward_last"
@@ -37,7 +40,8 @@ class ActionKind(StrEnum):
         return self.is_forward or self.is_backward
 
 
-_FORWARD_KINDS = (ActionKind.FORWARD_FIRST, ActionKind.FORWARD_MIDDLE, ActionKind.FORWARD_LAST)
+_POSITIONS = (ActionKind.FORWARD_FIRST, ActionKind.FORWARD_MIDDLE, ActionKind.FORWARD_LAST)
+_FORWARD_KINDS = (*_POSITIONS, ActionKind.EVALUATE_LAST)
 _BACKWARD_KINDS = (ActionKind.BACKWARD_FIRST, ActionKind.BACKWARD_MIDDLE, ActionKind.BACKWARD_LAST)
 _LETTERS = {ActionKind.GENERATE_DATA: "D", ActionKind.LOAD: "L", ActionKind.OFFLOAD: "O"}
 
@@ -64,7 +68,12 @@ class Action:
 def compute_kinds(stage: int, num_stages: int) -> tuple[ActionKind, ActionKind]:
     """Kinds of `stage`'s forward and backward; one that is first and last at once is last, for it makes the loss."""
     position = 2 if stage == num_stages - 1 else min(stage, 1)
-    return _FORWARD_KINDS[position], _BACKWARD_KINDS[position]
+    return _POSITIONS[position], _BACKWARD_KINDS[position]
+
+
+def evaluation_kind(stage: int, num_stages: int) -> ActionKind:
+    """Kind of `stage`'s forward where no backward follows."""
+    return ActionKind.EVALUATE_LAST if stage == num_stages - 1 else compute_kinds(stage, num_stages)[0]
 
 
 def incoming(action: Action, num_stages: int) -> int | None:
@@ -85,8 +94,8 @@ def _neighbour(action: Action, num_stages: int, distance: int) -> int | None:
     return stage if 0 <= stage < num_stages else None
 
 
-def describe_misfit(action: Action, num_stages: int) -> str | None:
-    """Reason why `action` cannot exist among `num_stages` stages, None where it can."""
+def describe_misfit(action: Action, num_stages: int, *, is_evaluation: bool = False) -> str | None:
+    """Reason why `action` cannot exist among `num_stages` stages, in a step or an evaluation; None where it can."""
     if not 0 <= action.stage < num_stages:
         return f"there is no stage {action.stage}, the stages are 0 to {num_stages - 1}"
     if not action.kind.is_compute:
@@ -94,4 +103,7 @@ def describe_misfit(action: Action, num_stages: int) -> str | None:
     if action.microbatch is None:
         return f"{action.kind} needs a microbatch"
     expected = compute_kinds(action.stage, num_stages)[action.kind.is_backward]
-    return None if action.kind is expected else f"stage {action.stage} of {num_stages} takes {expected}"
+    where = ""
+    if is_evaluation:
+        expected, where = evaluation_kind(action.stage, num_stages), " in an evaluation"
+    return None if action.kind is expected else f"stage {action.stage} of {num_stages} takes {expected}{where}"

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from mobius.errors import ScheduleError
 from mobius.schedule.action import Action
 from mobius.schedule.check import check
-from mobius.schedule.looped import compute_order, data_actions
+from mobius.schedule.looped import compute_order, data_actions, evaluation_order
 from mobius.schedule.residency import add_transfers
 from mobius.schedule.schedule import Schedule
 
@@ -16,8 +16,10 @@ def build_schedule(
     num_microbatches: int,
     num_slots: int | Sequence[int] | None,
     resident: Collection[int] = (),
+    *,
+    is_evaluation: bool = False,
 ) -> Schedule:
-    """The looped breadth-first schedule of one step, already checked.
+    """The looped breadth-first schedule of one step, or of one pass of an evaluation, already checked.
 
     The stages in `resident` stay on the GPU for good. `num_slots` GPU slots per rank, or of each rank, hold the weights
     of the others: 2 prefetch the next stage, 1 does not; with None every stage is resident.
@@ -39,18 +41,26 @@ def build_schedule(
     if wrong:
         raise ScheduleError(f"a schedule needs at least 1 of each, it was given {', '.join(wrong)}")
     actions = tuple(
-        rank_actions(rank, num_ranks, num_stages, num_microbatches, own_slots, staying)
+        rank_actions(rank, num_ranks, num_stages, num_microbatches, own_slots, staying, is_evaluation=is_evaluation)
         for rank, own_slots in enumerate(slots)
     )
-    schedule = Schedule(num_ranks, num_stages, num_microbatches, slots, actions, staying)
+    schedule = Schedule(num_ranks, num_stages, num_microbatches, slots, actions, staying, is_evaluation)
     check(schedule)
     return schedule
 
 
 def rank_actions(
-    rank: int, num_ranks: int, num_stages: int, num_microbatches: int, num_slots: int, resident: Collection[int]
+    rank: int,
+    num_ranks: int,
+    num_stages: int,
+    num_microbatches: int,
+    num_slots: int,
+    resident: Collection[int],
+    *,
+    is_evaluation: bool = False,
 ) -> tuple[Action, ...]:
     """All actions of `rank`, not checked; 0 slots if it streams no stage."""
-    order = compute_order(rank, num_ranks, num_stages, num_microbatches)
+    make_order = evaluation_order if is_evaluation else compute_order
+    order = make_order(rank, num_ranks, num_stages, num_microbatches)
     transfers = add_transfers(order, num_slots, resident) if num_slots else order
     return (*data_actions(rank, num_ranks, num_stages), *transfers)

@@ -24,11 +24,12 @@ class Rule(StrEnum):
     DATA = "data"
     """The ranks of the first and the last stage make the batch once, before anything else; the others never."""
     COMPLETE = "complete"
-    """Every (stage, microbatch) goes forward once and backward once."""
+    """Every (stage, microbatch) goes forward once and backward once; in an evaluation never backward."""
     ORDER = "order"
     """Backward follows forward, and an edge delivers messages in the order in which they are received."""
     RESIDENT = "resident"
-    """A streamed stage computes while it is loaded, and is loaded and offloaded in turns; a resident one never is."""
+    """A streamed stage computes while it is loaded, and is loaded and offloaded in turns; a resident one never is.
+    An evaluation leaves the slots empty."""
     BUDGET = "budget"
     """No more stages of a rank are loaded than there are slots; without slots nothing is."""
     GRADIENTS = "gradients"
@@ -65,7 +66,7 @@ def _violation(schedule: Schedule, rank: int, index: int, rule: Rule, text: str)
 
 def _check_form(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     for index, action in enumerate(schedule.actions[rank]):
-        misfit = describe_misfit(action, schedule.num_stages)
+        misfit = describe_misfit(action, schedule.num_stages, is_evaluation=schedule.is_evaluation)
         if misfit is not None:
             yield index, Rule.SHAPE, misfit
         if action.microbatch is not None and not 0 <= action.microbatch < schedule.num_microbatches:
@@ -97,7 +98,8 @@ def _check_complete(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             yield index, Rule.COMPLETE, "it is there a second time"
         if action.kind.is_compute:
             seen.add(key)
-    for key in product((False, True), schedule.local_stages(rank), range(schedule.num_microbatches)):
+    directions = (False,) if schedule.is_evaluation else (False, True)
+    for key in product(directions, schedule.local_stages(rank), range(schedule.num_microbatches)):
         if key not in seen:
             is_backward, stage, microbatch = key
             text = f"{'B' if is_backward else 'F'}{stage}.{microbatch} is missing"
@@ -142,6 +144,9 @@ def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             loaded.remove(stage)
         elif kind.is_backward:
             num_backwards[stage] += 1
-    if loaded:
+    if loaded and schedule.is_evaluation:
+        text = f"the stages {sorted(loaded)} are still loaded: each needs an offload after its last forward"
+        yield len(schedule.actions[rank]), Rule.RESIDENT, text
+    elif loaded:
         stages = f"the gradients of the stages {sorted(loaded)} have not gone home"
         yield len(schedule.actions[rank]), Rule.GRADIENTS, f"{stages}: each needs an offload after its backward"

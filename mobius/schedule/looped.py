@@ -1,14 +1,16 @@
-"""Owns the compute order of a step: looped breadth-first over the stages of a rank.
+"""Owns the compute order of a step or an evaluation: looped breadth-first over the stages of a rank.
 
     rank 0 of 2, stages 0 and 2, two microbatches:   F0.0 F0.1 F2.0 F2.1   B2.0 B2.1 B0.0 B0.1
     rank 1 of 2, stages 1 and 3:                     F1.0 F1.1   F3.0 B3.0 F3.1 B3.1   B1.0 B1.1
 
+    the same in an evaluation:                       F0.0 F0.1 F2.0 F2.1    and    F1.0 F1.1 F3.0 F3.1
+
 A stage takes all its microbatches before the next local stage starts, so its weights travel once per pass however many
-microbatches there are. The model's last stage turns each microbatch round at once: it has all that backward needs.
+microbatches there are. In a step the model's last stage turns each microbatch round at once: it has all that backward needs.
 Breadth-first pipeline parallelism: Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953.
 """
 
-from mobius.schedule.action import Action, ActionKind, compute_kinds
+from mobius.schedule.action import Action, ActionKind, compute_kinds, evaluation_kind
 
 
 def data_actions(rank: int, num_ranks: int, num_stages: int) -> list[Action]:
@@ -35,3 +37,9 @@ def compute_order(rank: int, num_ranks: int, num_stages: int, num_microbatches: 
     turn = [Action(kind, s, m) for s in stages if s == last_stage for m in microbatches for kind in kinds[s]]
     backward = [Action(kinds[s][1], s, m) for s in reversed(stages) if s != last_stage for m in microbatches]
     return [*forward, *turn, *backward]
+
+
+def evaluation_order(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
+    """All forwards of `rank` in order, the model's last stage with its loss; no backward follows."""
+    stages = range(rank, num_stages, num_ranks)
+    return [Action(evaluation_kind(s, num_stages), s, m) for s in stages for m in range(num_microbatches)]

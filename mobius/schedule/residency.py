@@ -28,7 +28,7 @@ def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[
 
     Stages in `resident` get none. The result starts with the loads of the first streamed stages and ends with every
     slot empty. Each stage is offloaded after its backward, which takes its gradients home, and the slot is then free
-    for the next load.
+    for the next load. Where there is no backward, a stage gives up its slot after its forward.
     """
     runs = [list(run) for _, run in groupby(order, key=_run_of)]
     result: list[Action] = []
@@ -43,7 +43,7 @@ def add_transfers(order: Sequence[Action], num_slots: int, resident: Collection[
         if run[-1].kind.is_backward and run[0].stage not in resident:
             loaded = [stage for stage in loaded if stage != run[0].stage]
             result.append(Action(ActionKind.OFFLOAD, run[0].stage))
-    return result
+    return [*result, *(Action(ActionKind.OFFLOAD, stage) for stage in loaded)]
 
 
 def _run_of(action: Action) -> tuple[int, bool]:

@@ -15,7 +15,7 @@ from mobius.schedule.action import Action, incoming, outgoing
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step of all ranks: `actions[rank]` is what that rank does, in order.
+    """One step of all ranks, or one pass of an evaluation: `actions[rank]` is what that rank does, in order.
 
     The stages in `resident` keep their weights on the GPU and have no load or offload; the others are streamed through
     `slots[rank]` GPU slots, 0 where a rank has no others. `build_schedule` returns only schedules that passed `check`.
@@ -27,6 +27,8 @@ class Schedule:
     slots: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
     resident: frozenset[int] = frozenset()
+    is_evaluation: bool = False
+    """Whether there is no backward: stages only go forward, the last one with its loss."""
 
     @property
     def num_slots(self) -> int | None:
