@@ -1,0 +1,112 @@
+"""Scores of generated texts beside those of the data: exact match, BLEU-4, and ROUGE-1, -2 and -L.
+
+sacrebleu computes BLEU, torchmetrics ROUGE; both are imported only here, where scores are wanted. A character of
+Chinese or Japanese counts as a word; where the data's own texts have such characters, the names of the scores say so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import statistics
+import unicodedata
+from collections.abc import Sequence
+from typing import Any, Final
+
+from mobius.errors import ConfigError
+
+_BLEU: Final = "sacrebleu"
+_ROUGE: Final = "torchmetrics.functional.text.rouge"
+_ROUGE_NAMES: Final = {"rouge-1": "rouge1", "rouge-2": "rouge2", "rouge-l": "rougeL"}
+_BY_CHARACTER: Final = "-by-character"
+
+_IDEOGRAPHS: Final = (
+    r"\u2e80-\u2fdf\u3005-\u3007\u3040-\u30ff\u3105-\u312f\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
+    r"\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
+)
+"""Characters of scripts that put no spaces between words: Han, kana, bopomofo; not Hangul, which has spaces."""
+_IDEOGRAPH: Final = re.compile(f"[{_IDEOGRAPHS}]")
+_STANDING_ALONE: Final = re.compile(rf"([{_IDEOGRAPHS}\u3000-\u3004\u3008-\u303f\u31c0-\u31ef\uff01-\uff65])")
+"""These, their punctuation and forms of full width."""
+
+
+def check_scores_installed() -> None:
+    """Import what computes the scores, some seconds; raises ConfigError that names what is missing or broken."""
+    problems = list[str]()
+    for module in (_BLEU, _ROUGE):
+        package = module.partition(".")[0]
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] == package:
+                problems.append(
+                    f"`--do_predict` scores answers with a package that is not installed: pip install {package}"
+                )
+            else:
+                problems.append(_broken(package, error))
+        except Exception as error:
+            problems.append(_broken(package, error))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def text_scores(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
+    """Scores from 0 to 100 by name, of as many predictions as labels; at least one.
+
+    `exact_match`  share of predictions that are their label to the letter, white space around both aside
+    `bleu-4`       BLEU of the corpus, tokens by sacrebleu's default (13a), exponential smoothing
+    `rouge-1` ...  means of the samples' F measures, in lower case, without punctuation and stemming; 0 for a
+                   prediction or a label without a word
+
+    BLEU and ROUGE are called `bleu-4-by-character` and so on where a label has Chinese or Japanese characters, each of
+    which is a word then.
+    """
+    assert len(predictions) == len(labels) > 0, "one prediction for each label, and at least one"
+    suffix = _BY_CHARACTER if is_by_character(labels) else ""
+    bleu: Any = importlib.import_module(_BLEU)
+    rouge: Any = importlib.import_module(_ROUGE)
+    are_equal = [one.strip() == other.strip() for one, other in zip(predictions, labels, strict=True)]
+    corpus = bleu.corpus_bleu(
+        [spaced(text) for text in predictions], [[spaced(text) for text in labels]], tokenize="13a", force=True
+    )
+    found = [
+        rouge.rouge_score(
+            prediction, label, normalizer=spaced, tokenizer=words_of, rouge_keys=tuple(_ROUGE_NAMES.values())
+        )
+        for prediction, label in zip(predictions, labels, strict=True)
+    ]
+    scores = {"exact_match": 100 * statistics.fmean(are_equal), f"bleu-4{suffix}": float(corpus.score)}
+    for name, key in _ROUGE_NAMES.items():
+        scores[name + suffix] = 100 * statistics.fmean(float(each[f"{key}_fmeasure"]) for each in found)
+    return scores
+
+
+def is_by_character(labels: Sequence[str]) -> bool:
+    """Whether any of the texts has a character that counts as a word."""
+    return any(_IDEOGRAPH.search(text) for text in labels)
+
+
+def spaced(text: str) -> str:
+    """`text` with spaces around every Chinese and Japanese character and mark."""
+    return _STANDING_ALONE.sub(r" \1 ", text)
+
+
+def words_of(text: str) -> list[str]:
+    """Runs of letters, accents and digits in lower case; for ASCII those of ROUGE's reference implementation.
+
+    That one drops all other letters, which makes every text in Cyrillic empty.
+    """
+    kept = list[str]()
+    for character in text.lower():
+        category = unicodedata.category(character)
+        if category != "Cf":  # joiners within words of Persian and of Indian scripts
+            kept.append(character if category[0] in "LMN" else " ")
+    return "".join(kept).split()
+
+
+def _broken(package: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())
+    return (
+        f"`--do_predict` scores answers with {package}, which is installed but cannot be imported "
+        f"({type(error).__name__}: {reason:.200}): pip install --force-reinstall --no-deps {package}"
+    )
