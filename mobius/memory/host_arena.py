@@ -45,24 +45,17 @@ class HostArena:
         self.states: dict[int, StageState] = {}
         try:
             for stage, layout in layouts.items():
-                weights = self._lock(_map(layout.num_elements, dtype))
-                gradients = self._lock(_map(layout.num_trained, gradient_dtype or dtype))
-                self.states[stage] = StageState.around(layout, weights, gradients, _map)
+                weights = self._lock(map_zeros(layout.num_elements, dtype))
+                gradients = self._lock(map_zeros(layout.num_trained, gradient_dtype or dtype))
+                self.states[stage] = StageState.around(layout, weights, gradients, map_zeros)
         except BaseException:
             self.close()
             raise
 
     def _lock(self, tensor: Tensor) -> Tensor:
-        if not self._register or tensor.numel() == 0:
-            return tensor
-        error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-        if int(error) != 0:
-            raise HostMemoryError(
-                f"CUDA cannot page-lock {bytes_text(tensor.nbytes, digits=2)} of host memory (cudaHostRegister: "
-                f"{error}). Raise the limit of locked memory (`ulimit -l unlimited`; in a container --ulimit "
-                "memlock=-1)."
-            )
-        self._registered.append(tensor)
+        if self._register and tensor.numel() > 0:
+            lock_pages(tensor)
+            self._registered.append(tensor)
         return tensor
 
     @property
@@ -73,10 +66,26 @@ class HostArena:
     def close(self) -> None:
         """Unregister all memory; copies to and from it must have ended. Safe to call twice."""
         while self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
+            unlock_pages(self._registered.pop())
 
 
-def _map(num_elements: int, dtype: torch.dtype) -> Tensor:
+def lock_pages(tensor: Tensor) -> None:
+    """Page-lock the memory of `tensor` for asynchronous copies, until `unlock_pages`. Raises HostMemoryError."""
+    error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(error) != 0:
+        raise HostMemoryError(
+            f"CUDA cannot page-lock {bytes_text(tensor.nbytes, digits=2)} of host memory (cudaHostRegister: "
+            f"{error}). Raise the limit of locked memory (`ulimit -l unlimited`; in a container --ulimit "
+            "memlock=-1)."
+        )
+
+
+def unlock_pages(tensor: Tensor) -> None:
+    """Undo `lock_pages`; copies from and to the memory must have ended."""
+    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+
+def map_zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
     """A zero tensor [num_elements] in an anonymous mapping of exactly its size, on huge pages if possible.
 
     All of it is touched here, by as many threads as torch has: the first update would take seconds for it otherwise,

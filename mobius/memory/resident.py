@@ -13,6 +13,7 @@ cast into memory of the stage's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -74,6 +75,9 @@ class ResidentStage:
 
     def wait_until_updated(self) -> None:
         """Nothing to wait for: updates and compute follow one another on the device."""
+
+    def when_updated(self, action: Callable[[], None]) -> None:
+        action()
 
     def weights(self) -> dict[str, Tensor]:
         return self._weights

@@ -47,6 +47,12 @@ class StageMemory(Protocol):
     def wait_until_updated(self) -> None:
         """Make the host wait until the stage is updated; raises what the update raised."""
 
+    def when_updated(self, action: Callable[[], None]) -> None:
+        """Call `action` once the state has all updates that were begun: now, or in the thread that updates.
+
+        Behind updates on a GPU it is called before they are done, in the order of their stream.
+        """
+
     def weights(self) -> dict[str, Tensor]:
         """Parameter views on the device; the compute stream waits until they are there."""
 

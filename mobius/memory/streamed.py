@@ -20,7 +20,7 @@ them, and the slot is free as soon as backward is done.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -129,6 +129,12 @@ class StreamedStage:
         """Make the host wait for the update, and for the start of a load that waits for it."""
         if self._updates is not None:
             self._updates.wait(self._stage)
+
+    def when_updated(self, action: Callable[[], None]) -> None:
+        if self._updates is None:
+            action()
+        else:
+            self._updates.when_updated(self._stage, action)
 
     def weights(self) -> dict[str, Tensor]:
         """Views of the slot; at the first call after a load, the compute stream waits for it."""

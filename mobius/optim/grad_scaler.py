@@ -16,6 +16,16 @@ class LossScale:
         self._good_steps = 0
         self.value = initial if is_dynamic else 1.0
 
+    @property
+    def steps_since_change(self) -> int:
+        """Finite steps since the value changed."""
+        return self._good_steps
+
+    def restore(self, value: float, steps_since_change: int) -> None:
+        """Go on from these; a fixed scale stays as it is."""
+        if self.is_dynamic:
+            self.value, self._good_steps = value, steps_since_change
+
     def update(self, *, is_finite: bool) -> None:
         """Adapt to the outcome of a step."""
         if not self.is_dynamic:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
+from torch import Tensor
 
 from mobius.errors import NonFiniteLossError
+from mobius.memory.layout import FlatRange
 from mobius.memory.stage_memory import StageMemory, Update
 from mobius.messages.transport import Transport
 from mobius.optim.adamw import FlatAdamW
@@ -44,6 +45,18 @@ class StepOutcome:
     """Whether any stage was left as it was."""
 
 
+@dataclass(frozen=True)
+class StepCounts:
+    """Everything a stepper knows of the steps before, so that another one can go on; equal on all ranks."""
+
+    num_updates: int = 0
+    num_skipped: int = 0
+    skipped_in_a_row: int = 0
+    loss_scale: float = 1.0
+    good_steps: int = 0
+    """Steps since the loss scale changed."""
+
+
 class Stepper:
     """Owns the count of updates and of skipped steps; every rank decides alike from the same summed numbers."""
 
@@ -58,8 +71,14 @@ class Stepper:
         num_stages: int,
         max_grad_norm: float,
         tied: TiedPair | None,
+        before_update: Callable[[int], None] | None = None,
     ) -> None:
-        """`memory` is that of this rank's stages, which know where and in what pieces they are updated."""
+        """`memory` is that of this rank's stages, which know where and in what pieces they are updated.
+
+        `before_update` is called with a stage just before its state changes, in the thread that updates, perhaps
+        several times.
+        """
+        self._before_update = before_update
         self._adamw, self._memory, self._transport, self._clock, self._tied = adamw, memory, transport, clock, tied
         self._num_stages, self._max_grad_norm = num_stages, max_grad_norm
         self.loss_scale = loss_scale
@@ -135,7 +154,29 @@ class Stepper:
     def _update_of(self, stage: int, step: int, factor: float = 1.0) -> Update:
         """The update of `stage` with this step's learning rate."""
         state, rate = self._memory[stage].state, self._learning_rate
-        return partial(self._adamw.update, state, step=step, learning_rate=rate, gradient_factor=factor)
+
+        def update(*, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
+            if self._before_update is not None:
+                self._before_update(stage)
+            self._adamw.update(
+                state, step=step, learning_rate=rate, gradient_factor=factor, pieces=pieces, found_inf=found_inf
+            )
+
+        return update
+
+    @property
+    def counts(self) -> StepCounts:
+        """Counts of the steps so far."""
+        scale = self.loss_scale
+        return StepCounts(
+            self.num_updates, self.num_skipped, self._skipped_in_a_row, scale.value, scale.steps_since_change
+        )
+
+    def restore(self, counts: StepCounts) -> None:
+        """Go on from `counts` of another stepper; before the first step."""
+        self.num_updates, self.num_skipped = counts.num_updates, counts.num_skipped
+        self._skipped_in_a_row = counts.skipped_in_a_row
+        self.loss_scale.restore(counts.loss_scale, counts.good_steps)
 
     def drain(self) -> None:
         """Wait for all updates: before the parameters are read, and at the end."""

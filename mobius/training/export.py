@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mobius.checkpoints.files import StageParameter
 from mobius.errors import CheckpointError, NoResultError
 from mobius.interruption import Standing
 from mobius.models.base_files import BaseFiles
@@ -33,17 +34,15 @@ _UNCHECKED = "config.json.unchecked"
 """The name of config.json until the weights are checked: a folder that has config.json counts as complete."""
 
 
-def saved_parameters(blueprint: Blueprint) -> list[SavedParameter]:
-    """Every parameter of the model in forward order with the rank that has it; a tied head is saved once."""
+def saved_parameters(blueprint: Blueprint) -> list[StageParameter]:
+    """Every parameter of the model in forward order with its stage; a tied head is saved once."""
     parts, plan = blueprint.parts, blueprint.plan
     blocks = [(parts.embedding, 0)]
     blocks += [(parts.layers[layer], cut.stage) for cut in plan.cuts for layer in cut.layers]
     blocks += [(parts.norm, plan.num_stages - 1)]
     blocks += [] if parts.is_tied else [(parts.head, plan.num_stages - 1)]
     return [
-        SavedParameter(name, shape, stage % plan.num_ranks)
-        for block, stage in blocks
-        for name, shape in block.full_shapes().items()
+        StageParameter(name, shape, stage) for block, stage in blocks for name, shape in block.full_shapes().items()
     ]
 
 
@@ -85,7 +84,10 @@ def export_model(session: Session, output: OutputFolder, *, base_files: BaseFile
     """
     blueprint, transport = session.blueprint, session.transport
     rank, folder = transport.rank, output.partial
-    parameters = saved_parameters(blueprint)
+    parameters = [
+        SavedParameter(each.name, each.shape, each.stage % blueprint.plan.num_ranks)
+        for each in saved_parameters(blueprint)
+    ]
     shards = plan_shards(parameters, blueprint.dtype.itemsize)
     states = [own.state for own in session.stages.memory.values()]
     values = {name: view for state in states for name, view in state.layout.views(state.weights).items()}

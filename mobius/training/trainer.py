@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,13 +17,23 @@ from mobius.config.config import OptimConfig
 from mobius.machine.devices import MemoryMeter
 from mobius.messages.transport import Transport
 from mobius.optim.lr_schedule import learning_rate_at
-from mobius.optim.stepper import StepOutcome, Stepper
+from mobius.optim.stepper import StepCounts, StepOutcome, Stepper
 from mobius.output.metrics import StepMetrics
 from mobius.output.recordings import StepWatch
 from mobius.runtime.executor import Executor, StepBatch
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.lanes import WaitCause
 from mobius.units import GIB
+
+
+class Exchange(Protocol):
+    """Numbers that ranks tell each other at the end of each step, beside the step's own."""
+
+    def own(self) -> Sequence[float]:
+        """This rank's numbers; every rank has as many."""
+
+    def hear(self, table: Tensor) -> None:
+        """Take all ranks' numbers, [num_ranks, len(own)] in float64."""
 
 
 class Trainer:
@@ -39,20 +50,23 @@ class Trainer:
         clock: WaitClock,
         meter: MemoryMeter,
         watches: Sequence[StepWatch] = (),
+        steps_done: int = 0,
     ) -> None:
-        """Each step runs within what `watches` return for its number."""
+        """Each step runs within what `watches` return for its number. `batches` begin behind `steps_done` steps."""
         self._watches = watches
         self._config = config
         self._executor, self._stepper, self._batches = executor, stepper, batches
         self._transport, self._clock, self._meter = transport, clock, meter
-        self._step = 0
+        self._step = steps_done
+        self.exchange: Exchange | None = None
+        """Set by who wants to tell other ranks something."""
         self._step_end = 0.0
         self._next_batch: StepBatch | None = None
 
     @property
-    def num_updates(self) -> int:
-        """Steps so far in which at least one stage was updated; the same on all ranks."""
-        return self._stepper.num_updates
+    def counts(self) -> StepCounts:
+        """Counts of all steps so far; the same on all ranks."""
+        return self._stepper.counts
 
     def train(self) -> Iterator[StepMetrics]:
         """Run all steps, yielding the numbers of each as it ends."""
@@ -64,6 +78,14 @@ class Trainer:
                     stack.enter_context(watch(self._step + 1))
                 metrics = self.train_step()
             yield metrics
+
+    def leave_out_time(self) -> None:
+        """Begin the next step's seconds now: an evaluation, for instance, is no part of a step."""
+        self._step_end = time.perf_counter()
+
+    def drain(self) -> None:
+        """Wait for all updates: before the parameters are read."""
+        self._stepper.drain()
 
     def train_step(self) -> StepMetrics:
         """One optimizer step: M microbatches through all stages, then AdamW."""
@@ -84,7 +106,11 @@ class Trainer:
     def _measure(self, batch: StepBatch, outcome: StepOutcome, learning_rate: float) -> StepMetrics:
         memory, waits = self._meter.read(), self._clock.collect()
         own = [memory.peak_allocated, memory.peak_reserved, memory.peak_host, *(waits[cause] for cause in WaitCause)]
-        table = numbers_of_ranks(self._transport, own)
+        told = () if self.exchange is None else self.exchange.own()
+        both = numbers_of_ranks(self._transport, [*own, *told])
+        if self.exchange is not None:
+            self.exchange.hear(both[:, len(own) :])
+        table = both[:, : len(own)]
         worst = table.amax(0).tolist()
         previous, self._step_end = self._step_end, time.perf_counter()
         seconds = self._step_end - previous

@@ -1,0 +1,317 @@
+"""Takes the state of one rank's stages aside and writes it, while training goes on.
+
+    training   ... | backward 3, update 3 | backward 2, update 2 ...      an update waits until its stage is copied
+    copying    copy 3 | copy 2 | copy 1 ...                               a copy waits for a free buffer
+    writing             write 3 ........ | write 2 ......... | ...
+
+A stage's state is that of step k from its update of that step on, until its next update begins. With a buffer for each
+stage an update waits for a copy of memory at the most. With fewer, down to one, it waits for the disk in the end: the
+state of a step is never half of another's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from mobius.checkpoints.copy_room import CopyRoom, divided
+from mobius.memory.stage_memory import StageMemory
+from mobius.memory.stage_state import Remainder, StageState
+from mobius.memory.streams import Event, new_stream, record_current
+
+COPIED_AT_ONCE = 2**24
+"""Bytes that one thread copies at a time."""
+
+WEIGHTS = "weights"
+
+Write = Callable[[int, Mapping[str, Tensor]], None]
+"""Writes a stage's tensors, by the names they are saved under, to the disk."""
+
+
+@dataclass(frozen=True)
+class SavedStage:
+    """One stage, and which of its parameters it saves: a tied head is saved as the embedding."""
+
+    memory: StageMemory
+    names: Collection[str]
+
+    def flat_tensors(self, *, has_optimizer: bool) -> dict[str, Tensor]:
+        """Flat tensors that make up the state, by what they hold: weights, and `optimizer_keys` of the format."""
+        state = self.memory.state
+        return {WEIGHTS: state.weights} | (optimizer_tensors(state) if has_optimizer else {})
+
+    def named(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Views of flat tensors like those of `flat_tensors` in the parameters' shapes, as they are named in files."""
+        layout = self.memory.state.layout
+        found: dict[str, Tensor] = {}
+        for kind, tensor in flat.items():
+            views = layout.views(tensor) if kind == WEIGHTS else layout.trained_views(tensor)
+            ending = "" if kind == WEIGHTS else f".{kind}"
+            found |= {f"{name}{ending}": view for name, view in views.items() if name in self.names}
+        return found
+
+
+def optimizer_tensors(state: StageState) -> dict[str, Tensor]:
+    """Flat tensors of a stage beside its weights, by the ending of their names in a checkpoint."""
+    master = state.master
+    own: dict[str, Tensor] = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+    if isinstance(master, Remainder):
+        own["master_low"] = master.bits
+    elif master is not state.weights:
+        own["master"] = master
+    return own
+
+
+@dataclass
+class SaveOutcome:
+    """How saving one rank's stages went."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    """From the beginning until all is written, or has failed."""
+    writing_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    """Longest time that updates were kept waiting, added up; what training stood still is not more."""
+    error: BaseException | None = None
+
+
+class Snapshots:
+    """Saves this rank's stages, one save at a time; `before_update` keeps what is not copied yet from changing."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, SavedStage],
+        *,
+        order: Sequence[int],
+        has_optimizer: bool,
+        room_bytes: int,
+        device: torch.device,
+        num_threads: int,
+    ) -> None:
+        """`order`: own stages as their updates come.
+
+        Copies take at most `room_bytes` of host memory, at least one stage's; `num_threads` make them.
+        """
+        self._stages, self._order, self._has_optimizer = stages, tuple(order), has_optimizer
+        sizes = {stage: _num_bytes(self._flat(stage)) for stage in self._order}
+        self.num_bytes = sum(sizes.values())
+        self._device = device
+        self.room = CopyRoom(sizes, room_bytes, pins=device.type == "cuda") if self.num_bytes else None
+        self._copiers = ThreadPoolExecutor(num_threads, thread_name_prefix="copying")
+        self._save: _Save | None = None
+
+    def begin(self, write: Write) -> None:
+        """Start saving the state behind all updates so far; the save before must have been waited for."""
+        assert self._save is None, "one save at a time"
+        self._save = save = _Save(self._order)
+        for stage in self._order:
+            memory = self._stages[stage].memory
+            memory.when_updated(lambda stage=stage: save.is_updated(stage, record_current(self._device)))  # type: ignore[misc]
+        for name, run in (("saving: copies", self._copy), ("saving: writes", self._write)):
+            thread = threading.Thread(target=self._guarded, args=(run, save, write), name=name, daemon=True)
+            save.threads.append(thread)
+            thread.start()
+
+    def before_update(self, stage: int) -> None:
+        """Return when the state of `stage` may change; on a GPU its current stream waits where the host need not."""
+        if (save := self._save) is not None:
+            save.let_go(stage)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save has begun and `wait` was not called since."""
+        return self._save is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._save is None or not any(thread.is_alive() for thread in self._save.threads)
+
+    def wait(self) -> SaveOutcome:
+        """Return when all is written, or saving has failed."""
+        save = self._save
+        assert save is not None, "no save has begun"
+        for thread in save.threads:
+            thread.join()
+        if self.room is not None:
+            self.room.give_all_back()
+        self._save = None
+        return save.outcome
+
+    def close(self) -> None:
+        """End threads and give memory back; no save may be under way."""
+        self._copiers.shutdown()
+        if self.room is not None:
+            self.room.close()
+
+    def _flat(self, stage: int) -> dict[str, Tensor]:
+        return self._stages[stage].flat_tensors(has_optimizer=self._has_optimizer)
+
+    def _guarded(self, run: Callable[[_Save, Write], None], save: _Save, write: Write) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            run(save, write)
+        except BaseException as error:
+            save.fail(error)
+
+    def _copy(self, save: _Save, write: Write) -> None:
+        stream = new_stream(self._device)
+        while (wanted := save.next_stages()) and self.room is not None:
+            number = self.room.take(wanted, gives_up=lambda: save.has_failed)
+            if number is None:
+                return
+            # With a buffer of its own the stage is known; else the most urgent one goes first, as it is by now.
+            stage = number if self.room.has_all else save.next_stages()[0]
+            source, target = self._flat(stage), divided(self.room.buffer(number), self._flat(stage))
+            on_gpu = source[WEIGHTS].device.type == "cuda"
+            begun = save.begins(stage)
+            if on_gpu:
+                with stream.run():
+                    begun.wait()
+                    for kind, tensor in source.items():
+                        target[kind].copy_(tensor, non_blocking=True)
+                    copied = stream.record()
+                save.is_on_its_way(stage, copied)
+                copied.synchronize()
+            else:
+                self._copy_host(source, target)
+            save.is_copied(stage, (stage, number, target))
+
+    def _copy_host(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+        """Copy by several threads, none of which holds Python's lock meanwhile."""
+        parts = [
+            (to.data_ptr() + start, tensor.data_ptr() + start, min(COPIED_AT_ONCE, tensor.nbytes - start))
+            for tensor, to in ((tensor, target[kind]) for kind, tensor in source.items())
+            for start in range(0, tensor.nbytes, COPIED_AT_ONCE)
+        ]
+        for _ in self._copiers.map(lambda part: ctypes.memmove(*part), parts):
+            pass
+
+    def _write(self, save: _Save, write: Write) -> None:
+        while (given := save.next_copy()) is not None:
+            stage, number, flat = given
+            start = time.monotonic()
+            try:
+                write(stage, self._stages[stage].named(flat))
+            finally:
+                assert self.room is not None
+                self.room.give_back(number)
+            save.is_written(stage, _num_bytes(flat), time.monotonic() - start)
+
+
+class _Phase(Enum):
+    UPDATING = auto()
+    """The update of the saved step is not done."""
+    READY = auto()
+    COPYING = auto()
+    ON_ITS_WAY = auto()
+    """A copy from the GPU is enqueued: what comes later in its streams may wait for it."""
+    COPIED = auto()
+    WRITTEN = auto()
+
+
+_Copy = tuple[int, int, dict[str, Tensor]]
+"""A stage, the number of the buffer that holds its copy, and the copy."""
+
+
+@dataclass
+class _Save:
+    """State of one save, which training, copying and writing threads share."""
+
+    order: Sequence[int]
+    threads: list[threading.Thread] = field(default_factory=list)
+    outcome: SaveOutcome = field(default_factory=SaveOutcome)
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition()
+        self._phases = dict.fromkeys(self.order, _Phase.UPDATING)
+        self._events: dict[int, Event] = {}
+        self._urgent: list[int] = []
+        self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._start = time.monotonic()
+        if not self.order:
+            self._copies.put(None)
+
+    @property
+    def has_failed(self) -> bool:
+        return self.outcome.error is not None
+
+    def is_updated(self, stage: int, event: Event) -> None:
+        """`event` lies behind the update in the compute stream."""
+        with self._changed:
+            self._events[stage], self._phases[stage] = event, _Phase.READY
+            self._changed.notify_all()
+
+    def let_go(self, stage: int) -> None:
+        with self._changed:
+            start = time.monotonic()
+            while not self.has_failed and self._phases[stage].value < _Phase.ON_ITS_WAY.value:
+                if stage not in self._urgent:
+                    self._urgent.append(stage)
+                self._changed.wait()
+            if self._phases[stage] is _Phase.ON_ITS_WAY:
+                self._events[stage].wait()
+            self.outcome.waited_seconds += time.monotonic() - start
+
+    def next_stages(self) -> list[int]:
+        """Stages that can be copied, those first for which an update waits; waits for one. Empty at the end."""
+        with self._changed:
+            while not self.has_failed:
+                ready = [stage for stage in self.order if self._phases[stage] is _Phase.READY]
+                if ready:
+                    return [*(stage for stage in self._urgent if stage in ready), *ready]
+                if _Phase.UPDATING not in self._phases.values():
+                    break
+                self._changed.wait()
+        return []
+
+    def begins(self, stage: int) -> Event:
+        with self._changed:
+            self._phases[stage] = _Phase.COPYING
+            return self._events[stage]
+
+    def is_on_its_way(self, stage: int, copied: Event) -> None:
+        with self._changed:
+            self._events[stage], self._phases[stage] = copied, _Phase.ON_ITS_WAY
+            self._changed.notify_all()
+
+    def is_copied(self, stage: int, copy: _Copy) -> None:
+        with self._changed:
+            self._phases[stage] = _Phase.COPIED
+            self._changed.notify_all()
+        self._copies.put(copy)
+
+    def next_copy(self) -> _Copy | None:
+        return None if self.has_failed else self._copies.get()
+
+    def is_written(self, stage: int, num_bytes: int, seconds: float) -> None:
+        with self._changed:
+            self._phases[stage] = _Phase.WRITTEN
+            self.outcome.num_bytes += num_bytes
+            self.outcome.writing_seconds += seconds
+            self.outcome.seconds = time.monotonic() - self._start
+            if set(self._phases.values()) == {_Phase.WRITTEN}:
+                self._copies.put(None)
+
+    def fail(self, error: BaseException) -> None:
+        """End the save: nobody waits for it any more."""
+        with self._changed:
+            if self.outcome.error is None:
+                self.outcome.error = error
+            self.outcome.seconds = time.monotonic() - self._start
+            self._changed.notify_all()
+        self._copies.put(None)
+
+
+def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,297 @@
+"""Saves a run's checkpoints: when, what is in them, and which are kept. All ranks call it alike.
+
+    main threads      save(step 8)                    each step's numbers: who has written     save(step 16) ...
+    rank threads      copy and write own stages ....  records-1.json                            (waits for the end of 8)
+    rank 0's thread                                        check, name, remove older ones
+
+Nobody waits for a save but the next one and the end of the run. A save that fails on one rank is given up by all, told,
+and training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mobius.checkpoints.files import FileRecord, check_space, plan_files, space_needed, write_stage
+from mobius.checkpoints.folders import (
+    checkpoint_path,
+    complete,
+    discard,
+    find_checkpoints,
+    partial_path,
+    remove_old,
+    write_text,
+)
+from mobius.checkpoints.manifest import Manifest, file_record
+from mobius.checkpoints.snapshot import SavedStage, SaveOutcome, Snapshots
+from mobius.config.long_runs import ALL_CHECKPOINTS
+from mobius.errors import CheckpointError, MobiusError, first_line
+from mobius.machine.available import available_host_bytes
+from mobius.machine.devices import optimizer_threads
+from mobius.models.base_files import BaseFiles
+from mobius.optim.stepper import StepCounts
+from mobius.output.hf_folder import write_model_files
+from mobius.training.export import saved_parameters
+from mobius.training.session import Session
+from mobius.training.trainer import numbers_of_ranks
+from mobius.units import GIB, bytes_text
+
+logger = logging.getLogger(__name__)
+
+_SPARED_SHARE = 0.2
+"""Share of the free host memory that copies leave alone: page cache of the files that are written, and neighbours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedPoint:
+    """Everything that a checkpoint tells beside tensors, at the end of a step."""
+
+    step: int
+    counts: StepCounts
+    epoch: float
+    metric: float | None
+    trainer_state: str
+    """Text of trainer_state.json; empty on all ranks but the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTexts:
+    """Everything in a checkpoint that stays the same over a run; the first rank's."""
+
+    base_files: BaseFiles
+    files: Mapping[str, str]
+    """Texts by file name, such as training_args.yaml and plan.json."""
+    options: Mapping[str, Any]
+    data_fingerprint: str
+
+
+class CheckpointSaver:
+    """Owns the saves of a run, one at a time, and the copies that they are made from."""
+
+    def __init__(self, session: Session, save_dir: Path, texts: RunTexts) -> None:
+        """Take memory for copies; collective. What is complete in `save_dir` counts as the run's own."""
+        blueprint = session.blueprint
+        self._session, self._save_dir, self._texts = session, save_dir, texts
+        self._config, self._blueprint, self._transport = blueprint.config, blueprint, session.transport
+        self._rank, self._is_first = self._transport.rank, self._transport.rank == 0
+        saving = blueprint.config.saving
+        self._has_optimizer = not saving.save_only_model
+        self._parameters = saved_parameters(blueprint)
+        self._files = plan_files(self._parameters, dtype=blueprint.dtype, has_optimizer=self._has_optimizer)
+        self.num_bytes = space_needed(self._parameters, blueprint.dtype, self._has_optimizer)
+        self._snapshots = self._take_room()
+        self._next_number = find_checkpoints(save_dir).next_save_number
+        self._point: SavedPoint | None = None
+        self._number = 0
+        """Number of the save that is under way; 0 if there is none."""
+        self._is_written = False
+        self._finisher: threading.Thread | None = None
+        self._begun = 0.0
+        self.best: Path | None = None
+        """A checkpoint that is not to be removed."""
+        self.newest: Path | None = None
+        """The last one that was completed by this run, on the first rank."""
+        self.outcomes: list[SaveOutcome] = []
+
+    def before_update(self, stage: int) -> None:
+        """For the stepper: return when the state of `stage` may change."""
+        self._snapshots.before_update(stage)
+
+    def describe(self) -> str:
+        """A line for the log: what a checkpoint takes, and what training waits for."""
+        saving, room = self._config.saving, self._snapshots.room
+        kept = "all" if saving.save_total_limit == ALL_CHECKPOINTS else f"the newest {saving.save_total_limit}"
+        text = f"checkpoints: {bytes_text(self.num_bytes)} each in {self._save_dir}, {kept} are kept"
+        if room is None or room.has_all:
+            return f"{text}; they are written beside training, from copies in host memory"
+        return (
+            f"{text}; host memory has no room for copies of all stages, so steps wait for the disk while one is written"
+        )
+
+    def save(self, point: SavedPoint) -> None:
+        """Begin to save the state behind the last step; collective. Waits for the save before."""
+        self.finish()
+        self._point, self._number, self._is_written = point, self._next_number, False
+        self._next_number += 1
+        self._begun = time.monotonic()
+        self._records: list[FileRecord] = []
+        partial = partial_path(self._save_dir, point.step)
+        num_bytes = self.num_bytes if self._is_first else self._snapshots.num_bytes
+        problem: list[CheckpointError] = []
+        try:
+            check_space(self._save_dir, num_bytes)
+            partial.mkdir(parents=True, exist_ok=True)
+        except CheckpointError as error:
+            problem = [error]
+        except OSError as error:
+            problem = [CheckpointError(f"cannot make {partial}: {error.strerror}.")]
+
+        def write(stage: int, tensors: Mapping[str, Tensor]) -> None:
+            if problem:
+                raise problem[0]
+            if stage < len(self._files):
+                self._records += write_stage(partial, self._files[stage], tensors)
+
+        self._snapshots.begin(write)
+
+    def own(self) -> Sequence[float]:
+        """This rank's part in each step's exchange: the save that it has written, negative if that failed."""
+        if not self._number or self._is_written or not self._snapshots.is_done:
+            return [0.0]
+        return [self._report()]
+
+    def hear(self, table: Tensor) -> None:
+        """Finish the save once all ranks have written: the other part of the exchange."""
+        if not self._number or self._is_written:
+            return
+        told = table[:, 0].tolist()
+        if all(abs(number) == self._number for number in told):
+            self._is_written = True
+            self._all_have_written(all(number > 0 for number in told))
+
+    def finish(self) -> None:
+        """Wait until no save is under way; collective."""
+        if not self._number:
+            return
+        if not self._is_written:
+            if self._snapshots.is_saving:
+                self._settled(self._snapshots.wait())
+            self.hear(numbers_of_ranks(self._transport, [self._report()]))
+        if self._finisher is not None:
+            self._finisher.join()
+            self._finisher = None
+        self._number = 0
+        self._transport.barrier()
+
+    def close(self) -> None:
+        """Give memory back; no save may be under way."""
+        self._snapshots.close()
+
+    def _report(self) -> float:
+        """What `own` says once this rank's threads are through."""
+        if self._snapshots.is_saving:
+            self._settled(self._snapshots.wait())
+        return float(-self._number if self._outcome.error else self._number)
+
+    def _settled(self, outcome: SaveOutcome) -> None:
+        """Take the outcome of this rank's threads; what it wrote is told to the first rank by a file."""
+        assert self._point is not None
+        if outcome.error is None and not self._is_first:
+            try:
+                text = json.dumps([asdict(record) for record in self._records])
+                write_text(partial_path(self._save_dir, self._point.step), f"records-{self._rank}.json", text)
+            except CheckpointError as error:
+                outcome.error = error
+        if outcome.error is not None:
+            self._tell_failure(outcome.error)
+        self._outcome = outcome
+        self.outcomes.append(outcome)
+
+    def _tell_failure(self, error: BaseException) -> None:
+        assert self._point is not None
+        told = str(error) if isinstance(error, MobiusError) else f"{type(error).__name__}: {first_line(error)}"
+        last = f" The last good checkpoint is {self.newest}." if self.newest else ""
+        logger.warning("checkpoint of step %d is not saved, and training goes on: %s%s", self._point.step, told, last)
+
+    def _all_have_written(self, is_good: bool) -> None:
+        if not self._is_first:
+            return
+        name = "saving: name"
+        self._finisher = threading.Thread(target=self._name, args=(is_good,), name=name, daemon=True)
+        self._finisher.start()
+
+    def _name(self, is_good: bool) -> None:
+        """Make a complete checkpoint of what all ranks have written, on the first rank."""
+        point = self._point
+        assert point is not None
+        partial = partial_path(self._save_dir, point.step)
+        try:
+            if not is_good:
+                discard(partial)
+                return
+            self.newest = self._complete(partial, point)
+            seconds = time.monotonic() - self._begun
+            waited = self._outcome.waited_seconds
+            logger.info(
+                "checkpoint saved: %s, %s in %.1f s (%s/s); updates waited %.2f s for copies",
+                self.newest,
+                bytes_text(self.num_bytes),
+                seconds,
+                bytes_text(int(self.num_bytes / max(seconds, 1e-3))),
+                waited,
+            )
+            protected = [path for path in (self.best, self.newest) if path is not None]
+            for path in remove_old(self._save_dir, keep=self._config.saving.save_total_limit, protected=protected):
+                logger.info("checkpoint removed: %s (--save_total_limit)", path)
+        except (CheckpointError, OSError) as error:
+            self._tell_failure(error)
+            try:
+                if not checkpoint_path(self._save_dir, point.step).exists():
+                    discard(partial)
+            except CheckpointError as problem:
+                logger.warning("%s", problem)
+
+    def _complete(self, partial: Path, point: SavedPoint) -> Path:
+        records = list(self._records)
+        for file in sorted(partial.glob("records-*.json")):
+            records += [file_record(entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
+            file.unlink()
+        write_model_files(partial, self._texts.base_files, self._blueprint.parts.config, dtype=self._blueprint.dtype)
+        for name, text in {**self._texts.files, "trainer_state.json": point.trainer_state}.items():
+            write_text(partial, name, text)
+        manifest = Manifest(
+            step=point.step,
+            save_number=self._number,
+            num_parameters=sum(parameter.num_elements for parameter in self._parameters),
+            dtype=str(self._blueprint.dtype).removeprefix("torch."),
+            has_optimizer=self._has_optimizer,
+            files=tuple(sorted(records, key=lambda record: record.file_name)),
+            training=asdict(point.counts),
+            data={"step": point.step, "epoch": point.epoch, "fingerprint": self._texts.data_fingerprint},
+            options=self._texts.options,
+            versions=versions(),
+            metric=point.metric,
+        )
+        return complete(partial, manifest, parameters=self._parameters, dtype=self._blueprint.dtype)
+
+    def _take_room(self) -> Snapshots:
+        plan, config = self._blueprint.plan, self._config
+        own = self._session.stages.memory
+        names = {stage: {p.name for p in self._parameters if p.stage == stage} for stage in own}
+        stages = {stage: SavedStage(memory, names[stage]) for stage, memory in own.items()}
+        all_bytes = sum(p.num_elements for p in self._parameters)
+        share = sum(p.num_elements for p in self._parameters if p.stage in own) / all_bytes
+        free = float(numbers_of_ranks(self._transport, [float(available_host_bytes())]).amin())
+        if config.pipeline.host_memory_limit is not None:
+            free = min(free, config.pipeline.host_memory_limit * GIB - self._blueprint.answer.host.total)
+        room = max(0.0, (1 - _SPARED_SHARE) * free * share)
+        # Clipping updates in forward order behind the step; else stages follow their backward.
+        forward = config.optim.max_grad_norm > 0
+        return Snapshots(
+            stages,
+            order=sorted(own, reverse=not forward),
+            has_optimizer=self._has_optimizer,
+            room_bytes=int(room),
+            device=self._blueprint.place.device,
+            num_threads=optimizer_threads(plan.num_ranks),
+        )
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("transformers", "safetensors", "tokenizers", "numpy"):
+        found[name] = metadata.version(name)
+    return found

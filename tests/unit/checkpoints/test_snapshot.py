@@ -1,0 +1,203 @@
+"""Copies of stages beside training: each is of one step, updates wait no longer than they must, failures free all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from mobius.checkpoints.snapshot import SavedStage, Snapshots
+from mobius.memory.layout import StageLayout
+from mobius.memory.stage_state import StageState
+
+SHAPES = {"a.weight": (40, 50), "a.bias": (50,)}
+PATIENCE = 20.0
+
+
+def zeros(length: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(length, dtype=dtype)
+
+
+@dataclass
+class FakeMemory:
+    """A stage whose updates are done when the test says so."""
+
+    state: StageState
+    waiting: list[Callable[[], None]] | None = None
+
+    def when_updated(self, action: Callable[[], None]) -> None:
+        if self.waiting is None:
+            action()
+        else:
+            self.waiting.append(action)
+
+
+def make_stage(dtype: torch.dtype = torch.bfloat16, *, pending: bool = False) -> SavedStage:
+    layout = StageLayout.of(SHAPES)
+    state = StageState.around(layout, zeros(layout.num_elements, dtype), zeros(layout.num_trained, dtype), zeros)
+    return SavedStage(FakeMemory(state, [] if pending else None), frozenset(SHAPES))  # type: ignore[arg-type]
+
+
+def set_all(stage: SavedStage, value: int) -> None:
+    for tensor in stage.flat_tensors(has_optimizer=True).values():
+        tensor.fill_(value)
+
+
+def make(stages: Mapping[int, SavedStage], room_bytes: int = 10**9) -> Snapshots:
+    return Snapshots(
+        stages,
+        order=sorted(stages, reverse=True),
+        has_optimizer=True,
+        room_bytes=room_bytes,
+        device=torch.device("cpu"),
+        num_threads=2,
+    )
+
+
+@dataclass
+class Disk:
+    """Keeps what is written; a stage is held up until it is released."""
+
+    held: bool = False
+    release: threading.Event = field(default_factory=threading.Event)
+    files: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    begun: threading.Event = field(default_factory=threading.Event)
+
+    def write(self, stage: int, tensors: Mapping[str, Tensor]) -> None:
+        self.begun.set()
+        assert not self.held or self.release.wait(PATIENCE)
+        self.files[stage] = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def values(self) -> dict[int, set[float]]:
+        return {stage: {float(v) for t in files.values() for v in t.unique()} for stage, files in self.files.items()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keys"),
+    [
+        (torch.bfloat16, ["", ".exp_avg", ".exp_avg_sq", ".master_low"]),
+        (torch.float16, ["", ".exp_avg", ".exp_avg_sq", ".master"]),
+        (torch.float32, ["", ".exp_avg", ".exp_avg_sq"]),
+    ],
+)
+def test_all_of_a_stage_is_written_by_name_and_shape(dtype: torch.dtype, keys: list[str]) -> None:
+    stage = make_stage(dtype)
+    for number, tensor in enumerate(stage.flat_tensors(has_optimizer=True).values()):
+        tensor.copy_(torch.arange(len(tensor)) % 7 + number)
+    expected = {name: view.clone() for name, view in stage.named(stage.flat_tensors(has_optimizer=True)).items()}
+    snapshots, disk = make({3: stage}), Disk()
+    snapshots.begin(disk.write)
+    outcome = snapshots.wait()
+    assert outcome.error is None
+    assert outcome.num_bytes == sum(tensor.nbytes for tensor in stage.flat_tensors(has_optimizer=True).values())
+    assert sorted(disk.files[3]) == sorted(f"{name}{key}" for name in SHAPES for key in keys)
+    for name, tensor in expected.items():
+        assert torch.equal(disk.files[3][name], tensor)
+        assert disk.files[3][name].shape == SHAPES[name.removesuffix(".exp_avg").split(".exp_")[0].split(".master")[0]]
+    snapshots.close()
+
+
+def test_only_weights_are_written_where_no_optimizer_is_wanted_and_only_saved_names() -> None:
+    stage = make_stage()
+    one = SavedStage(stage.memory, frozenset(["a.bias"]))
+    snapshots = Snapshots(
+        {0: one}, order=[0], has_optimizer=False, room_bytes=0, device=torch.device("cpu"), num_threads=1
+    )
+    disk = Disk()
+    snapshots.begin(disk.write)
+    snapshots.wait()
+    assert list(disk.files[0]) == ["a.bias"]
+
+
+@pytest.mark.parametrize("room_bytes", [0, 10**9])
+def test_what_is_written_is_one_step_however_soon_the_next_updates_come(room_bytes: int) -> None:
+    stages = {number: make_stage() for number in range(4)}
+    snapshots = make(stages, room_bytes)
+    for step in range(1, 6):
+        for stage in stages.values():
+            set_all(stage, step)
+        disk = Disk()
+        snapshots.begin(disk.write)
+        for number in (3, 2, 1, 0):
+            snapshots.before_update(number)
+            set_all(stages[number], 100)
+        assert snapshots.wait().error is None
+        assert disk.values() == {number: {float(step)} for number in range(4)}
+    snapshots.close()
+
+
+def test_with_room_for_all_no_update_waits_for_the_disk() -> None:
+    stages = {number: make_stage() for number in range(3)}
+    snapshots, disk = make(stages), Disk(held=True)
+    assert snapshots.room is not None
+    assert snapshots.room.has_all
+    snapshots.begin(disk.write)
+    for number in stages:
+        snapshots.before_update(number)  # would hang
+    assert not snapshots.is_done
+    disk.release.set()
+    snapshots.wait()
+
+
+def test_without_room_an_update_waits_until_the_one_buffer_was_written_and_the_urgent_stage_is_next() -> None:
+    stages = {number: make_stage() for number in range(4)}
+    snapshots, disk = make(stages, 0), Disk(held=True)
+    assert snapshots.room is not None
+    assert snapshots.room.num_bytes == snapshots.num_bytes // 4
+    snapshots.begin(disk.write)
+    snapshots.before_update(3)  # it is in the buffer
+    assert disk.begun.wait(PATIENCE)
+    waited = threading.Thread(target=snapshots.before_update, args=(0,))
+    waited.start()
+    time.sleep(0.2)
+    assert waited.is_alive()
+    disk.release.set()
+    waited.join(PATIENCE)
+    assert not waited.is_alive()
+    outcome = snapshots.wait()
+    assert list(disk.files)[:2] == [3, 0]
+    assert outcome.waited_seconds >= 0.1
+
+
+def test_a_stage_is_read_only_once_its_own_update_is_done() -> None:
+    stage = make_stage(pending=True)
+    snapshots, disk = make({0: stage}), Disk()
+    snapshots.begin(disk.write)
+    time.sleep(0.1)
+    assert not disk.begun.is_set()
+    set_all(stage, 5)
+    (tell,) = stage.memory.waiting  # type: ignore[attr-defined]
+    tell()
+    snapshots.wait()
+    assert disk.values() == {0: {5.0}}
+
+
+def test_a_failure_frees_updates_and_buffers_and_the_next_save_works() -> None:
+    stages = {number: make_stage() for number in range(3)}
+    snapshots = make(stages, 0)
+
+    def fail(stage: int, tensors: Mapping[str, Tensor]) -> None:
+        raise OSError(28, "No space left on device")
+
+    for _ in range(3):
+        snapshots.begin(fail)
+        for number in stages:
+            snapshots.before_update(number)  # would hang
+        assert isinstance(snapshots.wait().error, OSError)
+    disk = Disk()
+    snapshots.begin(disk.write)
+    assert snapshots.wait().error is None
+    assert sorted(disk.files) == [0, 1, 2]
+    snapshots.before_update(0)  # nothing is saved: at once
+
+
+def test_a_rank_without_parameters_saves_nothing() -> None:
+    snapshots = make({})
+    snapshots.begin(Disk().write)
+    assert snapshots.wait().error is None
+    snapshots.close()
