@@ -1,20 +1,24 @@
 """Owns when bytes become visible under their final names: a results folder and single files appear whole or not at all.
 
+A run that saves its model once, at the end:
+
     prepare   save_ckpt (old, if any)          save_ckpt.partial (made, locked)
     a run     save_ckpt (old, if any)          save_ckpt.partial <- every file of the run, config.json as the last
     commit    save_ckpt -> save_ckpt.replaced  save_ckpt.partial -> save_ckpt   then save_ckpt.replaced is removed
 
-A process can be killed between any two of these. A folder is complete if it has weights and config.json, which is the
-last file to come (export.py) and the first to go. The next run's `prepare` looks at what it finds before it trains:
+A run that keeps checkpoints, or goes on from one of its own folder:
 
-    save_ckpt   .partial    .replaced
-    -           complete    any         .partial gets its name; the run is refused and told so
-    -           none, torn  complete    .replaced gets its name back
-    any         complete    any         the run is refused and told where the folders are
-    any         any         complete    the same
-    any         torn        torn        what is torn is removed; a folder that no run has left is never touched
+    prepare   save_ckpt (old, if any)          save_ckpt.partial (made, locked)
+    begin     save_ckpt -> save_ckpt.replaced  save_ckpt.partial -> save_ckpt   (resumed: its files move into save_ckpt)
+    a run     save_ckpt <- logs, and each checkpoint-<step> when it is whole
+    `first_is_safe`, when there is a checkpoint or the model:                   save_ckpt.replaced is removed
+    commit    save_ckpt/final.partial -> save_ckpt, file by file, config.json as the last (run_folder/final_weights.py)
+
+A process can be killed between any two of these; the next run's `prepare` settles what it finds, as the table in
+run_folder/interrupted.py says.
 """
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -24,48 +28,95 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from mobius.errors import CheckpointError
+from mobius.output.run_folder import final_weights, interrupted
+from mobius.output.run_folder.contents import (
+    REPLACES_MARK,
+    SETTINGS,
+    checkpoints_in,
+    has_model,
+    is_empty,
+    is_worth_keeping,
+    shown,
+)
 from mobius.units import bytes_text
 from mobius.writing import sync_to_disk
 
 logger = logging.getLogger(__name__)
 
-_RUN_FILES = {"training_args.yaml", "plan.json", "metrics.jsonl", "trace.json", "tokenizer.json"}
-"""Files of which a torn folder of a run has at least one, if it has no weights yet."""
-
 
 class OutputFolder:
     """The folder `--save_dir` of one run, and the files that are saved beside it.
 
-    Every rank may make one and ask for paths; only the first rank calls `prepare` and `commit`.
+    Every rank may make one and ask for paths; only the first rank calls what changes the disk.
     """
 
-    def __init__(self, save_dir: Path, *, overwrite: bool, files: Mapping[str, Path]) -> None:
-        """`files` maps an option as typed (`--save_params`) to the single file it names; those are written apart."""
+    def __init__(
+        self,
+        save_dir: Path,
+        *,
+        overwrite: bool,
+        files: Mapping[str, Path],
+        keeps_checkpoints: bool = False,
+        resumes: bool = False,
+    ) -> None:
+        """`files` maps an option as typed (`--save_params`) to the single file it names; those are written apart.
+
+        `keeps_checkpoints`: the run saves as it goes. `resumes`: it goes on from a checkpoint in `save_dir` itself,
+        whose other checkpoints and logs stay, and whose single files may be replaced.
+        """
         self.save_dir = save_dir.resolve()
         self.partial = self.save_dir.with_name(f"{self.save_dir.name}.partial")
         self._replaced = self.save_dir.with_name(f"{self.save_dir.name}.replaced")
-        self._overwrite = overwrite
+        self._overwrite, self._resumes = overwrite, resumes
+        self._is_in_place = keeps_checkpoints or resumes
+        self._has_begun = False
         self._files = files
-        self._lock: int | None = None
+        self._locks: dict[Path, int] = {}
+
+    @property
+    def folder(self) -> Path:
+        """Where the files of the run are now, on the rank that prepared it."""
+        return self.save_dir if self._has_begun else self.partial
+
+    @property
+    def training_folder(self) -> Path:
+        """Where the files of the run are from the first step on, known on every rank from the start."""
+        return self.save_dir if self._is_in_place else self.partial
+
+    @property
+    def export_folder(self) -> Path:
+        """Where the model is written and checked after the last step, on every rank."""
+        return self.save_dir / final_weights.EXPORT_NAME if self._is_in_place else self.partial
+
+    @property
+    def older_results(self) -> Path | None:
+        """Where the results are now that this run replaces, if there are any."""
+        older = self._replaced if self._has_begun else self.save_dir
+        return older if not self._resumes and is_worth_keeping(older) else None
 
     def place(self, path: Path) -> Path:
-        """Return where to write what the user wants at `path`: inside `partial` if `path` is inside `save_dir`."""
+        """Return where to write what the user wants at `path`: inside `folder` if `path` is inside `save_dir`."""
         resolved = path.resolve()
         if resolved.is_relative_to(self.save_dir):
-            return self.partial / resolved.relative_to(self.save_dir)
+            return self.folder / resolved.relative_to(self.save_dir)
         return resolved
 
     def prepare(self, needed_bytes: Mapping[str, int]) -> None:
         """Make `partial`, or say before training what would make saving fail after it; raises CheckpointError.
 
         `needed_bytes` maps options (`--save_dir` and those of `files`) to the bytes that will be written there. What a
-        crashed run left is removed if it is torn, and kept or given its name if it is complete.
+        crashed run left is removed if it is torn, and kept or given its name if it is complete. From here on until the
+        process ends, or `close`, no other run can use `save_dir`.
         """
         try:
-            self._settle_interrupted_commit()
+            self._settle()
             _refuse([*self._folder_problems(), *self._file_problems()])
-            self._claim_partial()
+            self._claim()
+        except CheckpointError:
+            self.close()
+            raise
         except OSError as error:
+            self.close()
             raise CheckpointError(
                 f"--save_dir {self.save_dir}: cannot write there ({error.strerror}). Choose another folder."
             ) from error
@@ -77,28 +128,89 @@ class OutputFolder:
             raise
 
     def discard(self) -> None:
-        """Remove `partial`, if this process made it; an older `save_dir` stays as it was."""
-        if self._lock is not None:
+        """Remove `partial`, if this process made it and has not begun; an older `save_dir` stays as it was."""
+        if self.partial in self._locks:
             shutil.rmtree(self.partial)
-            self._release()
+            self.close()
+
+    def begin(self) -> None:
+        """Make `save_dir` the folder of the run, just before its first step; nothing for a run that saves at the end.
+
+        Raises CheckpointError, with everything as it was before, if that is not possible (any more).
+        """
+        if not self._is_in_place:
+            return
+        _refuse(self._folder_problems())
+        try:
+            if self._resumes:
+                final_weights.move_files(self.partial, self.save_dir, last=SETTINGS[0])
+                shutil.rmtree(self.partial)
+            else:
+                self._take_the_name()
+        except OSError as error:
+            raise CheckpointError(
+                f"--save_dir {self.save_dir}: {error}. Nothing is trained yet. Choose another folder."
+            ) from error
+        self._has_begun = True
+        lock = self._locks.pop(self.partial)
+        if self._resumes:
+            os.close(lock)
+        else:
+            self._locks[self.save_dir] = lock  # it goes with the folder, whatever its name
+
+    def first_is_safe(self) -> None:
+        """Remove the older results that this run replaces: its first checkpoint or its model is complete.
+
+        Fast if there are none. What cannot be removed is told, and ends nothing.
+        """
+        mark = self.save_dir / REPLACES_MARK
+        if not self._has_begun or not mark.exists():
+            return
+        try:
+            if self._replaced.exists():
+                interrupted.remove_results(self._replaced)
+            mark.unlink()
+        except OSError as error:
+            logger.warning("the older results in %s cannot be removed (%s)", self._replaced, error.strerror)
+
+    def begin_export(self) -> None:
+        """Make `export_folder` for the model, before any rank writes there; raises CheckpointError."""
+        if self._is_in_place:
+            try:
+                final_weights.make_export_folder(self.save_dir)
+            except OSError as error:
+                raise CheckpointError(f"--save_dir {self.save_dir}: cannot write there ({error}).") from error
 
     def commit(self) -> None:
-        """Give `partial`, synced to the disk, the name `save_dir`; an older one is removed only after that.
+        """Give the model in `export_folder`, synced to the disk, its final name; older results are removed after that.
 
-        Raises CheckpointError, with the results left in `partial`, if the name has been taken in the meantime.
+        Raises CheckpointError, with the model left where it is, if the name has been taken in the meantime. A run that
+        keeps checkpoints stays the owner of `save_dir` until `close`.
         """
+        if self._is_in_place:
+            try:
+                final_weights.hand_over(self.save_dir)
+            except OSError as error:
+                raise CheckpointError(
+                    f"--save_dir {self.save_dir}: {error}. The model is complete in there; its files get their places "
+                    "when a run is started with the same --save_dir."
+                ) from error
+            self.first_is_safe()
+            return
         left = f"The results of this run are in {self.partial}."
         if problems := self._folder_problems():
             _refuse([*problems, left])
         try:
-            for folder, _, names in os.walk(self.partial):
-                for name in names:
-                    sync_to_disk(Path(folder, name))
-                sync_to_disk(Path(folder))
+            final_weights.sync_tree(self.partial)
             self._swap()
         except OSError as error:
             raise CheckpointError(f"--save_dir {self.save_dir}: {error}. {left}") from error
-        self._release()
+        self.close()
+
+    def close(self) -> None:
+        """Let other runs use the folder, as the end of the process does. A second call does nothing."""
+        while self._locks:
+            os.close(self._locks.popitem()[1])
 
     def _swap(self) -> None:
         had_older = self.save_dir.exists()
@@ -112,99 +224,104 @@ class OutputFolder:
             raise
         sync_to_disk(self.save_dir.parent)
         if had_older:
-            # First: a kill here leaves nothing that looks whole.
-            (self._replaced / "config.json").unlink(missing_ok=True)
-            shutil.rmtree(self._replaced)
+            interrupted.remove_results(self._replaced)
 
-    def _settle_interrupted_commit(self) -> None:
-        """Bring what a killed run left into order, as the table above says; raises CheckpointError where it may not."""
-        for folder in (self.partial, self.save_dir):  # a commit that is under way is nobody else's business
-            if folder.is_dir():
-                os.close(self._lock_folder(folder))
-        given, problems = f"--save_dir {self.save_dir}:", []
-        if not self.save_dir.exists() or _is_empty(self.save_dir):
-            if _is_complete(self.partial):
-                self.partial.rename(self.save_dir)
-                sync_to_disk(self.save_dir.parent)
-                problems.append(
-                    f"{given} an interrupted run had left a complete, checked model, which now has its name: "
-                    f"{self.save_dir}. To train all the same, choose another folder, or replace that model with "
-                    "--overwrite_output_dir in a further start."
-                )
-            elif _is_complete(self._replaced):
-                logger.warning("An interrupted run had moved %s aside; it is put back.", self.save_dir)
+    def _take_the_name(self) -> None:
+        """Rename `partial` to `save_dir`; an older one waits in `.replaced`, and the mark says whose it is."""
+        mark, had_older = self.partial / REPLACES_MARK, self.save_dir.exists() and not is_empty(self.save_dir)
+        if had_older:
+            os.close(self._lock_folder(self.save_dir))  # another run may have come there since `prepare`
+            mark.touch()
+            final_weights.sync_tree(self.partial)
+            self.save_dir.rename(self._replaced)
+        try:
+            self.partial.rename(self.save_dir)  # takes the place of an empty folder
+        except OSError:
+            if had_older:
                 self._replaced.rename(self.save_dir)
-        for folder in (self.partial, self._replaced):
-            if _is_complete(folder):
-                problems.append(
-                    f"{given} {folder} holds a complete model, which an interrupted run has left there. Rename or "
-                    "remove it, or choose another folder."
-                )
-            elif folder.exists() and not _is_torn(folder):
-                problems.append(
-                    f"{given} {folder} holds something other than results ({_shown(folder)}). Rename it, or choose "
-                    "another folder."
-                )
-        _refuse(problems)
-        if self._replaced.exists():
-            shutil.rmtree(self._replaced)
+                mark.unlink()
+            raise
+        sync_to_disk(self.save_dir.parent)
+
+    def _settle(self) -> None:
+        """Bring what a killed run left into order; raises CheckpointError where the user has to decide."""
+        with contextlib.ExitStack() as held:  # what is under way is nobody else's business
+            for folder in (self.partial, self.save_dir):
+                if folder.is_dir():
+                    held.callback(os.close, self._lock_folder(folder))
+            _refuse(interrupted.settle(self.save_dir, self.partial, self._replaced, resumes=self._resumes))
 
     def _folder_problems(self) -> list[str]:
-        folder = self.save_dir
-        if not folder.exists():
+        folder, checkpoints = self.save_dir, checkpoints_in(self.save_dir)
+        if self._resumes and not checkpoints:
+            problem = "holds no checkpoint to go on from. Give the one that has it, or start without resuming."
+        elif not folder.exists():
             return []
-        if not folder.is_dir():
+        elif not folder.is_dir():
             problem = "is a file. Choose another name."
         elif folder.is_mount():  # cannot be renamed; in a container this is the usual mistake
             problem = "is a mount point and cannot be replaced as a whole. Use a folder inside it."
+        elif self._resumes:
+            return []
         elif Path.cwd().is_relative_to(folder):
             problem = "is the current folder or contains it. Use a folder inside the current one."
-        elif _is_empty(folder) or (self._overwrite and _is_complete(folder)):
+        elif is_empty(folder) or (self._overwrite and is_worth_keeping(folder)):
             return []
+        elif checkpoints:
+            also = ", and a complete model" if has_model(folder) else ""
+            ways_on = interrupted.ways_on(folder)
+            problem = f"holds the checkpoints of an earlier run{also}. The newest is {checkpoints[0]}. {ways_on}"
         elif not self._overwrite:
             problem = "exists and is not empty. Choose another folder, or add --overwrite_output_dir to replace it."
         else:
             problem = (
-                f"holds something other than a saved model ({_shown(folder)}), and --overwrite_output_dir replaces "
+                f"holds something other than a saved model ({shown(folder)}), and --overwrite_output_dir replaces "
                 "only saved models. Choose another folder, or empty this one."
             )
         return [f"--save_dir {folder} {problem}"]
 
     def _file_problems(self) -> Iterator[str]:
+        may_be_replaced = self._overwrite or self._resumes
         for option, path in self._files.items():
             resolved = path.resolve()
             if resolved == self.save_dir or path.is_dir():
                 yield f"{option} {path} is a folder. Name a file."
             elif path.exists() and not path.is_file():
                 yield f"{option} {path} is a device or a pipe. Name a file."
-            elif path.exists() and not self._overwrite and not resolved.is_relative_to(self.save_dir):
+            elif path.exists() and not may_be_replaced and not resolved.is_relative_to(self.save_dir):
                 yield f"{option} {path} exists. Choose another name, or add --overwrite_output_dir to replace it."
 
-    def _claim_partial(self) -> None:
-        """Make an empty `partial` and lock it for as long as this process lives."""
+    def _claim(self) -> None:
+        """Make an empty `partial` and lock it, and a `save_dir` that is gone on with, while this process lives."""
         self.save_dir.parent.mkdir(parents=True, exist_ok=True)
         if self.partial.exists():
             stale = self._lock_folder(self.partial)
-            shutil.rmtree(self.partial)
+            interrupted.remove_results(self.partial)
             os.close(stale)
-        self.partial.mkdir()
-        self._lock = self._lock_folder(self.partial)
+        if self._resumes:
+            self._locks[self.save_dir] = self._lock_folder(self.save_dir)
+        with contextlib.suppress(FileExistsError):  # two runs start at the same moment: the lock decides
+            self.partial.mkdir()
+        self._locks[self.partial] = self._lock_folder(self.partial)
 
     def _lock_folder(self, folder: Path) -> int:
-        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            raise self._in_use(folder) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+                raise BlockingIOError  # another run has put one of its own there
+        except (BlockingIOError, FileNotFoundError):
             os.close(descriptor)
-            raise CheckpointError(
-                f"--save_dir {self.save_dir}: another run is writing to {folder}. Choose another folder, or wait."
-            ) from None
+            raise self._in_use(folder) from None
         return descriptor
 
-    def _release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+    def _in_use(self, folder: Path) -> CheckpointError:
+        return CheckpointError(
+            f"--save_dir {self.save_dir}: another run is writing to {folder}. Choose another folder, or wait."
+        )
 
     def _unwritable_files(self) -> Iterator[str]:
         for option, path in self._files.items():
@@ -236,26 +353,3 @@ def _refuse(problems: Iterable[str]) -> None:
     """Raise CheckpointError with all `problems`, if there are any."""
     if text := "\n".join(problems):
         raise CheckpointError(text)
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-
-
-def _shown(folder: Path) -> str:
-    names = _names(folder) or ["a file"]
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not _names(folder)
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether `folder` holds a whole model, also of another origin: config.json comes last and is removed first."""
-    return (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
-
-
-def _is_torn(folder: Path) -> bool:
-    """Whether `folder` is what a run leaves that ends in the middle of making it, or of removing it."""
-    return _is_empty(folder) or any(folder.glob("*.safetensors")) or not _RUN_FILES.isdisjoint(_names(folder))
