@@ -218,7 +218,9 @@ class EvaluationBatches:
         pad_token_id: int,
         most_documents: int | None,
     ) -> None:
-        """`indices` None stands for all samples, one at least; `most_documents` of a row is a run's, None: not packed.
+        """`indices` None stands for all samples, one at least.
+
+        `most_documents` of a row is that of a run, the padding behind them counted as one; None: rows hold one sample.
         """
         self._tokenized, self._batch_size = tokenized, batch_size
         self._seq_length, self._pad_token_id = seq_length, pad_token_id

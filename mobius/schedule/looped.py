@@ -6,7 +6,8 @@
     the same in an evaluation:                       F0.0 F0.1 F2.0 F2.1    and    F1.0 F1.1 F3.0 F3.1
 
 A stage takes all its microbatches before the next local stage starts, so its weights travel once per pass however many
-microbatches there are. In a step the model's last stage turns each microbatch round at once: it has all that backward needs.
+microbatches there are. In a step the model's last stage turns each microbatch round at once: it has all that
+backward needs.
 Breadth-first pipeline parallelism: Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953.
 """
 

@@ -1,0 +1,333 @@
+"""Judges the model on data that it is not trained on: through the same pipeline, forward only, whenever it is asked.
+
+    samples of each dataset -> batches of the run's shape -> passes -> sums of each microbatch -> loss, accuracy
+
+A pass is a schedule of its own over some batches, so that weights are loaded once for all of them; the next one follows
+without anybody waiting. Passes take the memory that a step takes: the same slots, and messages in the place of what a
+step keeps for its backward. Nothing that training uses is changed, and updates that are under way are waited for as a
+step would.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, count, islice
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mobius.data.batches import Batch, EvaluationBatches, arrange
+from mobius.data.store import TokenizedDataset
+from mobius.errors import DataError
+from mobius.limits import max_sends_under_way
+from mobius.machine.devices import MemoryMeter
+from mobius.messages.rehearsal import RehearsalTransport
+from mobius.messages.transport import Transport
+from mobius.plan.plan import Plan
+from mobius.planning.blueprint import Blueprint
+from mobius.runtime.documents import place_documents
+from mobius.runtime.executor import EvaluationSums, Executor, StepBatch
+from mobius.runtime.waits import WaitClock
+from mobius.schedule.build import build_schedule
+from mobius.schedule.schedule import Schedule
+from mobius.training.data import RunData
+from mobius.training.session import Session
+from mobius.training.stages import RankStages
+
+MOST_BATCHES_PER_PASS = 8
+"""More would hide loads no better: a load is as long as the forward of some thousand tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSamples:
+    """Samples of a dataset to evaluate on."""
+
+    name: str
+    tokenized: TokenizedDataset
+    indices: npt.NDArray[np.int64] | None = None
+    """None stands for all."""
+
+    def __len__(self) -> int:
+        return len(self.tokenized) if self.indices is None else len(self.indices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Numbers of an evaluation, the same on all ranks."""
+
+    loss: float
+    """Mean cross entropy over the targets, in nats."""
+    perplexity: float
+    """exp(loss); infinite where that is too large for a float."""
+    token_accuracy: float
+    """Share of the targets to which the model gives a larger logit than to any other token, given all before them."""
+    num_targets: int
+    num_tokens: int
+    """Tokens without padding."""
+    num_samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult(Scores):
+    """Numbers of all datasets together, and of each if there are several."""
+
+    seconds: float
+    tokens_per_second: float
+    """Without padding, as in training."""
+    by_dataset: Mapping[str, Scores] = field(default_factory=dict)
+    """By name; empty for a single dataset."""
+
+
+@dataclass
+class _Counts:
+    """Counts of one dataset while it goes through the pipeline."""
+
+    losses: list[float] = field(default_factory=list)
+    """Sum of each microbatch, on the rank of the last stage."""
+    num_correct: int = 0
+    num_targets: int = 0
+    num_tokens: int = 0
+    num_samples: int = 0
+
+    def scores(self, loss_sum: float, num_correct: int) -> Scores:
+        """Means of sums over all ranks."""
+        loss = loss_sum / self.num_targets
+        return Scores(
+            loss=loss,
+            perplexity=perplexity_of(loss),
+            token_accuracy=num_correct / self.num_targets,
+            num_targets=self.num_targets,
+            num_tokens=self.num_tokens,
+            num_samples=self.num_samples,
+        )
+
+
+class Evaluator:
+    """Owns the passes over the evaluation data; weights, slots and connections are the session's."""
+
+    def __init__(
+        self,
+        datasets: Mapping[str, EvaluationBatches],
+        *,
+        blueprint: Blueprint,
+        stages: RankStages,
+        transport: Transport,
+    ) -> None:
+        """`datasets` by name, in batches of the shape that `blueprint` is made for; at least one."""
+        assert datasets, "without data there is no evaluator"
+        self._datasets, self._blueprint = datasets, blueprint
+        self._stages, self._transport = stages, transport
+        self._clock = WaitClock(blueprint.place.device)
+        self._meter = MemoryMeter(blueprint.place.device)
+        self._batches_per_pass = min(batches_per_pass(blueprint.plan), sum(map(len, datasets.values())))
+        self._executors: dict[int, Executor] = {}
+        """By the number of batches in a pass; only the last pass may have fewer than the others."""
+
+    def evaluate(self, *, show_progress: bool = False) -> EvaluationResult:
+        """Run all data through the pipeline as the weights are now; collective, between two steps or around them.
+
+        A bar is shown only on a terminal. Raises what a step raises.
+        """
+        num_microbatches = self._blueprint.plan.num_microbatches
+        self._transport.barrier()
+        start = time.perf_counter()
+        self._transport.bound_sends(max_sends_under_way(num_microbatches * self._batches_per_pass))
+        counts, made = {name: _Counts() for name in self._datasets}, list[tuple[list[str], EvaluationSums]]()
+        with tqdm(
+            total=sum(map(len, self._datasets.values())),
+            desc="evaluating",
+            unit="batch",
+            leave=False,
+            disable=None if show_progress else True,
+        ) as progress:
+            for names, batches in self._passes():
+                for name, batch in zip(names, batches, strict=True):
+                    own = counts[name]
+                    own.num_targets += batch.num_targets
+                    own.num_tokens += batch.num_tokens
+                    own.num_samples += batch.num_samples
+                made.append((names, self._executor(len(batches)).evaluate(join(batches, self._blueprint))))
+                progress.update(len(batches))
+        self._transport.bound_sends(max_sends_under_way(num_microbatches))
+        self._add(made, counts)
+        self._clock.collect()
+        return self._agree(counts, start)
+
+    def rehearse(self) -> None:
+        """Play a pass of this rank alone on made-up data, so that the first real one finds kernels and memory ready.
+
+        Where receives that wait occupy the GPU, either would wait for them (messages/rehearsal.py).
+        """
+        blueprint, number = self._blueprint, self._batches_per_pass
+        num_microbatches = blueprint.plan.num_microbatches * number
+        transport = RehearsalTransport(
+            rank=self._transport.rank,
+            device=blueprint.place.device,
+            shape=blueprint.message_shape,
+            dtype=blueprint.dtype,
+            max_sends=max_sends_under_way(num_microbatches),
+        )
+        shape = blueprint.config.pipeline.batch_size, blueprint.config.data.seq_length
+        tokens = np.zeros(shape, dtype=np.int64)
+        rows = ((shape[1],),) * shape[0] if blueprint.answer.request.packed else None
+        batch = Batch(tokens, tokens, tokens.size, tokens.size, shape[0], 0.0, rows)
+        executor = self._stages.executor(self._schedule(number), transport)
+        executor.evaluate(join([batch] * number, blueprint))
+        self._meter.synchronize()
+
+    def _passes(self) -> Iterator[tuple[list[str], list[Batch]]]:
+        """Batches of each pass, and the dataset of each of them."""
+        every = ((name, batch) for name, batches in self._datasets.items() for batch in batches)
+        while named := list(islice(every, self._batches_per_pass)):
+            yield [name for name, _ in named], [batch for _, batch in named]
+
+    def _executor(self, num_batches: int) -> Executor:
+        if num_batches not in self._executors:
+            schedule = self._schedule(num_batches)
+            self._executors[num_batches] = self._stages.executor(schedule, self._transport, self._clock)
+        return self._executors[num_batches]
+
+    def _schedule(self, num_batches: int) -> Schedule:
+        plan = self._blueprint.plan
+        number = plan.num_microbatches * num_batches
+        return build_schedule(
+            plan.num_ranks, plan.stages_per_rank, number, plan.slots, plan.resident, is_evaluation=True
+        )
+
+    def _add(self, made: Sequence[tuple[list[str], EvaluationSums]], counts: Mapping[str, _Counts]) -> None:
+        """Bring the sums to the host, each to its dataset's."""
+        self._meter.synchronize()  # sync: once per evaluation
+        num_microbatches = self._blueprint.plan.num_microbatches
+        for names, sums in made:
+            losses = sums.losses.cpu().view(-1, num_microbatches).tolist()
+            num_correct = sums.num_correct.cpu().view(-1, num_microbatches).sum(1).tolist()
+            for name, own_losses, own_correct in zip(names, losses, num_correct, strict=True):
+                counts[name].losses += own_losses
+                counts[name].num_correct += own_correct
+
+    def _agree(self, counts: Mapping[str, _Counts], start: float) -> EvaluationResult:
+        """Result of all ranks, from the sums of the one that has the last stage."""
+        # fsum rounds once, at the end: the result knows nothing of the order.
+        own = [[math.fsum(each.losses), each.num_correct] for each in counts.values()]
+        own.append([math.fsum(loss for each in counts.values() for loss in each.losses), 0])
+        *summed, (loss_sum, _) = self._transport.sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
+        total = _Counts(
+            num_targets=sum(each.num_targets for each in counts.values()),
+            num_tokens=sum(each.num_tokens for each in counts.values()),
+            num_samples=sum(each.num_samples for each in counts.values()),
+        )
+        scores = total.scores(loss_sum, sum(int(correct) for _, correct in summed))
+        each = {
+            name: own.scores(loss, int(correct))
+            for (name, own), (loss, correct) in zip(counts.items(), summed, strict=True)
+        }
+        seconds = time.perf_counter() - start
+        return EvaluationResult(
+            **vars(scores),
+            seconds=seconds,
+            tokens_per_second=total.num_tokens / seconds,
+            by_dataset=each if len(each) > 1 else {},
+        )
+
+
+def make_evaluator(session: Session, samples: Sequence[EvaluationSamples], *, pad_token_id: int) -> Evaluator:
+    """The evaluator of a run on `samples`, in rows as the run's own; all ranks make it alike, between two steps.
+
+    Raises DataError if there are none.
+    """
+    if not any(map(len, samples)):
+        raise DataError("there is nothing to evaluate on: give --eval_dataset, or --val_size with a number above 0")
+    blueprint = session.blueprint
+    packed = blueprint.answer.request.packed
+    datasets = {
+        name: EvaluationBatches(
+            each.tokenized,
+            each.indices,
+            batch_size=blueprint.config.pipeline.batch_size,
+            seq_length=blueprint.config.data.seq_length,
+            pad_token_id=pad_token_id,
+            most_documents=None if packed is None else packed.most_documents,
+        )
+        for name, each in _named(samples)
+    }
+    evaluator = Evaluator(datasets, blueprint=blueprint, stages=session.stages, transport=session.transport)
+    if blueprint.place.device.type == "cuda" and blueprint.place.ranks.num_ranks > 1:
+        evaluator.rehearse()
+    return evaluator
+
+
+def evaluation_samples(data: RunData) -> list[EvaluationSamples]:
+    """Samples of `--eval_dataset`, and those that `--val_size` holds out of each training dataset."""
+    prepared = data.prepared
+    given = [EvaluationSamples(name=each.entry.name, tokenized=each.tokenized) for each in prepared.evaluation]
+    held_out = [
+        EvaluationSamples(name=each.entry.name, tokenized=each.tokenized, indices=indices)
+        for each, indices in zip(prepared.training, data.held_out, strict=True)
+    ]
+    return [*given, *(each for each in held_out if len(each))]
+
+
+def batches_per_pass(plan: Plan) -> int:
+    """Batches that go through the pipeline together, so that no rank holds more than in a step.
+
+    While the microbatches of a pass go through one stage, their messages to the next one wait. A step keeps as many
+    messages for one batch, and beside them the inputs of all layers of the stages that wait for their backward.
+    """
+    waiting = [
+        [stage for stage in plan.stages_of(rank) if not plan.cuts[stage].is_last] for rank in range(plan.num_ranks)
+    ]
+    num_layers = [sum(len(plan.cuts[stage].layers) for stage in own) for own in waiting if own]
+    return min(MOST_BATCHES_PER_PASS, 1 + min(num_layers, default=MOST_BATCHES_PER_PASS))
+
+
+def join(batches: Sequence[Batch], blueprint: Blueprint) -> StepBatch:
+    """The batches of a pass one behind the other, each in the order of its microbatches; page-locked for a GPU."""
+    plan, packed = blueprint.plan, blueprint.answer.request.packed
+    arranged = [arrange(batch, plan.num_microbatches) for batch in batches]
+
+    def tensor(array: npt.NDArray[np.integer]) -> Tensor:
+        made = torch.from_numpy(array)
+        return made.pin_memory() if blueprint.place.device.type == "cuda" else made
+
+    documents = None
+    if packed is not None:
+        positions, bounds = place_documents(
+            [row for batch in arranged for row in batch.documents or ()],
+            seq_length=blueprint.config.data.seq_length,
+            num_microbatches=plan.num_microbatches * len(batches),
+            most_documents=packed.most_documents,
+        )
+        documents = tensor(positions), tensor(bounds)
+    return StepBatch(
+        tensor(np.concatenate([batch.input_ids for batch in arranged])),
+        tensor(np.concatenate([batch.labels for batch in arranged])),
+        sum(batch.num_targets for batch in arranged),
+        sum(batch.num_tokens for batch in arranged),
+        sum(batch.num_samples for batch in arranged),
+        documents=documents,
+    )
+
+
+def perplexity_of(loss: float) -> float:
+    """exp(loss), infinite where a float cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _named(samples: Sequence[EvaluationSamples]) -> Iterator[tuple[str, EvaluationSamples]]:
+    """Datasets that have samples, by names that are all different."""
+    taken = set[str]()
+    for each in samples:
+        if len(each):
+            numbered = (f"{each.name} ({number})" for number in count(2))
+            name = next(name for name in chain([each.name], numbered) if name not in taken)
+            taken.add(name)
+            yield name, each

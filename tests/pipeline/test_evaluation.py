@@ -1,0 +1,222 @@
+"""Evaluation through a pipeline of rank-threads gives loss and accuracy of the plain transformers model, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+from harness.local_transport import LocalTransport, run_rank_threads
+from harness.packed_rows import LENGTH, ROWS, make_packed_batch
+from harness.pipelines import CPU, FAMILIES, ModelWeights, Pipeline, make_batch, make_model
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mobius.models.attention import IMPLEMENTATION, register
+from mobius.models.blocks import ModelParts
+from mobius.runtime.executor import EvaluationSums, StepBatch
+from mobius.schedule.build import build_schedule
+from mobius.training.stages import RankStages
+
+CASES: dict[str, tuple[int | None, frozenset[int]]] = {  # number of slots, resident stages of those below 8
+    "resident": (None, frozenset()),
+    "streamed": (1, frozenset()),
+    "streamed, prefetched": (2, frozenset()),
+    "first and last resident": (2, frozenset({0, 1, 5, 6, 7})),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The cut of an evaluation."""
+
+    num_ranks: int
+    stages_per_rank: int
+    num_microbatches: int
+    num_slots: int | None
+    resident: frozenset[int] = frozenset()
+    loss_chunk_tokens: int = 4096
+    sizes: tuple[int, ...] | None = None
+
+
+def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> EvaluationSums:
+    """Evaluate by rank-threads; gradients that anybody made would be an error."""
+    num_stages = case.num_ranks * case.stages_per_rank
+    resident = frozenset(stage for stage in case.resident if stage < num_stages)
+    settings = Pipeline(
+        model,
+        case.num_ranks,
+        case.stages_per_rank,
+        case.num_microbatches,
+        case.num_slots,
+        resident=resident,
+        sizes=case.sizes,
+    )
+    packed = None if batch.documents is None else torch.float32
+    parts = [ModelParts(model.config, CPU, packed=packed) for _ in range(case.num_ranks)]
+
+    def work(transport: LocalTransport) -> EvaluationSums:
+        own = parts[transport.rank]
+        plan = settings._plan(len(own.layers))
+        stages = RankStages.take(
+            own,
+            plan,
+            transport.rank,
+            device=CPU,
+            dtype=torch.float32,
+            gradient_dtype=torch.float32,
+            loss_chunk_tokens=case.loss_chunk_tokens,
+            waiting=range(plan.num_stages),
+        )
+        stages.fill(ModelWeights(model))
+        schedule = build_schedule(
+            case.num_ranks,
+            case.stages_per_rank,
+            case.num_microbatches,
+            case.num_slots,
+            resident,
+            is_evaluation=True,
+        )
+        before = [stage.state.gradients.clone() for stage in stages.memory.values()]
+        executor = stages.executor(schedule, transport)
+        sums = executor.evaluate(batch)
+        assert len(executor._stash) == 0
+        for stage, gradients in zip(stages.memory.values(), before, strict=True):
+            assert torch.equal(stage.state.gradients, gradients)
+        stages.close()
+        return sums
+
+    sums = run_rank_threads(case.num_ranks, work)
+    for other in sums[: (num_stages - 1) % case.num_ranks] + sums[(num_stages - 1) % case.num_ranks + 1 :]:
+        assert not other.losses.any()
+        assert not other.num_correct.any()
+    return sums[(num_stages - 1) % case.num_ranks]
+
+
+def plain(model: PreTrainedModel, batch: StepBatch, num_microbatches: int) -> tuple[Tensor, Tensor]:
+    """The same microbatches by transformers alone, with its own loss: summed losses, and targets that are hit."""
+    losses, hits = [], []
+    for tokens, labels in zip(
+        batch.input_ids.chunk(num_microbatches), batch.labels.chunk(num_microbatches), strict=True
+    ):
+        with torch.no_grad():
+            made = model(input_ids=tokens, labels=labels, num_items_in_batch=1)
+        losses.append(made.loss)
+        hits.append((made.logits[:, :-1].argmax(-1) == labels[:, 1:]).sum())
+    return torch.stack(losses), torch.stack(hits)
+
+
+def learned(batch: StepBatch, model: PreTrainedModel) -> StepBatch:
+    """The batch with labels of which the model hits some: half of them are what it finds most probable."""
+    with torch.no_grad():
+        found = model(input_ids=batch.input_ids).logits.argmax(-1)
+    labels = batch.labels.clone()
+    hit = torch.arange(labels.shape[1] - 1) % 2 == 0
+    is_target = (labels[:, 1:] != -100) & hit
+    labels[:, 1:][is_target] = found[:, :-1][is_target]
+    return StepBatch(batch.input_ids, labels, batch.num_targets, batch.num_tokens, batch.num_samples)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_evaluation_equals_the_plain_model_bit_by_bit(family: str, num_ranks: int) -> None:
+    """Each microbatch's loss and hits, over N, v, M, tied and not, streamed and resident."""
+    model = make_model(family, 12 if num_ranks > 2 else 6)
+    for turn, (stages_per_rank, num_microbatches) in enumerate(product((1, 2, 3), (1, 2, 5))):
+        batch = learned(make_batch(num_microbatches), model)
+        losses, hits = plain(model, batch, num_microbatches)
+        assert 0 < int(hits.sum()) < batch.num_targets, "the comparison sees hits and misses"
+        for number, (name, (num_slots, resident)) in enumerate(CASES.items()):
+            if (number + turn) % 2 and num_ranks > 1:  # each pair is met with one of the numbers
+                continue
+            case = Case(num_ranks, stages_per_rank, num_microbatches, num_slots, resident)
+            sums = evaluate(model, batch, case)
+            where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} {name}"
+            assert torch.equal(sums.losses, losses), where
+            assert torch.equal(sums.num_correct, hits), where
+
+
+def test_several_rows_in_a_microbatch_and_stages_without_layers_make_the_same_bits() -> None:
+    model = make_model("llama")
+    batch = learned(make_batch(6), model)
+    losses, hits = plain(model, batch, 2)
+    for sizes in ((0, 4, 8, 0), (3, 1, 6, 2)):
+        sums = evaluate(model, batch, Case(2, 2, 2, 2, sizes=sizes))
+        assert torch.equal(sums.losses, losses)
+        assert torch.equal(sums.num_correct, hits)
+
+
+def test_chunks_of_the_loss_change_rounding_only_and_no_hit() -> None:
+    """The one thing that changes bits: a microbatch's losses are summed chunk by chunk."""
+    model = make_model("llama", 4)
+    batch = learned(make_batch(4), model)
+    losses, hits = plain(model, batch, 2)
+    sums = evaluate(model, batch, Case(2, 2, 2, 2, loss_chunk_tokens=5))
+    assert torch.allclose(sums.losses, losses, rtol=1e-6)
+    assert torch.equal(sums.num_correct, hits)
+
+
+def test_other_microbatches_would_be_seen() -> None:
+    """The comparison can fail."""
+    model = make_model("llama", 4)
+    losses, _ = plain(model, make_batch(3), 3)
+    sums = evaluate(model, make_batch(4), Case(2, 2, 4, 2))
+    assert torch.equal(sums.losses[:3], losses)
+    assert not torch.isin(sums.losses[3], losses).any()
+
+
+def packed_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in a plain transformers model that attends within documents."""
+    register()
+    made = AutoModelForCausalLM.from_config(
+        model.config, dtype=torch.float32, attn_implementation=IMPLEMENTATION, trust_remote_code=False
+    )
+    made.load_state_dict(model.state_dict())
+    return made.eval()
+
+
+def plain_packed(model: PreTrainedModel, batch: StepBatch, num_microbatches: int) -> tuple[Tensor, Tensor]:
+    """The packed rows by transformers' own forward, which hands our attention the documents' bounds."""
+    losses, hits = [], []
+    assert batch.documents is not None
+    positions, bounds = batch.documents
+    parts = (each.chunk(num_microbatches) for each in (batch.input_ids, batch.labels, positions))
+    for tokens, labels, places, own in zip(*parts, bounds, strict=True):
+        with torch.no_grad():
+            given = {"position_ids": places, "attention_mask": None, "use_cache": False, "document_bounds": own}
+            logits = model(input_ids=tokens, **given).logits.float()
+        targets = F.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
+        losses.append(F.cross_entropy(logits.view(-1, logits.shape[-1]), targets, reduction="sum"))
+        hits.append((logits.view(-1, logits.shape[-1]).argmax(-1) == targets).sum())
+    return torch.stack(losses), torch.stack(hits)
+
+
+def alone(model: PreTrainedModel, rows: Sequence[Sequence[int]], batch: StepBatch) -> float:
+    """Summed loss of each document by itself."""
+    total = 0.0
+    for number, row in enumerate(rows):
+        for place, length in enumerate(row):
+            own = slice(start := sum(row[:place]), start + length)
+            with torch.no_grad():
+                given = batch.input_ids[number : number + 1, own], batch.labels[number : number + 1, own]
+                total += float(model(input_ids=given[0], labels=given[1], num_items_in_batch=1).loss)
+    return total
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_packed_rows_equal_the_plain_model_with_the_same_attention_bit_by_bit(family: str) -> None:
+    """Bit for bit by transformers' own forward, and within rounding what each document gives alone."""
+    model = make_model(family, 6)
+    reference = packed_model(model)
+    for num_ranks, num_microbatches in product((1, 2, 3), (1, 2, 4)):
+        batch = make_packed_batch(ROWS, LENGTH, num_microbatches)
+        losses, hits = plain_packed(reference, batch, num_microbatches)
+        for stages_per_rank, num_slots in ((1, None), (2, 2)):
+            sums = evaluate(model, batch, Case(num_ranks, stages_per_rank, num_microbatches, num_slots))
+            where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches}"
+            assert torch.equal(sums.losses, losses), where
+            assert torch.equal(sums.num_correct, hits), where
+        assert float(losses.sum()) == pytest.approx(alone(model, ROWS, batch), rel=1e-5)
