@@ -3,9 +3,10 @@
     python scripts/answer.py output/numbers numbers_test.jsonl
     python scripts/answer.py output/summaries assets/docstrings/train.jsonl --first 2000 --samples 3
 
-The tokens before an answer are those that training would give; then the likeliest token is taken at each position.
-Prints the first answers beside the dataset's own; the share that is right, where prompts are make_number_task.py's and
-can be checked, or else that are the dataset's to the letter; and the mean loss of a token of the dataset's answers.
+The tokens before the last answer of a sample are those that training would give; then the likeliest token is taken at
+each position, as with --do_predict. Prints the first answers beside the dataset's own; the share that is right, where
+prompts are make_number_task.py's and can be checked, or else that are the dataset's to the letter; and the mean loss of
+a token of the dataset's answers.
 """
 
 import argparse
@@ -13,7 +14,6 @@ import importlib.util
 import sys
 import tempfile
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,57 +22,27 @@ if importlib.util.find_spec("mobius") is None:
 
 import torch
 from make_number_task import is_right
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mobius.config.cli import parse_args
 from mobius.data.datasets import prepare_data
-from mobius.data.store import Row
 from mobius.errors import DataError, MobiusError
 from mobius.log import printable
-
-BATCH_SIZE = 32
-
-
-def split_row(row: Row) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt of a row's first answer, and those of the answer."""
-    ids, is_target = row
-    start = int(is_target.argmax())
-    answer = takewhile(lambda pair: pair[1], zip(ids[start:].tolist(), is_target[start:], strict=True))
-    return ids[:start].tolist(), [token for token, _ in answer]
+from mobius.training.generation import Answerer
+from mobius.training.prediction import BATCH_SIZE, PromptAndAnswer, label_text, prompts_of, text_of
 
 
-def generate(model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int) -> list[str]:
-    """The model's answers to `prompts`, without special tokens; shorter prompts are padded on their left."""
-    answers = list[str]()
-    pad = tokenizer.eos_token_id
-    for start in range(0, len(prompts), BATCH_SIZE):
-        group = prompts[start : start + BATCH_SIZE]
-        longest = max(map(len, group))
-        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in group])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in group])
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=pad,
-        )
-        answers += tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
-    return answers
-
-
-def mean_loss(model: Any, rows: Sequence[tuple[list[int], list[int]]]) -> float:
+def mean_loss(model: Any, samples: Sequence[PromptAndAnswer]) -> float:
     """Cross entropy of the dataset's answers, as training computes it: a mean over all their tokens."""
     total = 0.0
     with torch.no_grad():
-        for prompt, answer in rows:
+        for sample in samples:
+            prompt, answer = sample.prompt.tolist(), sample.answer.tolist()
             given = {
                 "input_ids": torch.tensor([prompt + answer]),
                 "labels": torch.tensor([[-100] * len(prompt) + answer]),
             }
             total += model(**given, num_items_in_batch=1).loss.item()
-    return total / sum(len(answer) for _, answer in rows)
+    return total / sum(len(sample.answer) for sample in samples)
 
 
 def check(prompt: str, answer: str, expected: str) -> bool:
@@ -100,29 +70,32 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = ["--model_path", given.model, "--dataset", given.dataset, "--packing", "off"]
         config = parse_args(options)
-        tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, trust_remote_code=False)
+        answerer = Answerer.of_folder(Path(given.model), torch.device("cpu"))
         with tempfile.TemporaryDirectory() as folder:
-            tokenized = prepare_data(config.data, tokenizer, cache_dir=Path(folder)).training[0].tokenized
-            indices = range(len(tokenized))[given.first : given.first + given.samples]
-            rows = [split_row(tokenized.sample(index)) for index in indices]
-        if not rows:
+            dataset = prepare_data(config.data, answerer.tokenizer, cache_dir=Path(folder)).training[0]
+            indices = range(len(dataset.tokenized))[given.first : given.first + given.samples]
+            samples = prompts_of(dataset, indices, config.data, most=None)
+        samples = [sample for sample in samples if answerer.is_answerable(sample.prompt)]
+        if not samples:
             raise DataError(
-                f"--first {given.first} --samples {given.samples}: the dataset has {len(tokenized)} samples"
+                f"--first {given.first} --samples {given.samples}: no sample of the dataset's {len(dataset.tokenized)} "
+                "is there that could be answered"
             )
     except (MobiusError, OSError) as error:
         print(f"error: {printable(str(error), sys.stderr)}", file=sys.stderr)
         return 2
-    answers = generate(model, tokenizer, [prompt for prompt, _ in rows], given.max_new_tokens)
-    prompts = [tokenizer.decode(prompt, skip_special_tokens=True) for prompt, _ in rows]
-    expected = [tokenizer.decode(answer, skip_special_tokens=True) for _, answer in rows]
+    tokenizer, asked = answerer.tokenizer, [sample.prompt for sample in samples]
+    given_answers = answerer.answers(asked, max_new_tokens=given.max_new_tokens, batch_size=BATCH_SIZE)
+    answers = [text_of(answer.tokens, tokenizer, is_bare=True) for answer in given_answers if answer is not None]
+    prompts = [text_of(prompt, tokenizer, is_bare=True) for prompt in asked]
+    expected = [label_text(sample, tokenizer) for sample in samples]
     for told in list(zip(prompts, expected, answers, strict=True))[: given.shown]:
         for name, text in zip(("prompt", "dataset", "model"), told, strict=True):
             print(f"{name:8}| " + printable(text.strip(), sys.stdout).replace("\n", "\n        | "))
         print()
     num_right = sum(map(check, prompts, answers, expected))
     print(f"{num_right} of {len(answers)} answers are right ({num_right / len(answers):.1%})")
-    print(f"loss of the dataset's answers: {mean_loss(model, rows):.4f} a token")
+    print(f"loss of the dataset's answers: {mean_loss(answerer.model, samples):.4f} a token")
     return 0
 
 
