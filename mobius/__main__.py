@@ -6,7 +6,7 @@ import sys
 import time
 
 from mobius.errors import MobiusError
-from mobius.interruption import Interruption, Standing, end_with_launcher
+from mobius.interruption import Interruption, SavedAndStopped, Standing, end_with_launcher
 from mobius.log import setup_logging
 from mobius.ranks import Ranks, prepare_environment
 
@@ -43,6 +43,8 @@ def main() -> None:
 
         run_training(config, ranks, given=given_options(sys.argv[1:]), standing=standing)
         interruption.stand_down()
+    except SavedAndStopped as stopped:
+        interruption.leave(str(stopped))
     except MobiusError as error:
         interruption.goes_first()
         setup_logging(rank)

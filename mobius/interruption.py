@@ -4,6 +4,13 @@ A signal handler in Python runs between two instructions of the main thread, and
 neighbour or a GPU that never comes. So the signal's number goes to a thread of its own:
 
     signal -> C handler of Python -> socket -> thread "interruption": clear up, one line from the first rank, os._exit
+
+While the run offers to save, the first press of Ctrl-C only asks it to stop, and the second ends it as above. A press
+can reach a rank twice, from the terminal and from its launcher:
+
+    Ctrl-C -> terminal -> rank            the request: stop_requested is set, one line from the first rank
+           -> launcher -> rank            the same press, within _PRESS_SECONDS
+    rank died -> launcher -> SIGTERM      no request: nothing can be saved without that rank, the others end at once
 """
 
 import contextlib
@@ -15,11 +22,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, NoReturn
 
 from tqdm import tqdm
 
-from mobius.ranks import is_started_by_torchrun, name_parent_to_workers, parent_of_worker
+from mobius.ranks import (
+    has_lost_rank,
+    is_started_by_torchrun,
+    name_parent_to_workers,
+    parent_of_worker,
+    seconds_until_killed,
+)
 
 EXIT_CODE: Final = 130
 """Exit code of an interrupted process, whatever the signal: 128 + SIGINT, as shells tell it."""
@@ -29,16 +42,31 @@ _FIRST_RANK_SECONDS: Final = 0.5
 """Time for the first rank, which speaks for all, before the end of the others can reach it as a lost neighbour."""
 _ERROR_SECONDS: Final = 0.3
 """Longest time by which a signal may come after the error that it caused: it does not reach all ranks at once."""
+_PRESS_SECONDS: Final = 2.0
+"""Longest time between the ways that one press takes to a rank, however busy the launcher's cores are: a second press
+that is taken for the first costs a third one, but a first one taken for two costs the work since the last save."""
 _PR_SET_PDEATHSIG: Final = 1
 
 _being_started: Final = threading.Lock()
 """Held while a worker process is started."""
 
 
+class SavedAndStopped(BaseException):
+    """The end of a run that was asked to stop and has saved; its text goes on from "interrupted (SIGINT) "."""
+
+
 class Standing:
-    """The state that a run would leave if it ended now: the run tells it, an interruption passes it on."""
+    """The state that a run would leave if it ended now: the run tells it, an interruption passes it on.
+
+    A run that can save its state says so by `offers_to_save` and looks at `stop_requested` after each step; every
+    rank, as a signal may have reached only one of them. Once all have saved, it raises SavedAndStopped.
+    """
 
     def __init__(self) -> None:
+        self._announce: Callable[[str], None] = lambda _: None
+        self._offer: tuple[str, float | None] | None = None
+        self._stop: str | None = None
+        self._stop_time = 0.0
         self.becomes("before the first step: nothing was trained, and nothing is left")
 
     def becomes(self, text: str, *, clear: Callable[[], None] | None = None) -> None:
@@ -56,18 +84,71 @@ class Standing:
                 clear()
         return text
 
+    def offers_to_save(self, lost: str, *, seconds: float | None = None) -> None:
+        """From now on the first signal only sets `stop_requested`, and the second ends the process as ever.
+
+        `lost` is what leaving at once would lose, such as "steps 21 to 37 would be lost"; `seconds` how long the step
+        and the save take together, as planned. Neither is printed before a signal comes.
+        """
+        self._offer = lost, seconds
+
+    def no_longer_saves(self) -> None:
+        """From now on the first signal ends the process again; a request that has come stays."""
+        self._offer = None
+
+    @property
+    def can_save(self) -> bool:
+        """Whether a signal that comes now asks the run to save."""
+        return self._offer is not None
+
+    @property
+    def stop_requested(self) -> str | None:
+        """Name of the signal that asked the run to save and end, such as SIGTERM; None if none has come."""
+        return self._stop
+
+    def request_stop(self, signal_name: str) -> None:
+        """Set `stop_requested`, by a signal or because another rank has got one; the first rank says it once."""
+        if self._stop is None:
+            self._stop, self._stop_time = signal_name, time.monotonic()
+            self._announce(f"interrupted ({signal_name}): saving after this step, then ending; {self._warning()}")
+
+    def is_same_press(self) -> bool:
+        """Whether a signal that comes now is the one that `stop_requested` tells of, by another way."""
+        return self._stop is not None and time.monotonic() - self._stop_time < _PRESS_SECONDS
+
+    def announces_to(self, announce: Callable[[str], None]) -> None:
+        """Give `announce` the line of a request to stop."""
+        self._announce = announce
+
+    def _warning(self) -> str:
+        lost, seconds = self._offer or ("nothing would be saved", None)
+        warning = f"once more to leave at once ({lost})"
+        limit = seconds_until_killed()
+        if limit is None or (seconds is not None and seconds < limit):
+            return warning
+        duration = "may take longer" if seconds is None else f"takes about {seconds:.0f} s"
+        return f"{warning}. torchrun kills all ranks {limit:.0f} s after a signal, and this {duration}; train.sh waits"
+
 
 class Interruption:
-    """Owns the signals of a process from `watch` to `stand_down`: the first that comes ends it within a second."""
+    """Owns the signals of a process from `watch` to `stand_down`: one ends it within a second, unless it saves first.
+
+    Signals of a run that offers to save are requests, see `Standing`.
+    """
 
     def __init__(self, standing: Standing) -> None:
         self._standing = standing
         self._has_come = threading.Event()
+        self._has_saved = threading.Event()
+        self._speaks = False
         self._sender: socket.socket | None = None
         self._watched: list[signal.Signals] = []
 
     def watch(self, *, speaks: bool) -> None:
         """End this process at a signal; the one that `speaks` says the run's standing. Call it in the main thread."""
+        self._speaks = speaks
+        if speaks:
+            self._standing.announces_to(_say)
         receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
@@ -75,7 +156,7 @@ class Interruption:
         for number in self._watched:  # a job in the background of a script ignores Ctrl-C
             signal.signal(number, lambda *_: None)  # without a handler Python would not write the number to the socket
         os.register_at_fork(after_in_child=self.stand_down)  # a signal for a fork is not one for this process
-        threading.Thread(target=self._end_at_signal, args=(receiver, speaks), name="interruption", daemon=True).start()
+        threading.Thread(target=self._heed_signals, args=(receiver,), name="interruption", daemon=True).start()
 
     def stand_down(self) -> None:
         """Leave signals to the system again: they end the process without a word."""
@@ -91,20 +172,48 @@ class Interruption:
             threading.Event().wait()
         self.stand_down()
 
-    def _end_at_signal(self, receiver: socket.socket, speaks: bool) -> None:
-        if not (received := receiver.recv(1)):  # closed: the watch is over
-            return
-        self._has_come.set()
-        _being_started.acquire(timeout=5)  # the start of a worker may hold an interruption up, not stop it
-        if speaks:
-            text = f"interrupted ({signal.Signals(received[0]).name}) {self._standing.clear()}\n"
-            # The line that standard error is in may have "^C" or a progress bar in it.
-            start = "\r\x1b[K" if os.isatty(2) else "\n" if getattr(tqdm, "_instances", ()) else ""
-            with contextlib.suppress(OSError):
-                os.write(2, (start + text).encode())  # the main thread may hold the locks of sys.stderr and `logging`
+    def leave(self, text: str) -> NoReturn:
+        """End this process because it was asked to stop and all ranks have saved: the first rank says `text`, code 130.
+
+        Call it on every rank, after a barrier behind the save: a launcher ends all ranks as soon as one has ended.
+        """
+        self._has_saved.set()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self._speaks:
+            _say(f"interrupted ({self._standing.stop_requested}) {text}")
         else:
             time.sleep(_FIRST_RANK_SECONDS)
         os._exit(EXIT_CODE)
+
+    def _heed_signals(self, receiver: socket.socket) -> None:
+        while received := receiver.recv(1):  # nothing when it is closed: the watch is over
+            name = signal.Signals(received[0]).name
+            if has_lost_rank():
+                self._end("another rank has ended")
+            elif self._standing.stop_requested is None and self._standing.can_save:
+                self._standing.request_stop(name)
+            elif not self._standing.is_same_press():
+                self._end(name)
+
+    def _end(self, cause: str) -> None:
+        if self._has_saved.is_set():
+            return
+        self._has_come.set()
+        _being_started.acquire(timeout=5)  # the start of a worker may hold an interruption up, not stop it
+        if self._speaks:
+            _say(f"interrupted ({cause}) {self._standing.clear()}")
+        else:
+            time.sleep(_FIRST_RANK_SECONDS)
+        os._exit(EXIT_CODE)
+
+
+def _say(text: str) -> None:
+    """Write a line to standard error past `sys.stderr` and `logging`, whose locks another thread may hold."""
+    # The line that standard error is in may have "^C" or a progress bar in it.
+    start = "\r\x1b[K" if os.isatty(2) else "\n" if getattr(tqdm, "_instances", ()) else ""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{start}{text}\n".encode())
 
 
 def end_with_launcher() -> None:

@@ -1,7 +1,11 @@
 """Owns every access to the process environment: which rank this process is, and the variables libraries read."""
 
 import os
+import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +30,11 @@ _ENVIRONMENT: Final = {
     "USE_TF": "0",  # datasets imports TensorFlow and JAX where they are installed
     "USE_JAX": "0",
 }
+
+_KILLS_AFTER_SECONDS: Final = 30.0
+"""Time that torchrun gives ranks to end by themselves unless it is told another one."""
+_OUR_LAUNCHER: Final = "MOBIUS_LAUNCHER_WAITS"
+_COMMAND: Final = "MOBIUS_COMMAND"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,86 @@ def prepare_environment() -> None:
 def is_started_by_torchrun() -> bool:
     """Whether torchrun is the parent of this process, which ends its ranks together."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_restart() -> bool:
+    """Whether torchrun has started this rank again after one of the ranks had died (`--max_restarts`)."""
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return text.isdecimal() and int(text) > 0
+
+
+def launcher_waits() -> None:
+    """Let ranks that this process starts from now on know that it never kills them while they save."""
+    os.environ[_OUR_LAUNCHER] = "1"
+
+
+def let_launcher_keep(ignored: Sequence[str]) -> None:
+    """Keep torchrun, in this process, from handling signals that are ignored, such as SIGHUP under `nohup`."""
+    handled = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if name not in ignored]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled)
+
+
+def seconds_until_killed() -> float | None:
+    """Time from a signal to the moment when the launcher kills ranks that still save; None if it never does."""
+    if not is_started_by_torchrun() or _OUR_LAUNCHER in os.environ:
+        return None
+    words = _command_of(os.getppid())
+    for place, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name.replace("_", "-") == "--shutdown-timeout":
+            return _seconds(value or next(iter(words[place + 1 :]), ""))
+    release = metadata.version("torch").split(".")[:2]
+    if [int(part) for part in release] >= [2, 13]:  # others do not read it
+        return _seconds(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", ""))
+    return _KILLS_AFTER_SECONDS
+
+
+def _seconds(text: str) -> float:
+    return float(text) if text.isdecimal() else _KILLS_AFTER_SECONDS
+
+
+def has_lost_rank() -> bool:
+    """Whether one of the processes that torchrun started with this one, by the same program, is gone. Linux only."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not (is_started_by_torchrun() and text.isdecimal() and Path("/proc/self/stat").is_file()):
+        return False
+    parent, program = os.getppid(), _command_of(os.getpid())[:3]  # python -u main.py; torchrun may vary what follows
+    living = sum(
+        _is_child(entry.name, of=parent) and _command_of(int(entry.name))[:3] == program
+        for entry in os.scandir("/proc")
+        if entry.name.isdecimal()
+    )
+    return living < int(text)
+
+
+def _is_child(process: str, *, of: int) -> bool:
+    """Whether a process is one that runs, not a zombie, and `of` is its parent."""
+    try:  # /proc/PID/stat: the number, the name in brackets, the state, the parent
+        state, parent = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return False
+    return int(parent) == of and state not in "ZX"
+
+
+def _command_of(process: int) -> list[str]:
+    """The words of a process's command line; none if it cannot be read."""
+    try:
+        return os.fsdecode(Path(f"/proc/{process}/cmdline").read_bytes()).split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def command_words() -> list[str]:
+    """The words by which the user started this run: those of train.sh, of the launcher, or of this process."""
+    if typed := os.environ.get(_COMMAND):
+        return shlex.split(typed)
+    launcher = _command_of(os.getppid()) if is_started_by_torchrun() else []
+    return launcher or list(sys.orig_argv)
+
+
+def told_command(words: Sequence[str]) -> str:
+    """`words` as an assignment for `env`, which `command_words` reads in the processes behind it."""
+    return f"{_COMMAND}={shlex.join(words)}"
 
 
 def name_parent_to_workers() -> None:

@@ -1,48 +1,159 @@
-"""Owns how a failed run ends on the screen: torchrun, but with one line about the rank that ended first.
+"""Owns the processes of a run: torchrun, which waits while they save, and one line about the rank that ended first.
 
 Does not own the launch itself: arguments are torchrun's, and the ranks print their own errors. torchrun adds forty
-lines of its own traceback to them, and the cause is hard to find above it. After Ctrl-C it says nothing: the first rank
-does.
+lines of its own traceback to them, and the cause is hard to find above it. It also kills ranks 30 s after it forwards a
+signal, and starts them again after an interruption. Here signals go to the ranks, which end by themselves:
+
+    Ctrl-C, SIGTERM   to every rank: it saves and ends, or ends at once if it cannot
+    the second        to every rank: it ends at once
+    the third         every rank is killed
+    a rank has died   the others end; up to --max_restarts times all start again
+
+The first rank says what an interruption leaves.
 """
 
+import contextlib
+import importlib.util
 import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if importlib.util.find_spec("mobius") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C or SIGTERM, as that of the ranks."""
+FINAL = (2, 3, INTERRUPTED)
+"""Exit codes of ranks that would be the same after a restart: a wrong option, nothing to save, an interruption."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PRESS_SECONDS = 2.0
+"""Longest time in which one press of Ctrl-C arrives twice, from the terminal and from a program that forwards it."""
+
+
+class Interruptions:
+    """What signals do to the ranks of now, and how many have come."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._processes: list[int] = []
+        self._idle = ""
+        self._last = -PRESS_SECONDS
+        self._heeded: list[signal.Signals] = []
+
+    def watch(self) -> None:
+        """Heed signals; those that this process was started to ignore stay so, as for a job in the background."""
+        self._heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self.heed()
+        self.concern_none("interrupted before the ranks started: nothing is left")
+
+    def heed(self) -> None:
+        """Take the signals over again from torchrun, which takes them whenever it starts ranks."""
+        for number in self._heeded:
+            signal.signal(number, self._forward)
+
+    def concern(self, processes: Sequence[int]) -> None:
+        """From now on signals are for these processes."""
+        self._processes = list(processes)
+
+    def concern_none(self, text: str) -> None:
+        """From now on a signal ends this process, which has no ranks, with `text`."""
+        self._processes, self._idle = [], text
+
+    def ignore(self) -> None:
+        """Leave Python's own end undisturbed, which would tell of a signal in its own way."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _forward(self, number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if now - self._last > PRESS_SECONDS:
+            self.count, self._last = self.count + 1, now
+        if not self._processes:
+            sys.stderr.write(f"{self._idle}\n")
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number if self.count < 3 else signal.SIGKILL)
+
+
+class RanksEndedError(Exception):
+    """The ranks have ended, and do not start again."""
+
+    def __init__(self, rank: int, code: int) -> None:
+        super().__init__(f"rank {rank}: {code}")
+        self.rank, self.code = rank, code
 
 
 def main(argv: Sequence[str]) -> int:
     """Run torchrun to its end; returns the exit code of the rank that ended first, 128 + N if signal N ended it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end_before_ranks)
+    interruptions = Interruptions()
+    interruptions.watch()
     # Only now: Ctrl-C may come into the seconds that the imports take.
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import api
     from torch.distributed.run import main as run_torchrun
 
+    from mobius.ranks import launcher_waits
+
     logging.disable(logging.ERROR)
+    launcher_waits()
+    api.LocalElasticAgent = patient_agent(api.LocalElasticAgent, interruptions)  # type: ignore[assignment,misc]
     try:
         run_torchrun(list(argv))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        sys.stderr.write(describe_failure(rank, failure.exitcode) + "\n")
-        return exit_code(failure.exitcode)
-    except SignalException:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # a second one would interrupt Python's own end, which tells it
-        return INTERRUPTED
+    except RanksEndedError as end:
+        interruptions.ignore()
+        return tell_end(end.rank, end.code, is_interrupted=interruptions.count > 0)
+    except SignalException as error:  # the terminal is gone, or the ranks were just being started
+        interruptions.ignore()
+        return tell_end(0, -error.sigval, is_interrupted=True)
     return 0
 
 
-def _end_before_ranks(_number: int, _frame: object) -> None:
-    """Until torchrun takes the signals over, which it does when it starts the ranks."""
-    sys.stderr.write("interrupted before the ranks started: nothing is left\n")
-    sys.stderr.flush()
-    os._exit(INTERRUPTED)
+def patient_agent(agent_class: type, interruptions: Interruptions) -> type:
+    """The agent of torchrun, with signals left to the ranks, and with restarts only where they can help."""
+    from mobius.ranks import let_launcher_keep
+
+    class PatientAgent(agent_class):
+        num_restarts = 0
+
+        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            let_launcher_keep([s.name for s in signal.Signals if signal.getsignal(s) == signal.SIG_IGN])
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            interruptions.concern(list(started.values()))
+            interruptions.heed()
+            return started
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if not result.is_failed():
+                return result
+            rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+            limit = worker_group.spec.max_restarts
+            if interruptions.count or failure.exitcode in FINAL or self.num_restarts == limit:
+                raise RanksEndedError(rank, failure.exitcode)
+            self.num_restarts += 1
+            interruptions.concern_none("interrupted before the ranks started again: what they had saved is there")
+            line = describe_failure(rank, failure.exitcode)
+            sys.stderr.write(f"{line}; they start again ({self.num_restarts} of {limit} times)\n")
+            return result
+
+    return PatientAgent
+
+
+def tell_end(rank: int, code: int, *, is_interrupted: bool) -> int:
+    """Say what the ranks have not said themselves; returns the exit code. `code` is negative for a signal's number."""
+    if is_interrupted and -code in SIGNALS:
+        sys.stderr.write("interrupted before the ranks were ready, or after they were done\n")
+    elif code != INTERRUPTED and not (is_interrupted and code < 0):
+        sys.stderr.write(describe_failure(rank, code) + "\n")
+        return exit_code(code)
+    return INTERRUPTED
 
 
 def describe_failure(rank: int, code: int) -> str:

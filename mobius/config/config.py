@@ -334,6 +334,8 @@ class LaunchConfig:
     """TCP port where the ranks of the run meet; two runs on a machine need two ports."""
     nproc_per_node: RankCount | None = None
     """Ranks (processes, one per GPU). Default: one for each listed GPU, or for all; 2 without GPUs."""
+    max_restarts: Annotated[int, Bounds(minimum=0)] = 0
+    """How often all ranks start again, from the newest checkpoint, after one of them has died."""
 
 
 @dataclass(frozen=True)

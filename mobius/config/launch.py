@@ -5,6 +5,7 @@ the shell to take over unread; FOLDER is where the user stands.
 """
 
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ from mobius.config.config import Config, Device
 from mobius.config.validation import validate
 from mobius.errors import ConfigError
 from mobius.log import printable
-from mobius.ranks import device_list, omp_num_threads, visible_devices
+from mobius.ranks import device_list, omp_num_threads, told_command, visible_devices
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,37 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, resources: Res
     placement = place(config, resources, is_device_list_typed="cuda_visible_devices" in command_line.values)
     validate(config, placement.num_processes)
     check_port(config.launch.master_port)
-    num_processes, words = placement.num_processes, ["env"]
+    script = os.path.relpath("train.sh", caller_folder)
+    num_processes, words = placement.num_processes, ["env", told_command(["bash", script, *arguments])]
     if resources.omp_num_threads is None:
         words.append(f"OMP_NUM_THREADS={max(1, resources.num_cores // num_processes)}")
     if placement.cuda_visible_devices is not None:
         words.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
     words += [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", str(num_processes)]
     words += ["--master_port", str(config.launch.master_port)]
+    if config.launch.max_restarts:
+        words += ["--max_restarts", str(config.launch.max_restarts)]
     return [*words, *program], placement.notice
+
+
+def how_to_resume(words: Sequence[str]) -> str:
+    """Command that goes on from a run's newest checkpoint; `words` are those that started it (`command_words`).
+
+    An interpreter's folder is left out, and so are options that would start anew or from an older checkpoint.
+    """
+    kept: list[str] = []
+    is_value = False
+    for word in words:
+        is_resume = word.startswith("--resume_f")  # as far as it must be typed
+        if not (is_resume or is_value or word == "--overwrite_output_dir"):
+            kept.append(word)
+        is_value = is_resume and "=" not in word
+    folder, name = os.path.split(kept[0])
+    if len(kept) > 1 and os.path.dirname(kept[1]) == folder != "":
+        kept = [os.path.basename(kept[1]), *kept[2:]]  # torchrun and mobius are files beside their interpreter
+    else:
+        kept[0] = name
+    return shlex.join([*kept, "--resume_from_checkpoint", "true"])
 
 
 def main(argv: Sequence[str]) -> int:
