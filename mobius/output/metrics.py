@@ -4,11 +4,14 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from io import FileIO
 from pathlib import Path
+from typing import Any
+
+from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +99,30 @@ class JsonLines:
             logger.warning("%s lacks the last %d lines", self._path, len(self._waiting))
         if self._file is not None:
             self._file.close()
+
+
+def cut_lines(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> int:
+    """Remove lines from a file of JSON lines, at once and synced; returns their number. Raises OSError.
+
+    Those that `keeps` refuses, which is asked once for each in their order, and those that are no whole line of a JSON
+    object, such as the half that a loss of power leaves at the end. A file that is absent has none.
+    """
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        kept = bytearray(_keeps_line(line, keeps) for line in file)
+    if not all(kept):
+        with replaced_whole(path) as temporary, path.open("rb") as file, temporary.open("wb") as shorter:
+            shorter.writelines(line for line, is_kept in zip(file, kept, strict=True) if is_kept)
+    return kept.count(0)
+
+
+def _keeps_line(line: bytes, keeps: Callable[[Mapping[str, Any]], bool]) -> bool:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return line.endswith(b"\n") and isinstance(record, dict) and keeps(record)
 
 
 def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None = None) -> str:

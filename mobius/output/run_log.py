@@ -4,28 +4,36 @@ metrics.jsonl        every step with all that is measured
 trainer_log.jsonl    steps that are shown, in the names that LLaMA-Factory's boards read
 trainer_state.json   the same in transformers' TrainerState; whole, at the end and with each checkpoint
 *_results.json       the last numbers of train, eval, ...; all_results.json has all of them
+
+A run that goes on from a checkpoint in its folder cuts the two logs behind that step and appends to them.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Final
+from types import NoneType
+from typing import Any, Final, get_args, get_type_hints
 
 from mobius.config.config import Config
-from mobius.output.metrics import JsonLines, StepMetrics, clock_text, json_text, step_line
+from mobius.errors import CheckpointError
+from mobius.excerpt import listed, quoted
+from mobius.output.metrics import JsonLines, StepMetrics, clock_text, cut_lines, json_text, step_line
 from mobius.output.trackers import Trackers
 from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE: Final = "metrics.jsonl"
+LOG_FILE: Final = "trainer_log.jsonl"
 STATE_FILE: Final = "trainer_state.json"
+_NO_JSON_NUMBERS: Final = ("nan", "inf", "-inf")
 _RECENT_STEPS: Final = 20
 """Steps whose median tells the time left."""
 
@@ -63,6 +71,61 @@ class TrainerState:
             train_batch_size=config.pipeline.batch_size,
         )
 
+    @classmethod
+    def from_json(cls, text: str, *, path: Path = Path(STATE_FILE)) -> TrainerState:
+        """The state that `to_json` gave as `text`; raises CheckpointError, which names `path`, for anything else."""
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _no_state(path, f"it is no JSON ({error})") from error
+        if not isinstance(found, dict):
+            raise _no_state(path, f"it is {quoted(found)}")
+        names = [each.name for each in fields(cls)]
+        if missing := [name for name in names if name not in found]:
+            raise _no_state(path, f"it lacks {listed(missing)}")
+        if unknown := [name for name in found if name not in names]:
+            raise _no_state(path, f"it has {listed(unknown)}")
+        found = {name: _as_numbers(value) for name, value in found.items()}
+        for name, kind in get_type_hints(cls).items():
+            if not _is_of_kind(found[name], kind):
+                raise _no_state(path, f"{name} is {quoted(found[name])}")
+        for number, entry in enumerate(found["log_history"]):
+            step = entry.get("step") if isinstance(entry, dict) else None
+            if type(step) is not int or not 0 <= step <= found["global_step"]:
+                raise _no_state(path, f"entry {number} of log_history is none of a step of the run: {quoted(entry)}")
+        return cls(**found)
+
+    def to_json(self) -> str:
+        """JSON as transformers writes it; numbers that JSON does not have are words that `float` reads."""
+        state = asdict(self)
+        state["num_train_epochs"] = self.num_train_epochs or math.ceil(self.epoch)
+        return json_text(state, indent=2)
+
+    def continued(self, config: Config) -> TrainerState:
+        """The state under the options of the run that goes on from it."""
+        options = ("max_steps", "num_train_epochs", "logging_steps", "train_batch_size")
+        start = TrainerState.at_start(config)
+        return replace(self, **{name: getattr(start, name) for name in options}, log_history=[*self.log_history])
+
+
+@dataclass
+class _Earlier:
+    """Steps of earlier processes of the run, as metrics.jsonl has them."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    losses: list[float] = field(default_factory=list)
+
+    def add(self, line: Mapping[str, Any]) -> bool:
+        """Count a step; False if `line` is none."""
+        try:
+            seconds, num_tokens, loss = float(line["step_seconds"]), int(line["num_tokens"]), float(line["loss"])
+        except (KeyError, TypeError, ValueError):
+            return False
+        self.seconds, self.num_tokens = self.seconds + seconds, self.num_tokens + num_tokens
+        self.losses.append(loss)
+        return True
+
 
 class RunLog:
     """The log of one run, on its first rank: `step` after each step, `event` for all else, `finish`, `close`."""
@@ -70,18 +133,21 @@ class RunLog:
     def __init__(
         self, folder: Path, state: TrainerState, trackers: Trackers, *, ideal_step_seconds: float | None = None
     ) -> None:
-        """`state` is carried on: a run that goes on from a checkpoint hands in what that holds.
+        """`state` is carried on: a run that goes on from a checkpoint hands in what that holds, `continued`.
 
-        `ideal_step_seconds`: time of a step at the full speed of the data sheet, where that is known.
+        The logs in `folder` are cut to its steps; raises CheckpointError where that fails. `ideal_step_seconds`: time
+        of a step at the full speed of the data sheet, where that is known.
         """
         self.state = state
         self._folder, self._trackers, self._ideal_step_seconds = folder, trackers, ideal_step_seconds
+        self._first_step, self._earlier = state.global_step, _Earlier()
+        self._cut_logs()
         self._metrics = JsonLines(folder / METRICS_FILE)
-        self._lines = JsonLines(folder / "trainer_log.jsonl")
+        self._lines = JsonLines(folder / LOG_FILE)
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._losses: list[float] = []
         self._seconds, self._num_tokens, self._num_samples = 0.0, 0, 0
-        self.results: dict[str, dict[str, object]] = {}
+        self.results: dict[str, dict[str, object]] = _last_evaluation(state)
         """Latest numbers of each kind of event."""
         self._is_open = True
 
@@ -124,11 +190,18 @@ class RunLog:
         self._add(named, {"eval_loss": named["eval_loss"]} if "eval_loss" in named else None)
         self._track(name, numbers)
 
+    def note_best(self, metric: float, step: int, checkpoint: Path | None) -> None:
+        """From now on the state tells that the best evaluation so far was `metric`, after `step`.
+
+        `checkpoint` has the weights of that step; None if they were not saved.
+        """
+        state = self.state
+        state.best_metric, state.best_global_step = metric, step
+        state.best_model_checkpoint = None if checkpoint is None else str(checkpoint)
+
     def write_state(self, folder: Path) -> None:
         """Write trainer_state.json into `folder`: a checkpoint's, or the run's own. Raises OSError."""
-        state = asdict(self.state)
-        state["num_train_epochs"] = self.state.num_train_epochs or math.ceil(self.state.epoch)
-        _write_whole(folder / STATE_FILE, json_text(state, indent=2))
+        _write_whole(folder / STATE_FILE, self.state.to_json())
 
     def finish(self) -> None:
         """After the last step: leave the state and the results. What cannot be written is told, and ends nothing."""
@@ -144,15 +217,19 @@ class RunLog:
             logger.warning("cannot write all results of the training to %s (%s)", self._folder, error.strerror)
 
     def _train_results(self) -> dict[str, object]:
-        """Numbers of all steps of this process, which go into the history too."""
-        finite = [loss for loss in self._losses if math.isfinite(loss)]
+        """Numbers of all steps of this process, which go into the history too; with totals for a resumed run."""
         numbers: dict[str, object] = {
-            "train_loss": statistics.fmean(finite) if finite else math.nan,
+            "train_loss": _mean(self._losses),
             "train_runtime": self._seconds,
             "train_samples_per_second": self._num_samples / self._seconds,
             "train_steps_per_second": len(self._losses) / self._seconds,
             "train_tokens_per_second": self._num_tokens / self._seconds,
         }
+        if self._first_step:
+            numbers |= {"train_resumed_from_step": self._first_step, "train_steps_total": self.state.global_step}
+            if len(self._earlier.losses) == self._first_step:  # else the steps before are in another folder
+                numbers["train_loss_total"] = _mean([*self._earlier.losses, *self._losses])
+                numbers["train_runtime_total"] = self._total_seconds
         self._add(numbers, None)
         return {**numbers, "epoch": self.state.epoch, "num_input_tokens_seen": self.state.num_input_tokens_seen}
 
@@ -164,6 +241,34 @@ class RunLog:
             self._lines.close()
             self._trackers.close()
 
+    @property
+    def _total_seconds(self) -> float:
+        return self._earlier.seconds + self._seconds
+
+    def _cut_logs(self) -> None:
+        """Remove lines of steps that the state does not have: they are made again."""
+        last, earlier = self._first_step, self._earlier
+        is_evaluated = any("eval_loss" in entry and entry["step"] == last for entry in self.state.log_history)
+
+        def is_earlier(line: Mapping[str, Any]) -> bool:
+            return type(line.get("step")) is int and line["step"] <= last and earlier.add(line)
+
+        def is_shown_before(line: Mapping[str, Any]) -> bool:
+            step = line.get("current_steps")
+            return type(step) is int and (step < last or (step == last and (is_evaluated or "eval_loss" not in line)))
+
+        for name, keeps in ((METRICS_FILE, is_earlier), (LOG_FILE, is_shown_before)):
+            path = self._folder / name
+            try:
+                num_lines = cut_lines(path, keeps)
+            except OSError as error:
+                raise CheckpointError(
+                    f"cannot cut {path} to the {last} steps of the checkpoint ({error.strerror}). Free some space, or "
+                    "move it away."
+                ) from error
+            if num_lines:
+                logger.info("%s: %d lines behind step %d are removed; the run goes on there", path, num_lines, last)
+
     def _seconds_left(self) -> float:
         return statistics.median(self._recent) * (self.state.max_steps - self.state.global_step)
 
@@ -173,7 +278,7 @@ class RunLog:
         state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
         if shown is None:
             return
-        has_steps = bool(self._recent)
+        seconds = self._total_seconds
         self._lines.append(
             {
                 "current_steps": state.global_step,
@@ -181,9 +286,9 @@ class RunLog:
                 **shown,
                 "epoch": state.epoch,
                 "percentage": round(100 * state.global_step / state.max_steps, 2),
-                "elapsed_time": clock_text(self._seconds),
-                "remaining_time": clock_text(self._seconds_left()) if has_steps else None,
-                "throughput": round(self._num_tokens / self._seconds, 2) if has_steps else None,
+                "elapsed_time": clock_text(seconds),
+                "remaining_time": clock_text(self._seconds_left()) if self._recent else None,
+                "throughput": round((self._earlier.num_tokens + self._num_tokens) / seconds, 2) if seconds else None,
                 "total_tokens": state.num_input_tokens_seen,
             }
         )
@@ -195,3 +300,40 @@ class RunLog:
 def _write_whole(path: Path, text: str) -> None:
     with replaced_whole(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def _mean(losses: Sequence[float]) -> float:
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return statistics.fmean(finite) if finite else math.nan
+
+
+def _last_evaluation(state: TrainerState) -> dict[str, dict[str, object]]:
+    """The results that `event` left last, of a run that goes on."""
+    for entry in reversed(state.log_history):
+        if numbers := {name: value for name, value in entry.items() if name.startswith("eval_")}:
+            return {"eval": {**numbers, "epoch": entry.get("epoch")}}
+    return {}
+
+
+def _no_state(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not a state of a run as this version of Mobius writes it: {problem}. Go on from another checkpoint."
+    )
+
+
+def _is_of_kind(value: object, kind: Any) -> bool:
+    """Whether `value` may stand in a field of type `kind`: a whole number in one of fractions, none of them a flag."""
+    if get_args(kind) and NoneType in get_args(kind):
+        return value is None or any(_is_of_kind(value, part) for part in get_args(kind) if part is not NoneType)
+    if kind is float:
+        return type(value) in (int, float)
+    return isinstance(value, list) if get_args(kind) else type(value) is kind
+
+
+def _as_numbers(value: Any) -> Any:
+    """`value` with the words that stand for numbers in JSON made numbers again."""
+    if isinstance(value, dict):
+        return {name: _as_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_as_numbers(item) for item in value]
+    return float(value) if value in _NO_JSON_NUMBERS else value

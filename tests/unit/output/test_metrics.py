@@ -4,14 +4,14 @@ import json
 import math
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from mobius.output.metrics import JsonLines, StepMetrics, step_line
+from mobius.output.metrics import JsonLines, StepMetrics, cut_lines, step_line
 
 STEP = StepMetrics(
     step=7,
@@ -154,3 +154,40 @@ def test_a_log_that_cannot_be_opened_does_not_end_the_training(
 
     assert steps_in(path) == [1, 2]
     assert len(caplog.records) == 1
+
+
+def early(line: Mapping[str, object]) -> bool:
+    return line["step"] in (1, 2)
+
+
+def test_a_file_of_lines_is_cut_to_those_that_are_wanted_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xff\xfe\n[1]\n{"step": 2}\n{"step": 3}\n{"step": 2}')
+
+    assert cut_lines(path, early) == 4
+
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_file_of_which_nothing_is_to_be_cut_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    before = path.stat()
+
+    assert cut_lines(path, early) == 0
+    assert cut_lines(tmp_path / "absent.jsonl", early) == 0
+
+    assert path.stat().st_ino == before.st_ino
+
+
+def test_a_cut_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' * 100 + '{"step": 3}\n')
+    before = path.read_text()
+
+    with no_file_longer_than(50), pytest.raises(OSError, match="File too large"):
+        cut_lines(path, early)
+
+    assert path.read_text() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]

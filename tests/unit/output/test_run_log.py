@@ -13,6 +13,7 @@ import pytest
 from transformers import TrainerState as TheirState
 
 from mobius.config.config import Config, OptimConfig, OutputConfig, PipelineConfig
+from mobius.errors import CheckpointError
 from mobius.output.metrics import StepMetrics
 from mobius.output.run_log import RunLog, TrainerState
 from mobius.output.trackers import Trackers
@@ -149,7 +150,7 @@ def test_a_state_is_carried_on_from_where_a_checkpoint_has_it(tmp_path: Path) ->
     first.write_state(checkpoint)
     first.close()
 
-    state = TrainerState(**json.loads((checkpoint / "trainer_state.json").read_text()))
+    state = TrainerState.from_json((checkpoint / "trainer_state.json").read_text())
     second = RunLog(tmp_path, state, Trackers({}))
     second.step(replace(STEP, step=2, epoch=0.5))
     second.close()
@@ -157,7 +158,7 @@ def test_a_state_is_carried_on_from_where_a_checkpoint_has_it(tmp_path: Path) ->
     assert [entry["step"] for entry in state.log_history] == [1, 2]
     assert state.num_input_tokens_seen == 2000
     line = json.loads((tmp_path / "trainer_log.jsonl").read_text().splitlines()[1])
-    assert (line["total_tokens"], line["elapsed_time"], line["throughput"]) == (2000, "0:00:10", 100.0)
+    assert (line["total_tokens"], line["elapsed_time"], line["throughput"]) == (2000, "0:00:20", 100.0)
 
 
 def test_an_evaluation_before_the_first_step_has_no_time_left(tmp_path: Path) -> None:
@@ -176,3 +177,190 @@ def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path, caplog: pytest.LogCa
 
     assert log.state.global_step == 4
     assert any("cannot write all results" in text for text in caplog.messages)
+
+
+def steps(log: RunLog, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        seconds, loss = 10.0 * step, math.nan if step == 2 else 5.0 - step
+        log.step(replace(STEP, step=step, epoch=step / 4, loss=loss, step_seconds=seconds))
+        if step == 2:
+            log.event("eval", {"loss": 3.5})
+
+
+def text_of_steps(folder: Path, last: int) -> str:
+    """The state of a run that was made up to step `last`, where its checkpoint was saved; it went on to step 3."""
+    folder.mkdir(exist_ok=True)
+    log = RunLog(folder, TrainerState.at_start(config()), Trackers({}))
+    steps(log, 1, last)
+    text = log.state.to_json()
+    steps(log, last + 1, 3)
+    log.close()
+    return text
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_resumed_run_leaves_what_the_uninterrupted_one_leaves(tmp_path: Path) -> None:
+    whole = RunLog(tmp_path, TrainerState.at_start(config()), Trackers({}))
+    steps(whole, 1, 4)
+    whole.close()
+    folder = tmp_path / "resumed"
+    state = TrainerState.from_json(text_of_steps(folder, 2))
+    with (folder / "metrics.jsonl").open("a") as torn:
+        torn.write('{"step": 4, "epo')
+
+    resumed = RunLog(folder, state.continued(config()), Trackers({}))
+    steps(resumed, 3, 4)
+    resumed.close()
+
+    assert (folder / "metrics.jsonl").read_text() == (tmp_path / "metrics.jsonl").read_text()
+    own, theirs = lines_of(folder / "trainer_log.jsonl"), lines_of(tmp_path / "trainer_log.jsonl")
+    for line, other in zip(own, theirs, strict=True):
+        assert {**line, "remaining_time": None} == {**other, "remaining_time": None}
+    assert resumed.state.to_json() == whole.state.to_json()
+
+
+def test_an_evaluation_that_the_checkpoint_does_not_know_is_made_again(tmp_path: Path) -> None:
+    text = text_of_steps(tmp_path, 2)
+    state = TrainerState.from_json(text)
+    state.log_history.pop()  # saved between step 2 and its evaluation
+
+    log = RunLog(tmp_path, state, Trackers({}))
+    assert [line.get("eval_loss") for line in lines_of(tmp_path / "trainer_log.jsonl")] == [None, None]
+    log.event("eval", {"loss": 3.5})
+    log.close()
+
+    shown = lines_of(tmp_path / "trainer_log.jsonl")[-1]
+    assert (shown["eval_loss"], shown["elapsed_time"], shown["throughput"]) == (3.5, "0:00:30", 66.67)
+    assert shown["remaining_time"] is None, "this process has made no step"
+
+
+def test_results_of_a_resumed_run_are_those_of_its_process_with_totals_beside(tmp_path: Path) -> None:
+    state = TrainerState.from_json(text_of_steps(tmp_path, 2))
+    log = RunLog(tmp_path, state, Trackers({}))
+    steps(log, 3, 4)
+    log.finish()
+    log.close()
+
+    train = read(tmp_path / "train_results.json")
+    assert (train["train_loss"], train["train_runtime"]) == (1.5, 70.0)
+    assert train["train_steps_per_second"] == pytest.approx(2 / 70)
+    assert (train["train_resumed_from_step"], train["train_steps_total"]) == (2, 4)
+    assert (train["train_runtime_total"], train["num_input_tokens_seen"]) == (100.0, 4000)
+    assert train["train_loss_total"] == pytest.approx((4 + 2 + 1) / 3)
+    assert read(tmp_path / "eval_results.json") == {"eval_loss": 3.5, "epoch": 0.5}, "it was before the checkpoint"
+
+
+def test_a_run_that_goes_on_in_another_folder_tells_no_totals_that_it_does_not_know(tmp_path: Path) -> None:
+    state = TrainerState.from_json(text_of_steps(tmp_path / "first", 2))
+    (tmp_path / "second").mkdir()
+    log = RunLog(tmp_path / "second", state, Trackers({}))
+    steps(log, 3, 4)
+    log.finish()
+    log.close()
+
+    train = read(tmp_path / "second" / "train_results.json")
+    assert "train_runtime_total" not in train
+    assert "train_loss_total" not in train
+    assert train["train_steps_total"] == 4
+    shown = lines_of(tmp_path / "second" / "trainer_log.jsonl")[-1]
+    assert (shown["elapsed_time"], shown["throughput"], shown["total_tokens"]) == ("0:01:10", 28.57, 4000)
+
+
+def test_a_fresh_run_has_no_totals(tmp_path: Path) -> None:
+    log_of_four_steps(tmp_path)
+
+    assert not [name for name in read(tmp_path / "train_results.json") if name.endswith("_total")]
+
+
+def test_a_log_that_cannot_be_cut_is_told_before_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = TrainerState.from_json(text_of_steps(tmp_path, 2))
+    before = (tmp_path / "metrics.jsonl").read_text()
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot cut .*metrics\.jsonl to the 2 steps .*No space left"):
+        RunLog(tmp_path, state, Trackers({}))
+
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_the_state_goes_through_json_with_numbers_that_json_does_not_have(tmp_path: Path) -> None:
+    text = text_of_steps(tmp_path, 3)
+    state = TrainerState.from_json(text)
+
+    assert isinstance(state.log_history[1]["loss"], float), "a curve is drawn of it"
+    assert math.isnan(state.log_history[1]["loss"])
+    assert state.to_json() == text
+
+
+def test_the_best_evaluation_is_in_the_state_that_transformers_reads(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, TrainerState.at_start(config()), Trackers({}))
+    steps(log, 1, 4)
+    assert log.state.best_metric is None
+    log.note_best(3.5, 2, tmp_path / "checkpoint-2")
+    log.event("eval", {"loss": 9.0})
+    log.write_state(tmp_path)
+
+    state = TheirState.load_from_json(str(tmp_path / "trainer_state.json"))
+    best = (state.best_metric, state.best_global_step, state.best_model_checkpoint)
+    assert best == (3.5, 2, str(tmp_path / "checkpoint-2"))
+    log.note_best(3.0, 4, None)
+    assert TrainerState.from_json(log.state.to_json()).best_model_checkpoint is None
+
+
+def test_a_state_that_goes_on_has_the_length_and_the_logging_of_the_new_run(tmp_path: Path) -> None:
+    state = TrainerState.from_json(text_of_steps(tmp_path, 2))
+
+    later = state.continued(
+        Config(
+            output=OutputConfig(logging_steps=3),
+            optim=OptimConfig(num_iterations=9),
+            pipeline=PipelineConfig(batch_size=32),
+        )
+    )
+
+    assert (later.max_steps, later.logging_steps, later.train_batch_size, later.num_train_epochs) == (9, 3, 32, 0)
+    assert (later.global_step, later.epoch, later.log_history) == (2, 0.5, state.log_history)
+    assert state.max_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"epoch": None}, "epoch is None"),
+        ({"global_step": "2"}, "global_step is '2'"),
+        ({"global_step": True}, "global_step is True"),
+        ({"global_step": 1}, "entry 1 of log_history"),
+        ({"max_steps": 4.5}, "max_steps is 4.5"),
+        ({"best_global_step": "one"}, "best_global_step is 'one'"),
+        ({"best_model_checkpoint": 1}, "best_model_checkpoint is 1"),
+        ({"log_history": {}}, "log_history is {}"),
+        ({"log_history": [{"loss": 1.0}]}, "entry 0 of log_history"),
+        ({"log_history": [1]}, "entry 0 of log_history"),
+        ({"total_flos": 0.0}, "it has total_flos"),
+    ],
+)
+def test_a_foreign_state_is_refused_with_the_field(tmp_path: Path, changes: dict[str, object], problem: str) -> None:
+    fields = {**json.loads(text_of_steps(tmp_path, 2)), **changes}
+
+    with pytest.raises(CheckpointError, match="from another checkpoint") as raised:
+        TrainerState.from_json(json.dumps(fields), path=tmp_path / "state.json")
+
+    assert problem in str(raised.value)
+    assert str(tmp_path / "state.json") in str(raised.value)
+
+
+def test_a_state_that_lacks_a_field_or_is_no_json_is_refused(tmp_path: Path) -> None:
+    fields = json.loads(text_of_steps(tmp_path, 2))
+    del fields["epoch"]
+
+    for text, problem in ((json.dumps(fields), "it lacks epoch"), ('{"epo', "it is no JSON"), ("[]", r"it is \[\]")):
+        with pytest.raises(CheckpointError, match=problem):
+            TrainerState.from_json(text)
