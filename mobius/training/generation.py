@@ -6,6 +6,7 @@ but sampling), and in fp32 does not depend on which prompts are answered beside 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
+from mobius.config.config import Device
 from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, first_line
 from mobius.machine.available import available_host_bytes
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
@@ -32,6 +35,13 @@ _WORKSPACE_SHARE: Final = 0.1
 """Memory beside the weights, as a share of them, below which answering on a GPU is not begun."""
 _SAMPLING: Final = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "typical_p": None}
 """Settings of generation_config.json that are without effect where nothing is drawn."""
+
+
+def answering_device(wanted: Device) -> torch.device:
+    """The current GPU if there is one and CPUs are not wanted, else the CPU."""
+    if wanted is Device.CPU or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +71,11 @@ class Answerer:
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             device = _fitting_device(folder, device)
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=_fitting_dtype(folder, config, device), trust_remote_code=False, use_safetensors=True
-            )
+            dtype = _fitting_dtype(folder, config, device)
+            with _without_bars():
+                model = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=dtype, trust_remote_code=False, use_safetensors=True
+                )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"transformers cannot load the model of {folder} to answer with it: {first_line(error):.400}"
@@ -158,6 +170,18 @@ class Answerer:
         """Tokens that an answer may have, which does not depend on the prompts beside it."""
         context = self.context_length
         return max_new_tokens if context is None else min(max_new_tokens, context - len(prompt))
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep transformers from drawing a bar of the tensors it loads."""
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()
 
 
 def _weight_bytes(folder: Path) -> int:

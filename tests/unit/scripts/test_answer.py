@@ -58,6 +58,7 @@ def test_it_prints_answers_the_share_that_is_right_and_the_loss(
 
 def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "model", num_layers=1)
+    capsys.readouterr()
     data = tmp_path / "numbers.jsonl"
     data.write_text('{"prompt": "one in digits:", "completion": " 1"}\n')
 
@@ -65,7 +66,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([str(tmp_path / "nowhere"), str(data)]) == 2
 
     printed = capsys.readouterr()
-    lines = [line for line in printed.err.splitlines() if "|" not in line and line]  # bars of transformers aside
+    lines = printed.err.splitlines()
     assert printed.out == ""
     assert len(lines) == 2
     assert "--first 5 --samples 500: no sample of the dataset's 1" in lines[0]

@@ -15,7 +15,7 @@ import torch
 from harness.runs import TOKENIZER, make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mobius.config.config import DataConfig, DatasetEntry
+from mobius.config.config import DataConfig, DatasetEntry, Device
 from mobius.data.datasets import PreparedDataset, prepare_data
 from mobius.errors import CheckpointError, ConfigError, DataError, GpuMemoryError, HostMemoryError
 from mobius.training import generation
@@ -317,6 +317,16 @@ def test_a_model_larger_than_the_gpu_answers_on_the_cpu(
 
     assert "the model does not fit into one GPU" in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_a_gpu_answers_where_there_is_one_and_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    found = []
+    for has_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        found += [generation.answering_device(wanted) for wanted in (Device.AUTO, Device.CPU)]
+
+    assert found == [CPU, CPU, torch.device("cuda", 1), CPU]
 
 
 def test_on_the_cpu_the_format_is_fp32_where_there_is_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
