@@ -1,0 +1,91 @@
+"""Small checkpoints with values of a seed, written as a run writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mobius.checkpoints.files import STATE_DTYPES, StageParameter, optimizer_keys, plan_files, write_stage
+from mobius.checkpoints.folders import begin, complete, write_text
+from mobius.checkpoints.manifest import Manifest
+from mobius.checkpoints.reading import CheckpointReader
+
+PARAMETERS = (
+    StageParameter("embed.weight", (7, 3), 0),
+    StageParameter("layers.0.weight", (3, 5), 0),
+    StageParameter("layers.0.scale", (), 0),
+    StageParameter("layers.1.weight", (5, 3), 2),
+    StageParameter("layers.1.frozen", (2,), 2, is_trained=False),
+)
+"""Stage 1 has none."""
+
+
+def values_of(
+    seed: int, dtype: torch.dtype, parameters: Sequence[StageParameter] = PARAMETERS, *, has_optimizer: bool = True
+) -> dict[str, Tensor]:
+    """Every tensor that a checkpoint has, by its full name."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for parameter in parameters:
+        tensors[parameter.name] = torch.randn(parameter.shape, generator=generator).to(dtype)
+        for key in optimizer_keys(dtype) if has_optimizer and parameter.is_trained else ():
+            state = torch.randn(parameter.shape, generator=generator) * 1000
+            tensors[f"{parameter.name}.{key}"] = state.to(STATE_DTYPES[key])
+    return tensors
+
+
+def save(
+    save_dir: Path,
+    step: int,
+    *,
+    number: int,
+    seed: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    has_optimizer: bool = True,
+    parameters: Sequence[StageParameter] = PARAMETERS,
+    tensors: dict[str, Tensor] | None = None,
+    max_file_bytes: int = 5_000_000_000,
+) -> Path:
+    """Write `checkpoint-STEP` with the values of `seed` (the step's own unless given)."""
+    if tensors is None:
+        tensors = values_of(step if seed is None else seed, dtype, parameters, has_optimizer=has_optimizer)
+    partial = begin(save_dir, step)
+    write_text(partial, "config.json", '{"model_type": "llama"}\n')
+    plan = plan_files(parameters, dtype=dtype, has_optimizer=has_optimizer, max_file_bytes=max_file_bytes)
+    records = [record for stage in plan for record in write_stage(partial, stage, tensors)]
+    write_text(partial, "trainer_state.json", f'{{"global_step": {step}}}\n')
+    manifest = Manifest(
+        step=step,
+        save_number=number,
+        num_parameters=sum(parameter.num_elements for parameter in parameters),
+        dtype=str(dtype).removeprefix("torch."),
+        has_optimizer=has_optimizer,
+        files=tuple(records),
+        training={"num_updates": step, "loss_scale": 1024.0},
+        data={"position": [step, 3]},
+        options={"learning_rate": 1e-5},
+        versions={"mobius": "0"},
+    )
+    return complete(partial, manifest, parameters=parameters, dtype=dtype)
+
+
+def has_values(reader: CheckpointReader, seed: int, parameters: Sequence[StageParameter] = PARAMETERS) -> bool:
+    """Whether weights and states are to the bit those of `seed`."""
+    expected = values_of(seed, reader.dtype, parameters, has_optimizer=reader.manifest.has_optimizer)
+    found = {}
+    for parameter in parameters:
+        found[parameter.name] = reader.read_weight(parameter.name, parameter.shape)
+        for key in optimizer_keys(reader.dtype):
+            if (full := f"{parameter.name}.{key}") in expected:
+                found[full] = reader.read_state(parameter.name, key, parameter.shape)
+    return all(same_bits(found[name], value) for name, value in expected.items())
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether dtype, shape and every bit are equal."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -1,0 +1,152 @@
+"""scripts/convert_checkpoint.py: there and back to the bit, and nothing under a final name where it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from convert_checkpoint import main
+from harness.checkpoints import has_values, save, values_of
+
+from mobius.checkpoints.folders import open_checkpoint
+
+TRUST = "--trust-dcp-metadata"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_optimizer", [True, False])
+@pytest.mark.parametrize("max_file_bytes", [1, 5_000_000_000])
+def test_there_and_back_nothing_is_lost(
+    dtype: torch.dtype, has_optimizer: bool, max_file_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = save(tmp_path, 8, number=3, dtype=dtype, has_optimizer=has_optimizer, max_file_bytes=max_file_bytes)
+    second = tmp_path / "back" / "checkpoint-8"
+
+    assert main(["to-dcp", str(first), str(tmp_path / "dcp")]) == 0
+    assert main(["from-dcp", str(tmp_path / "dcp"), str(second), TRUST]) == 0
+
+    assert "to the bit as it was" in capsys.readouterr().out
+    reader = open_checkpoint(second)
+    reader.verify_all()
+    assert has_values(reader, seed=8)
+    for name in ("config.json", "trainer_state.json"):
+        assert (second / name).read_bytes() == (first / name).read_bytes()
+    before, after = open_checkpoint(first).manifest, reader.manifest
+    assert (after.training, after.data, after.save_number) == (before.training, before.data, before.save_number)
+    assert names(second.parent) == ["checkpoint-8"]
+
+
+def test_torch_reads_every_tensor_of_the_result(tmp_path: Path) -> None:
+    assert main(["to-dcp", str(save(tmp_path, 8, number=1)), str(tmp_path / "dcp")]) == 0
+    expected = values_of(8, torch.bfloat16)
+    found = {name: torch.zeros_like(value) for name, value in expected.items()}
+
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"), no_dist=True)
+
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_weights_that_were_changed_in_torchs_format_are_taken_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["to-dcp", str(save(tmp_path, 8, number=1)), str(tmp_path / "dcp")])
+    tensors = values_of(8, torch.bfloat16)
+    tensors["embed.weight"] += 1
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+
+    assert main(["from-dcp", str(tmp_path / "dcp"), str(tmp_path / "back" / "checkpoint-8"), TRUST]) == 0
+
+    assert "1 tensors are other ones now, such as embed.weight" in capsys.readouterr().out
+    reader = open_checkpoint(tmp_path / "back" / "checkpoint-8")
+    assert torch.equal(reader.read_weight("embed.weight", (7, 3)), tensors["embed.weight"])
+
+
+def test_torchs_pickle_is_loaded_on_request_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["to-dcp", str(save(tmp_path, 8, number=1)), str(tmp_path / "dcp")])
+    monkeypatch.setattr("pickle.load", lambda *_: pytest.fail("a pickle was loaded"))
+
+    assert main(["from-dcp", str(tmp_path / "dcp"), str(tmp_path / "back" / "checkpoint-8")]) == 2
+
+    assert "is a pickle of torch's own" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(tmp_path, 8, number=1)
+    contents = (path / "model-00001-of-00002.safetensors").read_bytes()
+    (path / "model-00001-of-00002.safetensors").write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
+
+    assert main(["to-dcp", str(path), str(tmp_path / "dcp")]) == 1
+
+    assert "model-00001-of-00002.safetensors is damaged" in capsys.readouterr().err
+    assert names(tmp_path) == ["checkpoint-8"]
+
+
+def test_a_failure_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 8, number=1)
+    assert main(["to-dcp", str(path), str(tmp_path / "dcp")]) == 0
+
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.save", failing)
+    assert main(["to-dcp", str(path), str(tmp_path / "other")]) == 1
+    monkeypatch.setattr("mobius.checkpoints.files.save_file", failing)
+    assert main(["from-dcp", str(tmp_path / "dcp"), str(tmp_path / "back" / "checkpoint-8"), TRUST]) == 1
+
+    assert capsys.readouterr().err.count("No space left on device; ") == 2
+    assert names(tmp_path) == ["back", "checkpoint-8", "dcp"]
+    assert names(tmp_path / "back") == []
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_damaged_file_of_torchs_is_told_and_leaves_nothing(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["to-dcp", str(save(tmp_path, 8, number=1)), str(tmp_path / "dcp")])
+    (tmp_path / "dcp" / name).write_bytes((tmp_path / "dcp" / name).read_bytes()[:40])
+
+    assert main(["from-dcp", str(tmp_path / "dcp"), str(tmp_path / "checkpoint-8"), TRUST]) == 1
+    assert main(["from-dcp", str(tmp_path / "dcp"), str(tmp_path / "back" / "checkpoint-8"), TRUST]) == 1
+
+    told = capsys.readouterr().err.splitlines()
+    assert "checkpoint-8 exists" in told[0]
+    assert f"cannot read {tmp_path / 'dcp'}: " in told[1]
+    assert not [*tmp_path.glob("back/*")]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["to-dcp", "checkpoint-9", "new"], "checkpoint-9 does not exist. The newest good checkpoint there is"),
+        (["to-dcp", "checkpoint-8", "dcp"], "dcp exists. Choose another name"),
+        (["from-dcp", "checkpoint-8", "checkpoint-9", TRUST], "checkpoint-8 was not made by to-dcp"),
+        (["from-dcp", "dcp", "checkpoint-8", TRUST], "checkpoint-8 exists. Choose another name"),
+        (["from-dcp", "dcp", "best", TRUST], "best has another name than checkpoints of step 8: give checkpoint-8"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    words: list[str],
+    complaint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["to-dcp", str(save(Path(), 8, number=1)), "dcp"])
+    before = names(tmp_path)
+
+    assert main(words) == 1
+
+    assert complaint in capsys.readouterr().err
+    assert names(tmp_path) == before
