@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mobius.data.batches import Batch, Batches, arrange
+from mobius.data.batches import Batch, Batches, EvaluationBatches, arrange
 from mobius.data.mixture import WeightedSamples
 from mobius.data.packing import WINDOW, attention_cost
 from mobius.data.store import TokenizedDataset
@@ -344,3 +344,52 @@ def test_a_step_deep_in_the_data_is_sought_by_lengths_in_little_time() -> None:
     stream.seek(1000)
     assert next(stream).epoch > 2
     assert time.perf_counter() - started < 5  # some 0.2 s on an idle core
+
+
+def evaluation_batches(tokenized: TokenizedDataset, *, batch_size: int = 2, **more: Any) -> EvaluationBatches:
+    settings: dict[str, Any] = {"seq_length": 8, "pad_token_id": PAD, "most_documents": None} | more
+    return EvaluationBatches(tokenized, batch_size=batch_size, **settings)
+
+
+def test_evaluation_takes_each_sample_once_in_order_and_fills_the_last_batch_with_empty_rows() -> None:
+    found = evaluation_batches(numbered(5))
+    assert len(found) == 3
+    for _ in range(2):  # however often they are gone through
+        batches = list(found)
+        assert [batch.input_ids[:, 0].tolist() for batch in batches] == [[0, 1], [2, 3], [4, PAD]]
+        assert [batch.num_samples for batch in batches] == [2, 2, 1]
+        assert [(batch.num_tokens, batch.num_targets) for batch in batches] == [(4, 2), (4, 2), (2, 1)]
+        assert [batch.epoch for batch in batches] == [0.4, 0.8, 1.0]
+        assert all(batch.documents is None for batch in batches)
+        assert batches[-1].labels[1].tolist() == [-100] * 8
+        assert batches[-1].input_ids.shape == (2, 8)
+
+
+def test_evaluation_takes_the_samples_that_are_named() -> None:
+    batches = list(evaluation_batches(numbered(9), indices=np.array([7, 2, 5])))
+    assert [batch.input_ids[:, 0].tolist() for batch in batches] == [[7, 2], [5, PAD]]
+
+
+@pytest.mark.parametrize("most_documents", [3, 4, 9])
+def test_packed_evaluation_holds_each_sample_once_and_no_more_documents_than_a_run(most_documents: int) -> None:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(2, 9, 200).tolist()
+    samples = dataset(*(([index] * length, [1] * length) for index, length in enumerate(lengths)))
+    batches = list(evaluation_batches(samples, batch_size=4, most_documents=most_documents))
+    seen = list[int]()
+    firsts = list[int]()
+    for batch in batches:
+        assert batch.documents is not None
+        assert len(batch.documents) == len(batch.input_ids) == 4
+        for row, documents in zip(batch.input_ids, batch.documents, strict=True):
+            assert len(documents) <= most_documents - 1
+            starts = np.cumsum([0, *documents])[:-1]
+            own = row[starts].tolist()
+            assert own == sorted(own)
+            assert [lengths[index] for index in own] == list(documents)
+            seen += own
+            firsts += own[:1]
+    assert sorted(seen) == list(range(200))
+    assert firsts == sorted(firsts)
+    assert sum(batch.num_targets for batch in batches) == sum(lengths) - 200
+    assert len(batches) < 40, "samples share rows"

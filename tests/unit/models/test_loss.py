@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mobius.models.loss import LogitsLoss, chunked_cross_entropy, shift_labels
+from mobius.models.loss import LogitsLoss, chunked_cross_entropy, chunked_evaluation, shift_labels
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 7, 16, 40
 NUM_TARGETS = 50  # of the whole step: more than these sequences have
@@ -200,3 +200,45 @@ def test_bf16_weights_accumulate_in_fp32() -> None:
     assert loss.item() == pytest.approx(expected[0].item(), rel=2e-2)
     error = (accumulators["weight"].double() - expected[2]["weight"]).abs().max()
     assert error <= 2e-2 * expected[2]["weight"].abs().max()
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [4, 21, 100])
+def test_an_evaluation_sums_the_losses_and_counts_the_hits_chunk_by_chunk(
+    chunk_tokens: int, compiled: bool, softcap: float | None
+) -> None:
+    """Ignored positions count neither, and all logits never exist."""
+    case, sizes = Case.make(torch.float32), list[int]()
+
+    def logits_of(hidden: Tensor) -> Tensor:
+        sizes.append(hidden.shape[0])
+        return F.linear(hidden, case.weights["weight"], case.weights["bias"])
+
+    logits = F.linear(case.hidden, case.weights["weight"], case.weights["bias"])
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    labels = case.labels.clone()
+    labels[0, 5:], labels[1, ::2] = logits[0].argmax(-1)[4:6], logits[1].argmax(-1).roll(1)[::2]
+    targets = labels[:, 1:]
+    expected = F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), targets.reshape(-1), reduction="sum")
+    hits = int(((logits[:, :-1].argmax(-1) == targets) & (targets != -100)).sum())
+    total, found = chunked_evaluation(
+        logits_of,
+        case.hidden,
+        shift_labels(labels),
+        chunk_tokens=chunk_tokens,
+        logits_loss=LogitsLoss(softcap=softcap, compiled=compiled),
+    )
+    assert (total.dtype, found.dtype) == (torch.float32, torch.int64)
+    assert not total.requires_grad
+    assert float(total) == pytest.approx(float(expected), rel=1e-6)
+    assert 5 <= hits == int(found) < int((targets != -100).sum())
+    assert max(sizes) <= chunk_tokens
+    nothing, no_hits = chunked_evaluation(
+        logits_of,
+        case.hidden,
+        torch.full_like(labels, -100),
+        chunk_tokens=chunk_tokens,
+        logits_loss=LogitsLoss(softcap=softcap, compiled=compiled),
+    )
+    assert (float(nothing), int(no_hits)) == (0.0, 0)

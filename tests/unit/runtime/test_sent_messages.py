@@ -66,6 +66,12 @@ def test_compute_waits_for_the_first_message_when_too_many_are_under_way(
         assert mailboxes.waited == waited
         transport.finish_step()
         assert mailboxes.waited == [0, 1, 2, 3, 4]
+        mailboxes.waited.clear()
+        transport.bound_sends(4)
+        for _ in range(5):
+            transport.send(torch.zeros(SHAPE), 0)
+        assert mailboxes.waited == ([] if max_sends is None else [5])
+        transport.finish_step()
     finally:
         transport.close()
     assert not dist.is_initialized()
