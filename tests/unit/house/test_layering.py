@@ -45,13 +45,16 @@ def test_every_module_can_be_imported_without_a_gpu_and_importing_does_nothing()
 
 def test_plan_schedule_and_the_ground_floor_work_where_torch_is_not_installed() -> None:
     without_torch = (
+        "activity",
         "errors",
         "excerpt",
         "interruption",
         "limits",
         "log",
         "ranks",
+        "roll_call",
         "units",
+        "watchdog",
         "config",
         "schedule",
         "plan",

@@ -1,0 +1,121 @@
+"""Owns how the ranks of a run call each other beside their process groups, when those wait for somebody for good.
+
+A rank listens at a Unix socket that has a name but no file: the name goes with the process, and nothing is left of it.
+Only processes of the same user are heard. Linux only: elsewhere, and where a socket cannot be had, nobody is heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Final
+
+_CREDENTIALS: Final = struct.Struct("3i")
+"""Process, user and group of a sender, which the kernel vouches for."""
+_CALL_BYTES: Final = 64
+_LOOK_SECONDS: Final = 0.02
+
+
+class Call(StrEnum):
+    """Words between ranks."""
+
+    TELL = "tell"
+    """Say where you are: the run ends."""
+    TOLD = "told"
+    """I have said where I am."""
+    END = "end"
+    """All have been heard, or waited for long enough."""
+    WAKE = "wake"
+    """To the own rank, whose listening ends."""
+
+
+class RollCall:
+    """This rank's socket, and the names of the others'; they are those of ranks that have the same parent process."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        """Listen from now on. Nothing is raised where that cannot be: `hears` says so."""
+        self._rank, self._others = rank, [other for other in range(num_ranks) if other != rank]
+        self._name = f"\0mobius-{_namespace()}-{os.getppid()}"
+        self._socket = _listen(f"{self._name}-{rank}") if self._others else None
+
+    @property
+    def hears(self) -> bool:
+        """Whether other ranks can reach this one."""
+        return self._socket is not None
+
+    def call_all(self, call: Call) -> None:
+        """Say `call` to all other ranks; one that is gone, or does not listen, is passed over."""
+        for rank in self._others:
+            self._say(call, rank)
+
+    def wake(self) -> None:
+        """Let the thread that listens return; any other thread may call it."""
+        self._say(Call.WAKE, self._rank)
+
+    def listen(self, seconds: float) -> tuple[Call, int] | None:
+        """The next call and its rank, or None after so many seconds; what is no call of a rank is not heard."""
+        assert self._socket is not None
+        self._socket.settimeout(max(seconds, 1e-3))
+        try:
+            text, extras, _, _ = self._socket.recvmsg(_CALL_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+        except OSError:  # the time is over
+            return None
+        users = [
+            _CREDENTIALS.unpack(data)[1]
+            for level, kind, data in extras
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(data) == _CREDENTIALS.size
+        ]
+        word, _, number = text.decode("ascii", "replace").partition(" ")
+        is_of_run = number.isdecimal() and int(number) in (self._rank, *self._others)
+        return (Call(word), int(number)) if users == [os.getuid()] and word in set(Call) and is_of_run else None
+
+    @contextlib.contextmanager
+    def floor(self, seconds: float) -> Iterator[None]:
+        """Within, no other rank has the floor; after so many seconds this one takes it all the same."""
+        end, held = time.monotonic() + seconds, None
+        while self._others and (held := _listen(f"{self._name}-floor")) is None and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
+        try:
+            yield
+        finally:
+            if held is not None:
+                held.close()
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _say(self, call: Call, rank: int) -> None:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)  # a rank that is stopped does not empty its socket
+            sender.sendto(f"{call} {self._rank}".encode(), f"{self._name}-{rank}")
+
+
+def _listen(name: str) -> socket.socket | None:
+    """A socket of this name; None where another process has it, or the system has no such names."""
+    if sys.platform != "linux":
+        return None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        listener.bind(name)
+    except OSError:
+        listener.close()
+        return None
+    return listener
+
+
+def _namespace() -> int:
+    """Number of the space in which process numbers are counted: containers on one network may each have a process 7."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

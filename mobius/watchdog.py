@@ -1,0 +1,223 @@
+"""Owns the end of a run that stands still: every rank tells where it is, and then all of them end.
+
+A rank that hangs makes the others wait for it, so the first that notices calls all of them, past their main threads:
+
+    rank 0, waits    no progress for so long -> TELL to all -> tells -> TOLD to all --+-> all have told, or the patience
+    rank 1, hangs                 hears TELL ----------------> tells -> TOLD to all --+   is over -> END to all -> exit
+
+Nets below that one: a rank whose interpreter is held by a call in C runs no thread of Python. faulthandler's own thread
+writes its stacks a little later, and the others say that it does not answer. Alone it stays, for nobody is there to end
+it. A process that was stopped (SIGSTOP, a frozen container) stood still for no reason of its own: time is counted only
+from look to look of this thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Final
+
+from mobius.activity import Activity, duration_text
+from mobius.roll_call import Call, RollCall
+
+EXIT_CODE: Final = 75
+"""Exit code of a rank that ends because the run stands still: "try again", as EX_TEMPFAIL of sysexits.h."""
+
+_LOOK_SECONDS: Final = 5.0
+_LOOKS: Final = 10
+"""At least so many looks in the time without progress that is allowed."""
+_PATIENCE_SECONDS: Final = 10.0
+"""Time for all ranks to tell where they are."""
+_FLOOR_SECONDS: Final = 3.0
+_DEVICE_SECONDS: Final = 2.0
+_MAX_FRAMES: Final = 40
+"""Frames of each thread, the innermost ones."""
+
+
+class Watchdog:
+    """Owns a thread that looks at this rank's `Activity` from `start` to `stop`, and may end the process."""
+
+    def __init__(
+        self,
+        activity: Activity,
+        *,
+        rank: int,
+        num_ranks: int,
+        minutes: float,
+        left: Callable[[], str] | None = None,
+        patience_seconds: float = _PATIENCE_SECONDS,
+    ) -> None:
+        """End the process after `minutes` without progress; 0: never, and `start` does nothing.
+
+        `left` clears up and returns what the run leaves, as a text that goes on from "all ranks end ": one rank has it.
+        """
+        self._activity, self._rank, self._num_ranks = activity, rank, num_ranks
+        self._limit, self._left, self._patience = 60 * minutes, left, patience_seconds
+        self._is_stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._roll_call: RollCall | None = None
+        self._position: object = None
+        self._asking: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Watch from now on; what was before counts as progress."""
+        if self._limit == 0 or self._thread is not None:
+            return
+        self._is_stopped.clear()
+        self._roll_call = RollCall(self._rank, self._num_ranks)
+        self._activity.progress()
+        # Stacks that faulthandler writes do not say whose they are, but the names of functions.
+        code = Watchdog._watch.__code__.replace(co_name=f"watchdog_of_rank_{self._rank}")
+        watch = FunctionType(code, Watchdog._watch.__globals__)
+        self._thread = threading.Thread(target=watch, args=(self, self._roll_call), name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more; `start` begins anew."""
+        if self._thread is None or self._roll_call is None:
+            return
+        self._is_stopped.set()
+        self._roll_call.wake()
+        self._thread.join()
+        self._roll_call.close()
+        self._thread = self._roll_call = None
+
+    def _watch(self, roll_call: RollCall) -> None:
+        interval = min(self._limit / _LOOKS, _LOOK_SECONDS)
+        seen, idle, last = self._activity.last_progress, 0.0, time.monotonic()
+        while not self._is_stopped.is_set():
+            # Later than this thread would notice it: it speaks only where this one cannot.
+            faulthandler.dump_traceback_later(self._limit - idle + 2 * interval, exit=False, file=2)
+            call = self._listen(roll_call, interval)
+            now = time.monotonic()
+            elapsed, last = now - last, now
+            if self._is_stopped.is_set():
+                break
+            if call is not None and call[0] is not Call.WAKE:
+                self._end(roll_call, f"rank {call[1]} has called all ranks", told=_told(call))
+            if elapsed > self._limit:
+                self._write(f"rank {self._rank} was stopped, or held up in C, for {duration_text(elapsed)}; it goes on")
+            progress = self._activity.last_progress
+            idle = 0.0 if progress != seen else idle + min(elapsed, 2 * interval)
+            seen = progress
+            if idle >= self._limit / 2 and self._device_has_moved():
+                idle = 0.0
+            if idle >= self._limit:
+                reason = f"no progress for {duration_text(idle)} (--watchdog_minutes {self._limit / 60:g})"
+                roll_call.call_all(Call.TELL)
+                self._end(roll_call, reason, told=set())
+        faulthandler.cancel_dump_traceback_later()
+
+    def _listen(self, roll_call: RollCall, seconds: float) -> tuple[Call, int] | None:
+        if roll_call.hears:
+            return roll_call.listen(seconds)
+        self._is_stopped.wait(seconds)
+        return None
+
+    def _device_has_moved(self) -> bool:
+        """Whether the device is elsewhere than when it was last asked; the first answer is none."""
+        before, self._position = self._position, self._ask_device()
+        return before is not None and self._position is not None and before != self._position
+
+    def _ask_device(self) -> object:
+        """The text of the device's position, or None; a driver that hangs does not hold up whoever asks."""
+        answers: list[object] = []
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):  # the run is about to end for another reason
+                if self._activity.device_position is not None:
+                    answers.append(str(self._activity.device_position()))
+
+        if self._activity.device_position is None:
+            return None
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=ask, name="device", daemon=True)
+            self._asking.start()
+            self._asking.join(_DEVICE_SECONDS)
+        return answers[0] if answers else "no answer"
+
+    def _end(self, roll_call: RollCall, reason: str, *, told: set[int]) -> None:
+        """Tell where this rank is, wait until the others have, and end the process."""
+        faulthandler.cancel_dump_traceback_later()
+        teller = threading.Thread(target=self._tell, args=(roll_call, reason), name="teller", daemon=True)
+        teller.start()  # whoever reads standard error may have stopped
+        others = set(range(self._num_ranks)) - {self._rank}
+        end, is_told = time.monotonic() + self._patience, False
+        while time.monotonic() < end and not (is_told and told >= others):
+            call = roll_call.listen(0.05) if roll_call.hears else None
+            if call is not None and call[0] is Call.END:
+                os._exit(EXIT_CODE)
+            told |= _told(call)
+            if not is_told and not teller.is_alive():
+                is_told = True
+                roll_call.call_all(Call.TOLD)
+            if not roll_call.hears:
+                time.sleep(0.05)
+        if is_told:
+            self._write(*self._closing(others - told if roll_call.hears else set()))
+        roll_call.call_all(Call.END)
+        os._exit(EXIT_CODE)
+
+    def _closing(self, silent: Collection[int]) -> list[str]:
+        lines = [
+            f"rank {rank} does not answer: it is stopped, or hangs in a call that holds Python's interpreter"
+            for rank in sorted(silent)
+        ]
+        return [*lines, "the run stands still: all ranks end"]
+
+    def _tell(self, roll_call: RollCall, reason: str) -> None:
+        head = f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}): {reason}"
+        lines = [head, *(f"    {line}" for line in self._activity.tell())]
+        if (position := self._ask_device()) is not None:
+            lines.append(f"    its device: {position}")
+        lines += [f"    {line}" for line in thread_stacks(but={"watchdog", "teller", "device"})]
+        with roll_call.floor(_FLOOR_SECONDS):
+            self._write(*lines)
+        if self._left is not None:
+            self._write(f"all ranks end {self._left()}")
+
+    def _write(self, *lines: str) -> None:
+        """Past `sys.stderr` and `logging`, whose locks a thread that hangs may hold."""
+        text = "\n" + "".join(f"watchdog: {line}\n" for line in lines)
+        left = text.encode(sys.stderr.encoding or "utf-8", "backslashreplace")
+        with contextlib.suppress(OSError):
+            while left:
+                left = left[os.write(2, left) :]
+
+
+def _told(call: tuple[Call, int] | None) -> set[int]:
+    return {call[1]} if call is not None and call[0] is Call.TOLD else set()
+
+
+def thread_stacks(*, but: Collection[str] = ()) -> list[str]:
+    """Lines with the stack of every Python thread but those named so, the outermost frame first.
+
+    No file is read: the disk may be what hangs.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        name = names.get(ident, f"of number {ident}, not started by Python")
+        if name not in but:
+            lines += [f"thread {name}:", *(f"    {line}" for line in _frame_lines(frame))]
+    return lines
+
+
+def _frame_lines(innermost: FrameType) -> list[str]:
+    frames: list[str] = []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        code = frame.f_code
+        file = "/".join(Path(code.co_filename).parts[-3:])
+        frames.append(f"{file}:{frame.f_lineno} in {code.co_qualname}")
+        frame = frame.f_back
+    cut = [f"... {len(frames) - _MAX_FRAMES} more"] if len(frames) > _MAX_FRAMES else []
+    return [*cut, *reversed(frames[:_MAX_FRAMES])]

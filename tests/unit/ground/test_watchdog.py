@@ -1,0 +1,238 @@
+"""A rank that stands still says where, calls the others, and all end; one that goes on is left alone."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness.forked import HANG_SECONDS
+
+ROOT = Path(__file__).resolve().parents[3]
+
+PROGRAM = """
+import ctypes, os, sys, threading, time
+from mobius.activity import Activity
+from mobius.schedule.action import Action, ActionKind
+from mobius.watchdog import Watchdog
+
+rank, num_ranks, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+activity = Activity()
+watchdog = Watchdog(activity, rank=rank, num_ranks=num_ranks, minutes=seconds / 60, patience_seconds=3)
+
+def hang():
+    threading.Event().wait()
+
+def go_on(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        activity.progress()
+        time.sleep(0.01)
+
+activity.begins_step(12)
+activity.begins(Action(ActionKind.FORWARD_MIDDLE, 4 + rank, 1))
+"""
+HANG = "watchdog.start()\nwith activity.waiting('neighbours', rank=0, stage=3): hang()"
+
+
+def start(folder: Path, then: str, *, rank: int = 0, num_ranks: int = 1, seconds: float = 1) -> subprocess.Popen[str]:
+    (folder / f"program-{rank}.py").write_text(PROGRAM + then)
+    return subprocess.Popen(
+        [sys.executable, f"program-{rank}.py", str(rank), str(num_ranks), str(seconds)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def outputs(*processes: subprocess.Popen[str]) -> list[str]:
+    return [process.communicate(timeout=HANG_SECONDS)[0] for process in processes]
+
+
+def test_a_rank_that_hangs_says_where_and_ends_with_its_own_code(tmp_path: Path) -> None:
+    process = start(tmp_path, HANG)
+    (output,) = outputs(process)
+
+    lines = [line.removeprefix("watchdog: ").strip() for line in output.splitlines()]
+    assert re.fullmatch(rf"rank 0 \(process {process.pid} on .+\): no progress for 1\.\d s \(.*\)", lines[1]), output
+    assert re.fullmatch(r"in step 12, at F4\.1 \(stage 4, microbatch 1\) for \d\.\d s", lines[2]), output
+    assert re.fullmatch(r"waits for neighbours, what stage 3 makes, from rank 0 for \d\.\d s", lines[3]), output
+    assert "thread MainThread:" in lines
+    assert any(re.fullmatch(r".*program-0\.py:\d+ in hang", line) for line in lines), output
+    assert lines[-1] == "the run stands still: all ranks end"
+    assert process.returncode == 75
+
+
+@pytest.mark.parametrize("then", ["go_on(2)", "activity.works('optimizer', 'stage 1'); go_on(2)"])
+def test_a_rank_that_goes_on_is_left_alone_however_long_an_action_takes(tmp_path: Path, then: str) -> None:
+    process = start(tmp_path, f"watchdog.start()\n{then}\nprint('done')", seconds=0.5)
+    assert outputs(process) == ["done\n"]
+    assert process.returncode == 0
+
+
+def test_nothing_is_watched_with_zero_minutes_before_the_start_or_after_the_end(tmp_path: Path) -> None:
+    processes = [
+        start(tmp_path, "watchdog.start(); time.sleep(2)", rank=0, seconds=0),
+        start(tmp_path, "time.sleep(1.5)", rank=1, seconds=0.3),
+        start(tmp_path, "watchdog.start(); watchdog.stop(); time.sleep(1.5)", rank=2, num_ranks=3, seconds=0.3),
+    ]
+    assert outputs(*processes) == ["", "", ""]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+
+
+def test_a_watch_that_was_stopped_begins_anew(tmp_path: Path) -> None:
+    process = start(tmp_path, f"watchdog.start(); watchdog.stop(); time.sleep(1.5)\n{HANG}", seconds=0.5)
+    assert "no progress for 0.5 s" in outputs(process)[0]
+    assert process.returncode == 75
+
+
+def test_the_clock_on_the_wall_may_jump(tmp_path: Path) -> None:
+    jump = "time.time = lambda: 4e9 if time.monotonic() % 0.4 < 0.2 else 0.0\n"
+    processes = [start(tmp_path, f"{jump}watchdog.start(); go_on(2)"), start(tmp_path, jump + HANG, rank=1)]
+    assert outputs(*processes)[0] == ""
+    assert [process.returncode for process in processes] == [0, 75]
+
+
+def test_a_process_that_was_stopped_for_long_goes_on(tmp_path: Path) -> None:
+    then = "watchdog.start(); print('ready', flush=True); time.sleep(6.5); print('done')"
+    process = start(tmp_path, then, seconds=4)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    process.send_signal(signal.SIGCONT)
+    (output,) = outputs(process)
+    assert "it goes on" in output
+    assert output.endswith("done\n")
+    assert process.returncode == 0
+
+
+def test_a_rank_that_hangs_is_told_with_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
+    """Only rank 2 notices: the others go on, and are called."""
+    processes = [
+        start(tmp_path, "watchdog.start(); go_on(100)", rank=0, num_ranks=3, seconds=60),
+        start(tmp_path, "watchdog.start(); go_on(100)", rank=1, num_ranks=3, seconds=60),
+        start(tmp_path, f"time.sleep(1)\n{HANG}", rank=2, num_ranks=3),
+    ]
+    begin = time.monotonic()
+    texts = outputs(*processes)
+
+    assert time.monotonic() - begin < 30
+    assert [process.returncode for process in processes] == [75, 75, 75]
+    assert "no progress for" in texts[2]
+    for rank in (0, 1):
+        assert f"rank {rank} (process {processes[rank].pid}" in texts[rank]
+        assert "rank 2 has called all ranks" in texts[rank]
+        assert f"in step 12, at F{4 + rank}.1 (stage {4 + rank}, microbatch 1)" in texts[rank]
+        assert " in go_on" in texts[rank]
+    assert not any("does not answer" in text for text in texts)
+
+
+def test_a_call_in_c_that_holds_the_interpreter_is_told_by_the_second_net(tmp_path: Path) -> None:
+    stuck = start(tmp_path, "watchdog.start(); ctypes.PyDLL(None).sleep(1000)", rank=1, num_ranks=2)
+    waiting = start(tmp_path, f"time.sleep(1)\n{HANG}", rank=0, num_ranks=2)
+    try:
+        (text,) = outputs(waiting)
+        assert waiting.returncode == 75
+        assert "rank 1 does not answer" in text
+    finally:
+        stuck.kill()
+    (text,) = outputs(stuck)
+    assert "watchdog_of_rank_1" in text, text  # whose stacks these are
+    assert re.search(r'program-1\.py", line \d+ in <module>', text), text
+
+
+def test_stories_of_ranks_do_not_run_into_each_other(tmp_path: Path) -> None:
+    """A pipe takes so long a text in pieces."""
+    deep = "def sink(depth):\n    sink(depth - 1) if depth else hang()\n"
+    threads = "for _ in range(60): threading.Thread(target=sink, args=(60,), daemon=True).start()\n"
+    both, end = os.pipe()
+    processes = []
+    for rank in range(3):
+        (tmp_path / f"program-{rank}.py").write_text(PROGRAM + deep + threads + HANG)
+        words = [sys.executable, f"program-{rank}.py", str(rank), "3", "2"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        processes.append(subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=end, stderr=end))
+    os.close(end)
+    with open(both, "rb", buffering=0) as reader:
+        begun = reader.read(1)
+        time.sleep(1.5)  # the pipe is full, and all have something to say
+        lines = (begun + reader.read()).decode().splitlines()
+    for process in processes:
+        assert process.wait(HANG_SECONDS) == 75
+    tellers = [line for line in lines if re.match(r"watchdog: rank \d \(process", line)]
+    assert len(tellers) == 3
+    starts = [number for number, line in enumerate(lines) if line in tellers]
+    assert sum(" in sink" in line for line in lines) > 3 * 60 * 30
+    for own, following in zip(starts, [*starts[1:], len(lines)], strict=True):
+        rank = re.match(r"watchdog: rank (\d)", lines[own])
+        assert rank is not None
+        named = {found[1] for line in lines[own:following] if (found := re.search(r"program-(\d)\.py", line))}
+        assert named == {rank[1]}
+
+
+def test_nobody_who_reads_what_is_told_does_not_keep_the_process(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM + HANG)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    while True:
+        try:
+            os.write(writer, bytes(4096))
+        except BlockingIOError:
+            break
+    os.set_blocking(writer, True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "program.py", "0", "1", "1"], cwd=tmp_path, env=environment, stderr=writer
+    )
+    assert process.wait(60) == 75
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize("is_moving", [True, False])
+def test_a_device_that_works_through_what_it_was_given_is_progress(tmp_path: Path, is_moving: bool) -> None:
+    """The host enqueues and waits; only the device knows how far it is."""
+    position = "str(int(3 * time.monotonic()))" if is_moving else "'F4.0'"
+    then = f"activity.device_position = lambda: {position}\nwatchdog.start()\ntime.sleep(5)\nprint('done')"
+    process = start(tmp_path, then, seconds=1.5)
+    (output,) = outputs(process)
+    assert process.returncode == (0 if is_moving else 75)
+    assert output == "done\n" if is_moving else "its device: F4.0" in output
+
+
+def test_a_device_that_does_not_answer_is_told_so(tmp_path: Path) -> None:
+    process = start(tmp_path, f"activity.device_position = hang\n{HANG}")
+    assert "its device: no answer" in outputs(process)[0]
+    assert process.returncode == 75
+
+
+def test_one_rank_says_what_the_run_leaves(tmp_path: Path) -> None:
+    then = "watchdog._left = lambda: 'after step 11 of 20: checkpoint-10 is complete'\n" + HANG
+    (output,) = outputs(start(tmp_path, then))
+    assert "all ranks end after step 11 of 20: checkpoint-10 is complete" in output
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("user", [0, 65534])
+def test_only_the_own_user_is_heard(tmp_path: Path, user: int) -> None:
+    listening = start(tmp_path, "watchdog.start(); print('ready', flush=True); go_on(6)", num_ranks=2, seconds=60)
+    assert listening.stdout is not None
+    listening.stdout.readline()
+    call = f"""
+import os
+from mobius.roll_call import Call, RollCall
+os.setuid({user})
+RollCall(1, 2).call_all(Call.TELL)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    caller = subprocess.run([sys.executable, "-c", call], env=environment, capture_output=True, text=True, check=False)
+    assert caller.returncode == 0, caller.stderr
+    (output,) = outputs(listening)
+    assert ("rank 1 has called" in output) == (user == 0)
+    assert listening.returncode == (75 if user == 0 else 0)
