@@ -164,7 +164,7 @@ class OutputFolder:
         Fast if there are none. What cannot be removed is told, and ends nothing.
         """
         mark = self.save_dir / REPLACES_MARK
-        if not self._has_begun or not mark.exists():
+        if not mark.exists():
             return
         try:
             if self._replaced.exists():
@@ -300,6 +300,8 @@ class OutputFolder:
             os.close(stale)
         if self._resumes:
             self._locks[self.save_dir] = self._lock_folder(self.save_dir)
+            with tempfile.TemporaryFile(dir=self.save_dir):
+                pass
         with contextlib.suppress(FileExistsError):  # two runs start at the same moment: the lock decides
             self.partial.mkdir()
         self._locks[self.partial] = self._lock_folder(self.partial)

@@ -89,7 +89,7 @@ def _settle_save_dir(folder: Path, partial: Path, replaced: Path, resumes: bool)
             yield f"--save_dir {folder}: {found}. {ways_on(folder)}"
     mark = folder / REPLACES_MARK
     if is_worth_keeping(folder) and mark.exists():
-        if is_worth_keeping(replaced) or is_torn(replaced):
+        if is_worth_keeping(replaced):
             logger.warning("The older results in %s, which those in %s replace, are removed.", replaced, folder)
             remove_results(replaced)
         mark.unlink()

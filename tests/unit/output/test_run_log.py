@@ -329,6 +329,7 @@ def test_a_state_that_goes_on_has_the_length_and_the_logging_of_the_new_run(tmp_
     assert (later.max_steps, later.logging_steps, later.train_batch_size, later.num_train_epochs) == (9, 3, 32, 0)
     assert (later.global_step, later.epoch, later.log_history) == (2, 0.5, state.log_history)
     assert state.max_steps == 4
+    assert later.log_history is not state.log_history
 
 
 @pytest.mark.parametrize(

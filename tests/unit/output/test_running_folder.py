@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -82,7 +83,9 @@ def complete_in(place: Path) -> set[str]:
     """Marks of all models and checkpoints that are whole, or are being moved, wherever they are below `place`."""
     marks = set()
     for mark in place.rglob("config.json"):
-        if mark.parent.name == "final.moving" or any(mark.parent.glob("*.safetensors")):
+        weights = [path.read_text() for path in mark.parent.glob("*.safetensors")]
+        if mark.parent.name == "final.moving" or weights:
+            assert set(weights) <= {mark.read_text()}, f"{mark.parent} looks whole with the weights of two models"
             marks.add(f"model {mark.read_text()}")
     for mark in place.rglob("checkpoint.json"):
         if not mark.parent.name.endswith(".partial"):
@@ -181,6 +184,15 @@ def test_the_model_is_whole_in_the_folder_only_when_it_is_committed(tmp_path: Pa
         *("checkpoint-10", "config.json", "model.safetensors", "plan.json", "templates", "training_args.yaml")
     ]
     assert (output.folder / "templates" / "tool.jinja").read_text() == "end"
+
+
+def test_an_export_begins_with_nothing_of_one_before(tmp_path: Path) -> None:
+    output = begun(tmp_path / "save")
+    export(output, "first")
+
+    output.begin_export()
+
+    assert names(output.export_folder) == []
 
 
 def test_a_refused_run_leaves_nothing_and_a_begun_one_is_not_removed(tmp_path: Path) -> None:
@@ -292,6 +304,7 @@ def test_a_run_resumes_into_its_folder_without_leave_to_overwrite(tmp_path: Path
     second.prepare({})
     (second.folder / "plan.json").write_text("second")
     assert (tmp_path / "save" / "plan.json").read_text() == "settings"
+    assert second.older_results is None
     second.begin()
 
     assert names(tmp_path) == ["save"]
@@ -321,6 +334,19 @@ def test_resuming_where_there_is_no_checkpoint_is_refused(tmp_path: Path) -> Non
     for name in ("save", "absent"):
         with pytest.raises(CheckpointError, match=rf"/{name} holds no checkpoint to go on from"):
             make(tmp_path / name, resumes=True).prepare({})
+
+
+def test_a_folder_named_like_a_checkpoint_is_none_without_its_mark(tmp_path: Path) -> None:
+    begun(tmp_path / "save").close()
+    (tmp_path / "save" / "checkpoint-10").mkdir()
+    (tmp_path / "save" / "checkpoint-11.partial").mkdir()
+    (tmp_path / "save" / "checkpoint-11.partial" / "checkpoint.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises(CheckpointError, match="holds no checkpoint to go on from"):
+        make(tmp_path / "save", resumes=True).prepare({})
+
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_the_single_files_of_the_resumed_run_may_be_replaced(tmp_path: Path) -> None:
@@ -358,6 +384,24 @@ def test_a_run_that_saves_at_the_end_may_resume_in_the_folder_of_the_checkpoint_
     assert complete_in(tmp_path) == {"model new", "checkpoint old"}
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_the_run_goes_on_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_run(tmp_path / "save", "old")
+
+    def refuse(*, dir: Path) -> None:  # the administrator may write everywhere, so that modes show nothing
+        if dir == tmp_path / "save":
+            raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(CheckpointError, match=r"--save_dir .*/save: cannot write there \(Read-only file system\)"):
+        make(tmp_path / "save", resumes=True).prepare({})
+
+    assert names(tmp_path) == ["save"]
+    monkeypatch.undo()
+    begun(tmp_path / "save", resumes=True)
+
+
 # --- two runs
 
 
@@ -390,6 +434,23 @@ def test_a_second_run_in_the_same_folder_is_refused_at_its_start(tmp_path: Path,
         ).prepare({})
 
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_starts_at_the_same_moment_has_the_folder_or_has_it_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        (tmp_path / "save.partial").rename(tmp_path / "removed by the other run")
+        (tmp_path / "save.partial").mkdir()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(CheckpointError, match="another run is writing"):
+        make(tmp_path / "save").prepare({})
+
+    assert "save.partial" in names(tmp_path), "it is the other run's"
 
 
 def test_a_folder_is_free_when_its_run_has_ended(tmp_path: Path) -> None:
@@ -491,6 +552,29 @@ def test_a_folder_with_something_of_somebody_is_never_removed(tmp_path: Path, st
             make(tmp_path / "save", overwrite=overwrite).prepare({})
 
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_without_a_checkpoint_is_not_removed_where_it_is_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(tmp_path / "save").close()
+    monkeypatch.chdir(tmp_path / "save")
+
+    with pytest.raises(CheckpointError, match="is the current folder"):
+        make(tmp_path / "save").prepare({})
+
+    assert names(tmp_path / "save") == sorted(SETTINGS)
+
+
+def test_what_is_beside_a_run_without_a_checkpoint_is_not_removed_for_it(tmp_path: Path) -> None:
+    begun(tmp_path / "save").close()
+    (tmp_path / "save.partial").mkdir()
+    (tmp_path / "save.partial" / "thesis.tex").touch()
+
+    with pytest.raises(CheckpointError, match=r"save\.partial holds something other than results \(thesis\.tex\)"):
+        make(tmp_path / "save").prepare({})
+
+    assert names(tmp_path / "save.partial") == ["thesis.tex"]
 
 
 def test_a_checkpoint_that_was_being_replaced_is_not_removed_with_its_folder(tmp_path: Path) -> None:
