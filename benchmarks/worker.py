@@ -1,8 +1,10 @@
 """One benchmark run of Mobius on random tokens, for benchmark.py or torchrun. Nothing is saved but the numbers.
 
-torchrun --nproc_per_node 4 benchmarks/worker.py OUTPUT.json [--torch_adamw] [--lengths FILE] [the options of main.py]
+torchrun --nproc_per_node 4 benchmarks/worker.py OUTPUT.json [--torch_adamw] [--lengths FILE] [--evaluations NUMBER]
+    [the options of main.py]
 
 Without --lengths rows are full; with it samples have these token counts (a JSON list) and share rows as --packing says.
+With --evaluations the trained model is evaluated so often, each time on as many tokens as some steps have.
 With --trace, the trace and its picture go to --save_dir. Weights are random and made on the GPU, which takes seconds
 where transformers' own initialization takes minutes. With `--serve FOLDER` it makes one run after the other without
 starting anew, as the folder tells (service.py).
@@ -45,10 +47,13 @@ from mobius.models.families import load_model_config  # noqa: E402
 from mobius.output.recordings import Recordings  # noqa: E402
 from mobius.planning.blueprint import Blueprint, draw_blueprint  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
-from mobius.training.session import open_session  # noqa: E402
+from mobius.training.evaluation import EvaluationSamples, make_evaluator  # noqa: E402
+from mobius.training.session import Session, open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
 
 POLL_SECONDS = 0.05
+EVALUATION_BATCHES = 16
+"""Batches of an evaluation, about: as many as an evaluation of a few hundred samples has at least."""
 
 
 def main() -> None:
@@ -112,7 +117,8 @@ def run(output: Path, words: Sequence[str]) -> None:
     folder = Path(config.model.model_path)
     clock = StartClock()
     model_config = load_model_config(folder, config.model)
-    batches = make_batches(config, own.lengths, model_config.vocab_size)
+    samples = make_samples(config, own.lengths, model_config.vocab_size)
+    batches = make_batches(config, samples, is_packed=own.lengths is not None)
     blueprint = draw(config, ranks, model_config, batches)
     device = blueprint.place.device
     recordings = Recordings(config, rank=ranks.rank, device=device, folder=Path(config.output.save_dir))
@@ -131,9 +137,12 @@ def run(output: Path, words: Sequence[str]) -> None:
     clock.ends("trainer")
     load_seconds = seconds_since_launch()
     steps = [dataclasses.asdict(metrics) for metrics in trainer.train()]
+    num_samples = round(EVALUATION_BATCHES * config.pipeline.batch_size * batches.facts.samples_per_row)
+    evaluations = evaluate(session, samples, own.evaluations, num_samples=num_samples)
     if ranks.is_first:
         told: dict[str, object] = {"steps": steps, "load_seconds": load_seconds, "huge_page_share": huge_page_share()}
         told["start"], told["start_host_gib"] = clock.seconds, clock.host_gib
+        told["evaluations"] = evaluations
         told["plan"] = dataclasses.asdict(facts_of(session.blueprint))
         output.write_text(json.dumps(told))
     session.write_recordings()
@@ -146,6 +155,7 @@ def own_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--torch_adamw", action="store_true")
     parser.add_argument("--lengths", type=Path)
+    parser.add_argument("--evaluations", type=int, default=0)
     return parser
 
 
@@ -245,19 +255,44 @@ def seconds_since_launch() -> float:
     return now - float(os.environ.get("BENCHMARK_START", now))
 
 
-def make_batches(config: Config, lengths: Path | None, vocab_size: int) -> Batches:
-    """Batches of random tokens, every one a target: full rows, or samples of `lengths`, which are cut to a row."""
+def evaluate(
+    session: Session, samples: TokenizedDataset, number: int, *, num_samples: int
+) -> list[dict[str, float | None]]:
+    """Tokens, seconds and this rank's GPU memory of evaluations, `number` of them, on `num_samples` samples each."""
+    if not number:
+        return []
+    device = session.blueprint.place.device
+    indices = np.arange(num_samples, dtype=np.int64) % len(samples)
+    given = EvaluationSamples(name="random tokens", tokenized=samples, indices=indices)
+    evaluator, told = make_evaluator(session, [given], pad_token_id=0), []
+    for _ in range(number):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        result = evaluator.evaluate()
+        gpu = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
+        told.append({"loss": result.loss, "num_tokens": result.num_tokens, "seconds": result.seconds, "gpu_gib": gpu})
+    return told
+
+
+def make_samples(config: Config, lengths: Path | None, vocab_size: int) -> TokenizedDataset:
+    """Random tokens, every one a target: full rows, or samples of `lengths`, which are cut to a row."""
     length = config.data.seq_length
     counts = [length] * config.pipeline.batch_size if lengths is None else json.loads(lengths.read_text())
     offsets = np.concatenate([[0], np.cumsum(np.minimum(counts, length))]).astype(np.int64)
     tokens = np.random.default_rng(0).integers(0, vocab_size, offsets[-1], dtype=np.int32)
+    return TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets)
+
+
+def make_batches(config: Config, samples: TokenizedDataset, *, is_packed: bool) -> Batches:
+    """Batches of `samples`, which share rows if the configuration says so and `is_packed` does not forbid it."""
     return Batches(
-        [WeightedSamples(TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets), 1.0)],
+        [WeightedSamples(samples, 1.0)],
         batch_size=config.pipeline.batch_size,
-        seq_length=length,
+        seq_length=config.data.seq_length,
         pad_token_id=0,
         seed=config.optim.seed,
-        is_packed=lengths is not None and config.data.packing is not Packing.OFF,
+        is_packed=is_packed and config.data.packing is not Packing.OFF,
     )
 
 

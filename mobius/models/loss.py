@@ -68,9 +68,9 @@ class LogitsLoss:
         with torch.no_grad():
             if self._evaluate is not None:
                 return self._evaluate(logits, targets, self._softcap)
-            capped = self._cap(logits)
-            hits = (capped.argmax(-1) == targets).sum()  # no token has the number -100
-            return F.cross_entropy(capped.float(), targets, ignore_index=IGNORED, reduction="sum"), hits
+            values = self._cap(logits).float()
+            hits = (values.argmax(-1) == targets).sum()  # no token has the number -100
+            return F.cross_entropy(values, targets, ignore_index=IGNORED, reduction="sum"), hits
 
     def _cap(self, logits: Tensor) -> Tensor:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
