@@ -1,7 +1,7 @@
 """Owns when a checkpoint becomes visible, which ones a folder has, and what a killed run has left there.
 
-    begin     checkpoint-8 (older, if any)         checkpoint-8.partial (made)
-    writing   checkpoint-8 (older, if any)         checkpoint-8.partial <- files, each synced; checkpoint.json the last
+    begin     checkpoint-8 (older, if any)           checkpoint-8.partial (made)
+    writing   checkpoint-8 (older, if any)           checkpoint-8.partial <- files, each synced; checkpoint.json last
     complete  checkpoint-8 -> checkpoint-8.replaced  checkpoint-8.partial -> checkpoint-8   then .replaced is removed
     removing  checkpoint-8 -> checkpoint-8.removed   then that is removed
 
@@ -74,11 +74,15 @@ def partial_path(save_dir: Path, step: int) -> Path:
 
 
 def begin(save_dir: Path, step: int) -> Path:
-    """Make an empty `partial_path`, and `save_dir` if there is none; raises CheckpointError."""
+    """Make `partial_path` anew, and `save_dir` if there is none; raises CheckpointError.
+
+    An empty manifest in it tells a later start whose folder it is, whatever is written first.
+    """
     partial = partial_path(save_dir, step)
     discard(partial)
     with told_as("make", partial):
         partial.mkdir(parents=True)
+        (partial / MANIFEST_FILE).touch()
     return partial
 
 
@@ -332,15 +336,14 @@ def _is_run_file(name: str) -> bool:
 def _remove(path: Path) -> None:
     """Remove a folder of a run, or a link to one, if it is there.
 
-    First what makes it look whole; then what is not told by its name as a run's, so that the rest is never taken for
-    something else. Raises OSError.
+    Files that are not told by their names as a run's go first, so that the rest is never taken for something else.
+    Raises OSError.
     """
     if path.is_symlink():
         path.unlink()
     elif path.exists():
         if not _is_of_a_run(path):
             raise OSError(errno.EEXIST, "it holds something other than a checkpoint; rename it", str(path))
-        (path / MANIFEST_FILE).unlink(missing_ok=True)
         for entry in sorted(path.iterdir(), key=lambda entry: _is_run_file(entry.name)):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)

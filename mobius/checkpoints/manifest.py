@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, `checkpoint.json`: its format, files and sums, and where the run stood.
 
-It is the last file to be written and the first to go, so that a folder without a valid one is no checkpoint. Its own
-sum is in it. A change of its fields, of their meaning or of the files around it takes a new `FORMAT`.
+It is the last file to be written: a folder without a valid one is no checkpoint. Its own sum is in it. A change of its
+fields, of their meaning or of the files around it takes a new `FORMAT`.
 """
 
 from __future__ import annotations

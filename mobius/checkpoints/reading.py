@@ -27,7 +27,7 @@ from mobius.excerpt import quoted
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I16": torch.int16}
 """The format's words: https://huggingface.co/docs/safetensors"""
 _MAX_HEADER_BYTES: Final = 100_000_000
-"""The same limit as safetensors'."""
+"""safetensors has this limit too."""
 _MAX_THREADS: Final = 8
 
 

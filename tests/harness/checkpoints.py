@@ -53,6 +53,7 @@ def save(
     if tensors is None:
         tensors = values_of(step if seed is None else seed, dtype, parameters, has_optimizer=has_optimizer)
     partial = begin(save_dir, step)
+    write_text(partial, "LICENSE", "as is\n")  # nothing in its name says that it is a run's
     write_text(partial, "config.json", '{"model_type": "llama"}\n')
     plan = plan_files(parameters, dtype=dtype, has_optimizer=has_optimizer, max_file_bytes=max_file_bytes)
     records = [record for stage in plan for record in write_stage(partial, stage, tensors)]

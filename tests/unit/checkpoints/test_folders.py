@@ -338,10 +338,13 @@ def test_what_no_run_has_left_is_never_touched(tmp_path: Path) -> None:
     assert names(tmp_path / "checkpoint-8.partial") == ["thesis.tex"]
 
 
-def test_a_new_attempt_begins_with_an_empty_folder(tmp_path: Path) -> None:
+def test_a_new_attempt_begins_with_a_folder_that_only_says_whose_it_is(tmp_path: Path) -> None:
     (begin(tmp_path, 8) / "model.safetensors").touch()
 
-    assert names(begin(tmp_path, 8)) == []
+    partial = begin(tmp_path, 8)
+
+    assert names(partial) == ["checkpoint.json"]
+    assert (partial / "checkpoint.json").stat().st_size == 0
 
 
 def test_the_files_of_a_plan_are_all_that_is_written(tmp_path: Path) -> None:
