@@ -35,7 +35,7 @@ from mobius.output.run_folder.contents import (
     checkpoints_in,
     has_model,
     is_empty,
-    is_worth_keeping,
+    is_result,
     shown,
 )
 from mobius.units import bytes_text
@@ -90,9 +90,9 @@ class OutputFolder:
 
     @property
     def older_results(self) -> Path | None:
-        """Where the results are now that this run replaces, if there are any."""
+        """Where the results are now that this run replaces, if there are any, on the rank that prepared it."""
         older = self._replaced if self._has_begun else self.save_dir
-        return older if not self._resumes and is_worth_keeping(older) else None
+        return older if not self._resumes and is_result(older) else None
 
     def place(self, path: Path) -> Path:
         """Return where to write what the user wants at `path`: inside `folder` if `path` is inside `save_dir`."""
@@ -265,7 +265,7 @@ class OutputFolder:
             return []
         elif Path.cwd().is_relative_to(folder):
             problem = "is the current folder or contains it. Use a folder inside the current one."
-        elif is_empty(folder) or (self._overwrite and is_worth_keeping(folder)):
+        elif is_empty(folder) or (self._overwrite and is_result(folder)):
             return []
         elif checkpoints:
             also = ", and a complete model" if has_model(folder) else ""
@@ -307,23 +307,11 @@ class OutputFolder:
         self._locks[self.partial] = self._lock_folder(self.partial)
 
     def _lock_folder(self, folder: Path) -> int:
-        try:
-            descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:
-            raise self._in_use(folder) from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(descriptor), folder.stat()):
-                raise BlockingIOError  # another run has put one of its own there
-        except (BlockingIOError, FileNotFoundError):
-            os.close(descriptor)
-            raise self._in_use(folder) from None
+        if (descriptor := _locked(folder)) is None:
+            raise CheckpointError(
+                f"--save_dir {self.save_dir}: another run is writing to {folder}. Choose another folder, or wait."
+            )
         return descriptor
-
-    def _in_use(self, folder: Path) -> CheckpointError:
-        return CheckpointError(
-            f"--save_dir {self.save_dir}: another run is writing to {folder}. Choose another folder, or wait."
-        )
 
     def _unwritable_files(self) -> Iterator[str]:
         for option, path in self._files.items():
@@ -349,6 +337,34 @@ class OutputFolder:
                     f"{' and '.join(options)} need {bytes_text(needed)} in {folder}, {bytes_text(free)} is free. Free "
                     "some space, or choose another place."
                 )
+
+
+@contextlib.contextmanager
+def kept_free(save_dir: Path) -> Iterator[bool]:
+    """Tell whether no run is writing to `save_dir`, and let none begin within; True for one that does not exist."""
+    folder = save_dir.resolve()
+    descriptor = _locked(folder) if folder.is_dir() else None
+    try:
+        yield descriptor is not None or not folder.exists()
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _locked(folder: Path) -> int | None:
+    """Descriptor that holds the lock of `folder` until it is closed; None if somebody else has it or replaced it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), folder.stat()):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)
+    return None
 
 
 def _refuse(problems: Iterable[str]) -> None:

@@ -22,8 +22,8 @@ SETTINGS: Final = ("training_args.yaml", "plan.json")
 
 _RUN_FILES: Final = {*SETTINGS, REMOVED_MARK, "metrics.jsonl", "trace.json", "tokenizer.json"}
 """Files of which a torn folder of a run has at least one, if it has no weights yet."""
-_CHECKPOINT: Final = re.compile(r"checkpoint-(\d+)(\.replaced)?")
-"""A checkpoint, also one that is replaced by another of its step: until that has its name it may be the only one."""
+_CHECKPOINT: Final = re.compile(r"checkpoint-(\d+)(\.replaced|\.partial)?")
+"""A checkpoint, also where its run was killed before it had its name, or while another one of its step took that."""
 _LEFT_BEHIND: Final = re.compile(
     r"training_args\.yaml|plan\.json|\.replaces_older"
     r"|metrics\.jsonl|trainer_log\.jsonl|trainer_state\.json|\w+_results\.json"
@@ -70,6 +70,13 @@ def is_worth_keeping(folder: Path) -> bool:
     return has_model(folder) or bool(checkpoints_in(folder))
 
 
+def is_result(folder: Path) -> bool:
+    """Whether `folder` holds what a run was made for: a model, checkpoints, or scores without any training."""
+    names = names_in(folder)
+    has_scores = any(name.endswith("_results.json") for name in names) and "train_results.json" not in names
+    return is_worth_keeping(folder) or (has_scores and _has_settings(folder) and REMOVED_MARK not in names)
+
+
 def is_torn(folder: Path) -> bool:
     """Whether `folder` is what a run leaves that ends in the middle of making it, or of removing it."""
     names = names_in(folder)
@@ -79,12 +86,15 @@ def is_torn(folder: Path) -> bool:
 
 def is_unfinished_run(folder: Path) -> bool:
     """Whether `folder` is that of a run that saves checkpoints and has come to none, with nothing of anybody else."""
-    names = names_in(folder)
     return (
-        all((folder / name).is_file() for name in SETTINGS)
-        and not is_worth_keeping(folder)
-        and all(_is_left_behind(folder / name) for name in names)
+        _has_settings(folder)
+        and not is_result(folder)
+        and all(_is_left_behind(folder / name) for name in names_in(folder))
     )
+
+
+def _has_settings(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in SETTINGS)
 
 
 def _is_left_behind(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """Settles what a killed run left of its folder and beside it, before the next run of the same name trains.
 
-Complete is a folder with a whole model or a checkpoint in it (contents.py); the names are those of output_folder.py:
+Complete is a folder with a whole model or a checkpoint in it (contents.py); save_ckpt and .replaced also with scores
+of a run that does not train. The names are those of output_folder.py:
 
     save_ckpt   .partial    .replaced
     -           complete    any         .partial gets its name; the run is refused and told so
@@ -27,6 +28,7 @@ from mobius.output.run_folder.contents import (
     checkpoints_in,
     has_model,
     is_empty,
+    is_result,
     is_torn,
     is_unfinished_run,
     is_worth_keeping,
@@ -43,7 +45,7 @@ def settle(save_dir: Path, partial: Path, replaced: Path, *, resumes: bool) -> l
     `resumes`: a run is about to go on in `save_dir`. Nobody else may be writing to these folders. Raises OSError.
     """
     problems = [*_settle_save_dir(save_dir, partial, replaced, resumes), *_settle_names(save_dir, partial, replaced)]
-    problems += _problems_beside(save_dir, (partial, replaced))
+    problems += _problems_beside(save_dir, partial, replaced)
     if not problems and replaced.exists():
         remove_results(replaced)
     return problems
@@ -89,7 +91,7 @@ def _settle_save_dir(folder: Path, partial: Path, replaced: Path, resumes: bool)
             yield f"--save_dir {folder}: {found}. {ways_on(folder)}"
     mark = folder / REPLACES_MARK
     if is_worth_keeping(folder) and mark.exists():
-        if is_worth_keeping(replaced):
+        if is_result(replaced):
             logger.warning("The older results in %s, which those in %s replace, are removed.", replaced, folder)
             remove_results(replaced)
         mark.unlink()
@@ -113,16 +115,18 @@ def _settle_names(save_dir: Path, partial: Path, replaced: Path) -> Iterator[str
             f"--save_dir {save_dir}: an interrupted run had left a complete, checked model, which now has its name: "
             f"{save_dir}. {ways_on(save_dir)}"
         )
-    elif is_worth_keeping(replaced):
+    elif is_result(replaced):
         logger.warning("An interrupted run had moved %s aside; it is put back.", save_dir)
         replaced.rename(save_dir)
 
 
-def _problems_beside(save_dir: Path, folders: tuple[Path, ...]) -> Iterator[str]:
-    for folder in folders:
+def _problems_beside(save_dir: Path, partial: Path, replaced: Path) -> Iterator[str]:
+    for folder in (partial, replaced):
         given = f"--save_dir {save_dir}: {folder} holds"
-        if is_worth_keeping(folder):
-            held = "a complete model" if has_model(folder) else f"checkpoints, the newest {checkpoints_in(folder)[0]}"
+        if is_worth_keeping(folder) or (folder == replaced and is_result(folder)):
+            checkpoints = checkpoints_in(folder)
+            others = f"checkpoints, the newest {checkpoints[0]}" if checkpoints else "results"
+            held = "a complete model" if has_model(folder) else others
             yield (
                 f"{given} {held}, which an interrupted run has left there. Rename or remove it, or choose another "
                 "folder."

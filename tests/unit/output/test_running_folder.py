@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mobius.errors import CheckpointError
-from mobius.output.output_folder import OutputFolder
+from mobius.output.output_folder import OutputFolder, kept_free
 
 SETTINGS = ("training_args.yaml", "plan.json")
 REFUSED, DONE, ENDED_EARLY = 40, 0, 41
@@ -340,7 +340,7 @@ def test_a_folder_named_like_a_checkpoint_is_none_without_its_mark(tmp_path: Pat
     begun(tmp_path / "save").close()
     (tmp_path / "save" / "checkpoint-10").mkdir()
     (tmp_path / "save" / "checkpoint-11.partial").mkdir()
-    (tmp_path / "save" / "checkpoint-11.partial" / "checkpoint.json").write_text("{}")
+    (tmp_path / "save" / "checkpoint-11.partial" / "model.safetensors").touch()
     before = sorted(tmp_path.rglob("*"))
 
     with pytest.raises(CheckpointError, match="holds no checkpoint to go on from"):
@@ -514,7 +514,7 @@ def test_a_run_without_a_checkpoint_is_removed_with_a_line(tmp_path: Path, caplo
         "trainer_log.jsonl",
         "metrics.jsonl.partial",
         "trace.rank0.json",
-        "eval_results.json",
+        "train_results.json",
     ):
         (output.folder / name).touch()
     for name in ("runs", "checkpoint-10.partial", "checkpoint-5.removed", "pt/of the user"):
@@ -577,16 +577,17 @@ def test_what_is_beside_a_run_without_a_checkpoint_is_not_removed_for_it(tmp_pat
     assert names(tmp_path / "save.partial") == ["thesis.tex"]
 
 
-def test_a_checkpoint_that_was_being_replaced_is_not_removed_with_its_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("aside", ["partial", "replaced"])
+def test_a_whole_checkpoint_that_has_not_its_name_is_not_removed_with_its_folder(tmp_path: Path, aside: str) -> None:
     output = begun(tmp_path / "save")
     save_checkpoint(output.folder, 10, "ten")
-    (output.folder / "checkpoint-10").rename(output.folder / "checkpoint-10.replaced")
+    (output.folder / "checkpoint-10").rename(output.folder / f"checkpoint-10.{aside}")
     output.close()
 
-    with pytest.raises(CheckpointError, match=r"The newest is checkpoint-10\.replaced"):
+    with pytest.raises(CheckpointError, match=rf"The newest is checkpoint-10\.{aside}"):
         make(tmp_path / "save").prepare({})
 
-    assert complete_in(tmp_path) == {"checkpoint ten"}
+    assert names(tmp_path / "save") == [f"checkpoint-10.{aside}", *sorted(SETTINGS)]
     make(tmp_path / "save", resumes=True).prepare({})
 
 
@@ -669,6 +670,79 @@ def test_a_torn_export_is_removed_and_the_older_model_stays(tmp_path: Path) -> N
 
     assert complete_in(tmp_path) == {"model old", "checkpoint old"}
     assert "final.partial" not in names(tmp_path / "save")
+
+
+def scores_only(save_dir: Path) -> None:
+    """What an evaluation without any training leaves; it works as a run that saves at the end."""
+    output = OutputFolder(save_dir, overwrite=False, files={})
+    output.prepare({})
+    for name in (*SETTINGS, "eval_results.json", "all_results.json", "generated_predictions.jsonl"):
+        (output.folder / name).write_text("scores")
+    output.commit()
+
+
+def test_scores_are_never_removed_without_being_asked(tmp_path: Path) -> None:
+    scores_only(tmp_path / "save")
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises(CheckpointError, match=r"exists and is not empty.*--overwrite_output_dir"):
+        make(tmp_path / "save").prepare({})
+
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_scores_that_are_replaced_come_back_where_the_run_came_to_nothing(tmp_path: Path) -> None:
+    scores_only(tmp_path / "save")
+    output = begun(tmp_path / "save", overwrite=True)
+    assert output.older_results == tmp_path / "save.replaced"
+    output.close()
+
+    second = begun(tmp_path / "save", overwrite=True)
+    assert "eval_results.json" in names(tmp_path / "save.replaced")
+    export(second, "new")
+    second.commit()
+
+    assert names(tmp_path) == ["save"]
+    assert "eval_results.json" not in names(tmp_path / "save")
+
+
+def test_results_of_a_training_that_saved_no_model_are_removed_with_it(tmp_path: Path) -> None:
+    output = begun(tmp_path / "save")
+    for name in ("train_results.json", "eval_results.json", "all_results.json"):
+        (output.folder / name).touch()
+    output.close()
+
+    make(tmp_path / "save").prepare({})
+
+    assert names(tmp_path) == ["save.partial"]
+
+
+def test_scores_beside_the_folder_are_told_and_never_removed(tmp_path: Path) -> None:
+    scores_only(tmp_path / "save")
+    scores_only(tmp_path / "other")
+    (tmp_path / "other").rename(tmp_path / "save.replaced")
+
+    with pytest.raises(CheckpointError, match=r"save\.replaced holds results, which an interrupted run"):
+        make(tmp_path / "save", overwrite=True).prepare({})
+
+    assert "eval_results.json" in names(tmp_path / "save.replaced")
+
+
+def test_a_folder_is_kept_free_while_it_is_settled(tmp_path: Path) -> None:
+    with kept_free(tmp_path / "save") as is_free:
+        assert is_free, "there is none"
+    output = begun(tmp_path / "save")
+    save_checkpoint(output.folder, 1, "one")
+    with kept_free(tmp_path / "save") as is_free:
+        assert not is_free
+    output.close()
+
+    with kept_free(tmp_path / "save") as is_free:
+        assert is_free
+        with pytest.raises(CheckpointError, match="another run is writing"):
+            make(tmp_path / "save", resumes=True).prepare({})
+
+    make(tmp_path / "save", resumes=True).prepare({})
 
 
 # --- kills
