@@ -72,6 +72,8 @@ def resolve(command_line: CommandLine, *, num_ranks: int | None = None) -> Confi
     config = config_from(values)
     # A broken value in the file does not matter to the rules where the command line replaces it.
     unreadable = (file.unreadable - set(command_line.values)) | command_line.unreadable
+    if config.saving.resume_from_checkpoint is not None:  # what is not given is the checkpoint's, and not known yet
+        unreadable |= options().keys() - values.keys()
     problems = [*file.problems, *command_line.problems]
     # A dry run is one process that plans for others, and a preview trains nothing.
     is_run = not config.planning.dry_run and config.data.preview is None

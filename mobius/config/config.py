@@ -264,7 +264,7 @@ class OutputConfig:
     """Output"""
 
     save_params: str = "finetune_params.pt"
-    """One .pt file with the fine-tuned parameters."""
+    """One .pt file with the fine-tuned parameters, as many bytes again as the model in save_dir; none: no such file."""
     save_results: str = "test_result.txt"
     """Text summary of the run: settings, seconds, memory."""
     save_dir: str = "save_ckpt"
@@ -286,6 +286,11 @@ class OutputConfig:
     profile_steps: str | None = None
     """Steps to profile with torch, counted from 1, such as 3 or 3-4. Each rank writes a Chrome trace of every operation
     and kernel to save_dir/profile/rankN.json.gz. They are slower, and many make large files. Default: none."""
+
+    @property
+    def params_file(self) -> str | None:
+        """`save_params`, or None for the word none."""
+        return None if self.save_params == "none" else self.save_params
 
     @property
     def trackers(self) -> tuple[str, ...]:

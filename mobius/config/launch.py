@@ -129,7 +129,8 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, resources: Res
     if config.data.preview is not None:
         return [sys.executable, *program], None  # one process, wherever it is
     placement = place(config, resources, is_device_list_typed="cuda_visible_devices" in command_line.values)
-    validate(config, placement.num_processes)
+    if config.saving.resume_from_checkpoint is None:  # else most options are the checkpoint's
+        validate(config, placement.num_processes)
     check_port(config.launch.master_port)
     script = os.path.relpath("train.sh", caller_folder)
     num_processes, words = placement.num_processes, ["env", told_command(["bash", script, *arguments])]

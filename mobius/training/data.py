@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from mobius.config.config import Config
 from mobius.config.validation import resolve_epochs
 from mobius.data.batches import Batches
-from mobius.data.datasets import PreparedData, prepare_data
+from mobius.data.datasets import PreparedData, PreparedDataset, prepare_data
 from mobius.data.mixture import WeightedSamples, hold_out
 from mobius.data.preview import describe_sample
 from mobius.log import SAID_ONCE
@@ -22,6 +24,9 @@ from mobius.plan.request import PackedRows
 from mobius.ranks import Ranks, cache_folder
 
 logger = logging.getLogger(__name__)
+
+_LOOKED_AT: Final = 256
+"""Samples of each dataset whose tokens are in its fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,25 @@ class RunData:
         sizes = [len(dataset.tokenized) for dataset in prepared.training]
         return cls(prepared, *hold_out(sizes, config.data.val_size, config.optim.seed))
 
+    def fingerprint(self) -> str:
+        """A text that tells these training samples from others: from all lengths, and the tokens of some samples."""
+        found = hashlib.sha256()
+        for dataset, trained in zip(self.prepared.training, self.trained, strict=True):
+            found.update(np.ascontiguousarray(trained).tobytes())
+            found.update(dataset.tokenized.lengths.tobytes())
+            number = len(dataset.tokenized)
+            for index in np.linspace(0, number - 1, min(number, _LOOKED_AT)).astype(int):
+                for part in dataset.tokenized.sample(int(index)):
+                    found.update(np.ascontiguousarray(part).tobytes())
+        return found.hexdigest()[:16]
+
+    def judged(self) -> Iterator[tuple[PreparedDataset, npt.NDArray[np.int64]]]:
+        """Each dataset to evaluate on, and which of its samples."""
+        yield from ((dataset, np.arange(len(dataset.tokenized))) for dataset in self.prepared.evaluation)
+        for dataset, held_out in zip(self.prepared.training, self.held_out, strict=True):
+            if len(held_out):
+                yield dataset, held_out
+
     def batches(self, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_packed: bool) -> Batches:
         """Batches of `config`, which end with its epochs, if it has any."""
         parts = zip(self.prepared.training, self.trained, strict=True)
@@ -55,8 +79,8 @@ class RunData:
         )
 
 
-def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> tuple[Config, Batches]:
-    """The batches of a run, and its configuration with their number in the place of epochs; tells what they are.
+def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> tuple[Config, RunData, Batches]:
+    """The data and batches of a run, and its configuration with their number in the place of epochs; tells about them.
 
     Raises DataError, and ConfigError for steps that are not there.
     """
@@ -76,7 +100,7 @@ def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) 
         logger.info("--num_train_epochs %g: steps to run: %d", config.optim.num_train_epochs, batches.num_steps)
     else:
         logger.info("%d steps make %.3g epochs", config.optim.num_steps, batches.num_epochs_of(config.optim.num_steps))
-    return config, batches
+    return config, data, batches
 
 
 def packed_rows(batches: Batches) -> PackedRows | None:

@@ -83,7 +83,7 @@ def export_model(session: Session, output: OutputFolder, *, base_files: BaseFile
     on that may have happened. Raises CheckpointError.
     """
     blueprint, transport = session.blueprint, session.transport
-    rank, folder = transport.rank, output.partial
+    rank, folder = transport.rank, output.export_folder
     parameters = [
         SavedParameter(each.name, each.shape, each.stage % blueprint.plan.num_ranks)
         for each in saved_parameters(blueprint)
@@ -96,6 +96,7 @@ def export_model(session: Session, output: OutputFolder, *, base_files: BaseFile
         return values[name].cpu()
 
     if rank == 0:
+        output.begin_export()
         write_model_files(folder, base_files, blueprint.parts.config, dtype=blueprint.dtype)
         (folder / "config.json").rename(folder / _UNCHECKED)
     transport.barrier()

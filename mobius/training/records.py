@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -11,7 +12,6 @@ import yaml
 from mobius.config.yaml_file import to_yaml
 from mobius.models.weights import folder_has_weights
 from mobius.output.curves_picture import draw_training
-from mobius.output.metrics import StepMetrics
 from mobius.output.model_card import CardFacts, model_card
 from mobius.output.run_log import RunLog, TrainerState
 from mobius.output.trackers import TrackedRun, trackers_of
@@ -49,22 +49,20 @@ def ideal_step_seconds(blueprint: Blueprint) -> float | None:
     return answer.mfu * answer.step_seconds
 
 
-def leave_records(
-    log: RunLog, blueprint: Blueprint, steps: Sequence[StepMetrics], folder: Path, *, model_folder: Path
-) -> None:
-    """After the last step: results, picture and card into `folder`, and the log closed.
+def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, model_folder: Path) -> None:
+    """After the last step: results, picture and card into `folder`.
 
     What fails is told and ends nothing: the model is still to be saved. `model_folder` is the one that was trained.
     """
     log.finish()
-    log.close()
-    title = f"{blueprint.config.output.name}: {len(steps)} steps"
+    losses = [float(str(entry["loss"])) for entry in log.state.log_history if "loss" in entry] or [math.nan]
+    title = f"{blueprint.config.output.name}: {log.state.global_step} steps"
     facts = CardFacts(
         config=blueprint.config,
         is_pretrained=folder_has_weights(model_folder),
         num_parameters=blueprint.shape.num_parameters,
-        first_loss=steps[0].loss,
-        last_loss=steps[-1].loss,
+        first_loss=losses[0],
+        last_loss=losses[-1],
         state=log.state,
         evaluation=log.results.get("eval", {}),
     )

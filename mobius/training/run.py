@@ -3,47 +3,49 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from mobius.config.config import Config
-from mobius.config.yaml_file import to_yaml
+from mobius.config.launch import how_to_resume
+from mobius.config.long_runs import EvalStrategy
+from mobius.data.batches import Batches
 from mobius.data.chat_templates import resolve_template
-from mobius.errors import CheckpointError, GpuMemoryError, NonFiniteLossError, first_line
-from mobius.interruption import Standing
-from mobius.machine.available import huge_page_share
+from mobius.errors import GpuMemoryError, first_line
+from mobius.interruption import SavedAndStopped, Standing
 from mobius.machine.cpu_dtype import settle_dtype
-from mobius.machine.devices import MemoryMeter
-from mobius.models.attention import DocumentAttention
 from mobius.models.base_files import BaseFiles, read_base_files
 from mobius.models.families import load_model_config, locate_model
-from mobius.models.tokenizer import load_tokenizer
+from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
-from mobius.output.metrics import StepMetrics
 from mobius.output.output_folder import OutputFolder
 from mobius.output.recordings import Recordings
-from mobius.output.report import RankMemory, RunTimings, closing_lines, write_report
-from mobius.output.run_log import METRICS_FILE, RunLog
+from mobius.output.run_log import RunLog
+from mobius.output.text_scores import check_scores_installed
 from mobius.output.trackers import check_installed
-from mobius.plan.simulation import steady_seconds
-from mobius.planning.blueprint import Blueprint, complete_blueprint, sketch_blueprint
-from mobius.planning.planned import adopt_plan, saved_plan_of
-from mobius.ranks import Ranks
-from mobius.training.data import packed_rows, read_data
-from mobius.training.export import check_result, export_bytes, export_model, write_single_file
-from mobius.training.records import ideal_step_seconds, leave_records, open_log
+from mobius.planning.blueprint import complete_blueprint, sketch_blueprint
+from mobius.planning.planned import adopt_plan
+from mobius.ranks import Ranks, command_words
+from mobius.training.data import RunData, packed_rows, read_data
+from mobius.training.evaluation import Evaluator, evaluation_samples, make_evaluator
+from mobius.training.export import check_result
+from mobius.training.loop import BestSoFar, Ending, TrainingLoop
+from mobius.training.milestones import log_model, log_start, warn_of_small_pages
+from mobius.training.opening import prepare_output, run_texts, tell_plan
+from mobius.training.prediction import PromptAndAnswer, prompts_of
+from mobius.training.records import leave_records, open_log
+from mobius.training.results import Prediction, Timing, finish, save_model, take_best
+from mobius.training.resuming import Resume, find_resume, restore
+from mobius.training.saving import CheckpointSaver
 from mobius.training.session import Session, open_session
-from mobius.training.trainer import Trainer, numbers_of_ranks
-from mobius.units import GIB
+from mobius.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
-
-_ENOUGH_HUGE_PAGES = 0.5
 
 
 def run_training(
@@ -51,15 +53,18 @@ def run_training(
 ) -> None:
     """Fine-tune as `config` says and leave the results; every rank calls it.
 
-    `given` are the options that the user set, which a plan (`--plan`) may not contradict, and which no default of
-    another kind of device replaces; None: not known, all of them are taken as they are. `standing` is kept up to
-    date for an interruption.
+    `given` are the options that the user set, which a plan (`--plan`) may not contradict, and which neither a default
+    of another kind of device nor a checkpoint replaces; None: not known, all of them are taken as they are. `standing`
+    is kept up to date for an interruption.
 
-    Raises MobiusError for what a user can mend. After an error the process should end without further cleaning up: the
-    device may be waiting for a neighbour for good.
+    Raises MobiusError for what a user can mend, and SavedAndStopped where an interruption was asked to save and has.
+    After an error the process should end without further cleaning up: the device may be waiting for a neighbour for
+    good.
     """
     try:
-        _run(config, ranks, given, standing or Standing())
+        prediction = _run(config, ranks, given, standing or Standing())
+        if prediction is not None:
+            prediction.run()  # the stages' memory is free by now
     except torch.OutOfMemoryError as error:
         raise GpuMemoryError(
             f"rank {ranks.rank} ran out of GPU memory: {first_line(error)} To fit: raise --num_stages "
@@ -68,11 +73,76 @@ def run_training(
         ) from error
 
 
-def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: Standing) -> None:
-    start = time.perf_counter()
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """A run that is ready for its first step."""
+
+    session: Session
+    output: OutputFolder
+    data: RunData
+    batches: Batches
+    tokenizer: PreTrainedTokenizerBase
+    base_files: BaseFiles
+    model_folder: Path
+    resume: Resume | None
+
+    @property
+    def config(self) -> Config:
+        return self.session.blueprint.config
+
+
+def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: Standing) -> Prediction | None:
+    timing = Timing()
+    _check_installed(config)
+    resume = find_resume(config, ranks, given=given)
+    run = _open(config if resume is None else resume.config, ranks, given, standing, resume)
+    session, output, config = run.session, run.output, run.config
+    trains = config.evaluation.do_train
+    saver, evaluator = _saver(run) if trains else None, _evaluator(run)
+    trainer = _trainer(run, saver)
+    if ranks.is_first:
+        output.begin()
+    state = None if resume is None else resume.trainer_state().continued(config)
+    log = open_log(session.blueprint, output.training_folder, state)
+    loop = _loop(run, trainer, saver, evaluator, log, standing, timing)
+    timing.ends_loading()
+    try:
+        ending = _train(run, loop) if trains else Ending.LAST_STEP
+        timing.ends_training()
+        if ending in (Ending.SIGNAL, Ending.TIME):
+            _leave_early(ending, run, saver, log)
+            return None
+        if trains and saver is not None and config.evaluation.load_best_model_at_end:
+            loop.result_step = take_best(session, saver) or trainer.num_steps_done
+        if config.evaluation.do_eval:
+            loop.evaluate_result()
+        if log is not None:
+            leave_records(log, session.blueprint, output.training_folder, model_folder=run.model_folder)
+    finally:
+        if log is not None:
+            log.close()
+    problems: list[str] = []
+    if trains:
+        problems = save_model(session, output, run.base_files, standing)
+    elif ranks.is_first:
+        output.commit()
+    finish(session, output, loop.steps, timing.of_run(loop.steps), problems)
+    _close(run, saver)
+    return _prediction(run) if config.evaluation.predicts and ranks.is_first else None
+
+
+def _check_installed(config: Config) -> None:
     check_installed(config.output.trackers)
+    if config.evaluation.predicts:
+        check_scores_installed()
+
+
+def _open(
+    config: Config, ranks: Ranks, given: Collection[str] | None, standing: Standing, resume: Resume | None
+) -> _Opened:
+    """Read, plan, tokenize, meet and load; a run that is refused leaves nothing behind."""
     config = settle_dtype(config, ranks, given=given)
-    model_folder = locate_model(config.model.model_path)
+    model_folder = locate_model(config.model.model_path) if resume is None else resume.reader.model_folder
     model_config = load_model_config(model_folder, config.model)
     tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
     base_files = read_base_files(model_folder).with_chat_template(resolve_template(config.data.chat_template))
@@ -80,220 +150,155 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     # What cannot fit is refused before the data are read, which may take long.
     sketch = sketch_blueprint(adopted.config, ranks, model_config, saved=adopted.saved)
     check_model_weights(model_folder, sketch.parts, config.model)
-    _log_model(sketch, model_folder)
-    output = _prepare_output(sketch, standing)
+    log_model(sketch, model_folder)
+    output = prepare_output(sketch, standing, resume)
     try:
         # Before the ranks meet: a long tokenization inside a process group would run into its time-out.
-        config, batches = read_data(adopted.config, ranks, tokenizer)
+        config, data, batches = read_data(adopted.config, ranks, tokenizer)
+        if config.evaluation.predicts:
+            _prompts(data, config)  # refused now, not behind the training
+        if resume is not None:
+            resume.check_data(data.fingerprint())
+            batches.seek(resume.steps_done)
+            config = replace(config, planning=replace(config.planning, plan=None))  # it goes when old ones are removed
         blueprint = complete_blueprint(sketch, config, packed=packed_rows(batches), saved=adopted.saved)
         session = open_session(
             blueprint,
             model_folder,
-            recordings=Recordings(config, rank=ranks.rank, device=blueprint.place.device, folder=output.partial),
-            settled=partial(_tell_plan, output),
+            recordings=Recordings(
+                config, rank=ranks.rank, device=blueprint.place.device, folder=output.training_folder
+            ),
+            settled=partial(tell_plan, output),
+            restore=None if resume is None else partial(restore, parts=blueprint.parts, reader=resume.reader),
         )
     except BaseException:
-        output.discard()  # nothing is trained yet: a refused run leaves nothing behind
+        output.discard()  # nothing is trained yet
         raise
-    _warn_of_small_pages(session)
-    logger.info("stages generated: %s", session.blueprint.plan.describe(blueprint.shape))
-    trainer = session.trainer(batches)
-    log = open_log(session.blueprint, output.partial)
-    load_seconds = time.perf_counter() - start
-    try:
-        steps = _train(trainer, session.blueprint, output, standing, log)
-        train_end = time.perf_counter()
-        session.write_recordings()
-        check_result(session, num_updates=trainer.num_updates, num_steps=len(steps), folder=output.partial)
-        if log is not None:
-            leave_records(log, session.blueprint, steps, output.partial, model_folder=model_folder)
-    finally:
-        if log is not None:
-            log.close()
-    problems = _save(session, output, base_files, standing)
-    timings = RunTimings(
-        load_seconds=load_seconds,
-        training_seconds=sum(step.step_seconds for step in steps),
-        save_seconds=time.perf_counter() - train_end,
+    warn_of_small_pages(session)
+    logger.info("stages generated: %s", session.blueprint.plan.describe(session.blueprint.shape))
+    return _Opened(
+        session=session,
+        output=output,
+        data=data,
+        batches=batches,
+        tokenizer=tokenizer,
+        base_files=base_files,
+        model_folder=model_folder,
+        resume=resume,
     )
-    _finish(session, output, steps, timings, problems)
-    session.close()
 
 
-def _prepare_output(blueprint: Blueprint, standing: Standing) -> OutputFolder:
-    """Find out now, not after training, whether the results can be written; start the folder with the settings."""
-    wanted = blueprint.config.output
-    output = OutputFolder(
-        Path(wanted.save_dir),
-        overwrite=wanted.overwrite_output_dir,
-        files={"--save_params": Path(wanted.save_params), "--save_results": Path(wanted.save_results)},
+def _saver(run: _Opened) -> CheckpointSaver | None:
+    if not run.config.saving.is_on:
+        return None
+    texts = run_texts(run.session.blueprint, run.base_files, run.data.fingerprint())
+    saver = CheckpointSaver(run.session, run.output.save_dir, texts, made_safe=run.output.first_is_safe)
+    if run.resume is not None:
+        best = run.resume.position.get("best", {}).get("step")
+        saver.continues(run.resume.reader.path, run.resume.steps_done, best)
+    logger.info("%s", saver.describe())
+    return saver
+
+
+def _evaluator(run: _Opened) -> Evaluator | None:
+    evaluation = run.config.evaluation
+    is_wanted = evaluation.eval_strategy is not EvalStrategy.NO or evaluation.eval_on_start or evaluation.do_eval
+    if not is_wanted:
+        return None
+    return make_evaluator(run.session, evaluation_samples(run.data), pad_token_id=pad_token_id(run.tokenizer))
+
+
+def _trainer(run: _Opened, saver: CheckpointSaver | None) -> Trainer:
+    resume = run.resume
+    return run.session.trainer(
+        run.batches,
+        steps_done=0 if resume is None else resume.steps_done,
+        counts=None if resume is None else resume.counts,
+        before_update=None if saver is None else saver.before_update,
     )
-    if blueprint.place.ranks.is_first:
-        num_bytes = export_bytes(blueprint)
-        output.prepare({"--save_dir": num_bytes, "--save_params": num_bytes})
-        try:
-            _write_settings(output, blueprint)
-        except CheckpointError:
-            output.discard()
-            raise
-    kept = f"{output.save_dir} is as it was" if output.save_dir.exists() else "nothing is left"
-    standing.becomes(f"before the first step: nothing was trained, and {kept}", clear=output.discard)
-    return output
 
 
-def _tell_plan(output: OutputFolder, settled: Blueprint) -> None:
-    """Put the plan that all ranks agreed on into the folder, and show every rank's actions if that is wanted."""
-    if settled.place.ranks.is_first:
-        _write_settings(output, settled)
-    if settled.config.output.show_actions:
-        for rank, actions in enumerate(settled.schedule.actions):
-            logger.info("actions of rank %d:", rank)
-            for action in actions:
-                logger.info("  %s", action.to_text(settled.plan.num_stages))
+def _loop(
+    run: _Opened,
+    trainer: Trainer,
+    saver: CheckpointSaver | None,
+    evaluator: Evaluator | None,
+    log: RunLog | None,
+    standing: Standing,
+    timing: Timing,
+) -> TrainingLoop:
+    position = {} if run.resume is None else run.resume.position
+    older = run.output.older_results
+    return TrainingLoop(
+        config=run.config,
+        trainer=trainer,
+        saver=saver,
+        evaluator=evaluator,
+        log=log,
+        standing=standing,
+        folder=run.output.training_folder,
+        save_dir=run.output.save_dir,
+        started=timing.started,
+        steps_done=trainer.num_steps_done,
+        epoch=float(position.get("epoch", 0.0)),
+        best=BestSoFar.from_position(run.config.evaluation.metric_for_best_model, position),
+        older=None if older is None else f"{run.output.save_dir} is as it was",
+    )
 
 
-def _write_settings(output: OutputFolder, blueprint: Blueprint) -> None:
-    settings = {"training_args.yaml": to_yaml(blueprint.config), "plan.json": saved_plan_of(blueprint.answer).to_json()}
-    for name, text in settings.items():
-        try:
-            (output.partial / name).write_text(text)
-        except OSError as error:
-            path = output.partial / name
-            raise CheckpointError(
-                f"--save_dir {output.save_dir}: cannot write {path} ({error.strerror}). Free some space, or choose "
-                "another folder."
-            ) from error
-
-
-def _log_model(blueprint: Blueprint, folder: Path) -> None:
-    """The milestone of the model; its weights follow when the stages are filled, each rank's own."""
-    family, dtype = blueprint.parts.config.model_type, blueprint.config.model.dtype.value
-    logger.info("model loaded: %s (%s), %.3g parameters, %s", folder, family, blueprint.shape.num_parameters, dtype)
-
-
-def _warn_of_small_pages(session: Session) -> None:
-    """Tell what slows the updates of a rank whose stages lie on small pages, if they are large."""
-    arena = session.stages.arena
-    if arena is None or arena.num_bytes < GIB:
-        return
-    share = huge_page_share()
-    if share < _ENOUGH_HUGE_PAGES:
-        logger.warning(
-            "only %.0f %% of this process's memory lies on huge pages, which slows the optimizer. To change that: "
-            "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`, or restart where memory is less fragmented.",
-            100 * share,
+def _train(run: _Opened, loop: TrainingLoop) -> Ending:
+    log_start(run.session.blueprint)
+    ending = loop.run()
+    run.session.write_recordings()
+    if ending in (Ending.LAST_STEP, Ending.EARLY_STOPPING):
+        check_result(
+            run.session,
+            num_updates=loop.trainer.counts.num_updates,
+            num_steps=loop.trainer.num_steps_done,
+            folder=run.output.training_folder,
         )
+    return ending
 
 
-def _log_start(blueprint: Blueprint) -> None:
-    config, pipeline = blueprint.config, blueprint.config.pipeline
-    logger.info(
-        "start of training: %d steps of %d rows x %d tokens, in %d microbatches of %d, on %s",
-        config.optim.num_steps,
-        pipeline.batch_size,
-        config.data.seq_length,
-        pipeline.num_microbatches,
-        pipeline.microbatch_size,
-        MemoryMeter(blueprint.place.device).device_name,
-    )
-    if blueprint.parts.attention is DocumentAttention.FLEX:
-        logger.warning(
-            "packed rows run by FlexAttention, their layers without graphs of their own, which is slower: "
-            "variable-length attention takes bf16 and fp16 on GPUs from Ampere on, and heads of up to 256"
-        )
-    if blueprint.answer.forecast is not None:
-        logger.info("%s", blueprint.answer.forecast.describe())
+def _leave_early(ending: Ending, run: _Opened, saver: CheckpointSaver | None, log: RunLog | None) -> None:
+    """End a run before its last step: its state is saved as far as that worked. Raises SavedAndStopped after a signal.
 
-
-def _train(
-    trainer: Trainer, blueprint: Blueprint, output: OutputFolder, standing: Standing, log: RunLog | None
-) -> list[StepMetrics]:
-    """Train to the end; the first rank, which has the log, tells each step."""
-    _log_start(blueprint)
-    total, numbers = blueprint.config.optim.num_steps, output.partial / METRICS_FILE
-    steps = []
-    lost = f"what was trained is lost, for only the end is saved; every step's numbers are in {numbers}"
-    if output.save_dir.exists():
-        lost += f", and {output.save_dir} is as it was"
-    standing.becomes(f"in step 1 of {total}: {lost}")
-    progress = tqdm(total=total, desc="training", unit="step", leave=False, disable=True if log is None else None)
-    try:
-        for metrics in trainer.train():
-            progress.update()
-            steps.append(metrics)
-            standing.becomes(f"after step {metrics.step} of {total}: {lost}")
-            if log is not None:
-                log.step(metrics)
-    except NonFiniteLossError as error:
-        error.add_note(f"Nothing is saved; the numbers of the steps before it are in {numbers}.")
-        raise
-    finally:
-        progress.close()
-    return steps
-
-
-def _save(session: Session, output: OutputFolder, base_files: BaseFiles, standing: Standing) -> list[str]:
-    """Save the model, say where it is, and make the single file of it; returns the problem of that, if there is one.
-
-    Once the model has its name, nothing that fails may hide that.
+    A run whose time is up ends well, or a launcher would start it again.
     """
-    export_model(session, output, base_files=base_files, standing=standing)
-    if session.transport.rank != 0:
-        return []
-    config = session.blueprint.config
-    logger.info("model saved to %s (checked tensor by tensor)", output.save_dir)
-    params = Path(config.output.save_params)
-    unfinished = params.with_name(f"{params.name}.partial")
-    saved = f"after the last step: the model is complete and checked in {output.save_dir}"
-    standing.becomes(f"{saved}; {params} was not written", clear=unfinished.unlink)
-    try:
-        write_single_file(params, output)
-    except CheckpointError as error:
-        return [str(error)]
-    standing.becomes(f"{saved} and in {params}; {config.output.save_results} was not written")
-    logger.info("模型已保存到 %s (parameters saved to one file)", params)
-    return []
+    if log is not None:
+        log.finish()
+        log.close()
+    newest = None if saver is None else saver.newest
+    told = "nothing is saved (--save_strategy no)" if saver is None else "no checkpoint could be saved"
+    if newest is not None:
+        told = f"the state is saved in {newest}. To go on: {how_to_resume(command_words())}"
+    run.session.transport.barrier()
+    if ending is Ending.SIGNAL:
+        raise SavedAndStopped(f"after a step: {told}")
+    logger.info("--max_run_time %g minutes are over: %s", run.config.saving.max_run_time, told)
+    _close(run, saver)
 
 
-def _finish(
-    session: Session, output: OutputFolder, steps: list[StepMetrics], timings: RunTimings, problems: list[str]
-) -> None:
-    """Gather every rank's memory and write the report; then raise CheckpointError for `problems` and those of that."""
-    blueprint, meter = session.blueprint, MemoryMeter(session.blueprint.place.device)
-    reading = meter.read()
-    own = [reading.peak_allocated, reading.peak_reserved, reading.allocated, reading.peak_host]
-    rows = numbers_of_ranks(session.transport, own).tolist()
-    if session.transport.rank != 0:
-        return
+def _close(run: _Opened, saver: CheckpointSaver | None) -> None:
+    if saver is not None:
+        saver.close()
+    run.session.close()
 
-    def gpu_bytes(value: float) -> int | None:
-        return int(value) if meter.has_gpu else None
 
-    per_rank = [
-        RankMemory(
-            rank=rank,
-            device=meter.device_name,
-            peak_allocated_bytes=gpu_bytes(row[0]),
-            peak_reserved_bytes=gpu_bytes(row[1]),
-            persistent_bytes=gpu_bytes(row[2]),
-            peak_host_bytes=int(row[3]),
-        )
-        for rank, row in enumerate(rows)
-    ]
-    config = blueprint.config
-    report = Path(config.output.save_results)
-    plan_text, forecast = blueprint.plan.describe(blueprint.shape), blueprint.answer.forecast
-    seconds, ideal = [step.step_seconds for step in steps], ideal_step_seconds(blueprint)
-    mfu = None if ideal is None else ideal / steady_seconds(seconds)
-    if forecast is not None:
-        logger.info("%s", forecast.compare(seconds))
-    for line in closing_lines(steps, per_rank, timings, mfu):
-        logger.info("%s", line)
-    try:
-        report.parent.mkdir(parents=True, exist_ok=True)
-        write_report(report, to_yaml(config), plan_text, steps, per_rank, timings, forecast, mfu)
-        logger.info("results saved to %s", report)
-    except (CheckpointError, OSError) as error:
-        problems = [*problems, f"--save_results: {error}"]
-    if problems:
-        raise CheckpointError("\n".join([*problems, f"The model itself is complete and checked: {output.save_dir}."]))
+def _prediction(run: _Opened) -> Prediction:
+    """Everything that answers to the evaluation data need, without the memory of the run."""
+    config = run.config
+    return Prediction(
+        folder=run.output.save_dir if config.evaluation.do_train else run.model_folder,
+        samples=_prompts(run.data, config),
+        output=run.output.save_dir,
+        max_new_tokens=config.evaluation.max_new_tokens,
+        device=run.session.blueprint.place.device,
+    )
+
+
+def _prompts(data: RunData, config: Config) -> list[PromptAndAnswer]:
+    """Samples to answer, of all datasets to evaluate on. Raises DataError and ConfigError."""
+    most = config.evaluation.max_predict_samples
+    parts = (prompts_of(dataset, indices, config.data, most=most) for dataset, indices in data.judged())
+    return [sample for part in parts for sample in part]

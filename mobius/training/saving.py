@@ -15,7 +15,7 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -62,6 +62,10 @@ class SavedPoint:
     counts: StepCounts
     epoch: float
     metric: float | None
+    is_best: bool
+    """Whether no evaluation so far had a better metric."""
+    position: Mapping[str, Any]
+    """Whatever else the loop needs to go on, as JSON has it."""
     trainer_state: str
     """Text of trainer_state.json; empty on all ranks but the first."""
 
@@ -80,10 +84,16 @@ class RunTexts:
 class CheckpointSaver:
     """Owns the saves of a run, one at a time, and the copies that they are made from."""
 
-    def __init__(self, session: Session, save_dir: Path, texts: RunTexts) -> None:
-        """Take memory for copies; collective. What is complete in `save_dir` counts as the run's own."""
+    def __init__(
+        self, session: Session, save_dir: Path, texts: RunTexts, *, made_safe: Callable[[], None] = lambda: None
+    ) -> None:
+        """Take memory for copies; collective. What is complete in `save_dir` counts as the run's own.
+
+        `made_safe` is called on the first rank with each checkpoint that is complete.
+        """
+        self._made_safe = made_safe
         blueprint = session.blueprint
-        self._session, self._save_dir, self._texts = session, save_dir, texts
+        self._session, self.save_dir, self._texts = session, save_dir, texts
         self._config, self._blueprint, self._transport = blueprint.config, blueprint, session.transport
         self._rank, self._is_first = self._transport.rank, self._transport.rank == 0
         saving = blueprint.config.saving
@@ -99,11 +109,19 @@ class CheckpointSaver:
         self._is_written = False
         self._finisher: threading.Thread | None = None
         self._begun = 0.0
-        self.best: Path | None = None
-        """A checkpoint that is not to be removed."""
+        self.best_step: int | None = None
+        """Step of the best checkpoint, which is not to be removed; on the first rank."""
         self.newest: Path | None = None
-        """The last one that was completed by this run, on the first rank."""
+        """The last one that was completed, on the first rank."""
+        self.newest_step = 0
         self.outcomes: list[SaveOutcome] = []
+
+    def continues(self, newest: Path, step: int, best_step: int | None) -> None:
+        """Take over what the run had before it was resumed: its checkpoint, and the best one."""
+        if newest.resolve().parent == self.save_dir.resolve():
+            self.newest, self.newest_step = newest, step
+            if best_step is not None and checkpoint_path(self.save_dir, best_step).exists():
+                self.best_step = best_step
 
     def before_update(self, stage: int) -> None:
         """For the stepper: return when the state of `stage` may change."""
@@ -113,7 +131,7 @@ class CheckpointSaver:
         """A line for the log: what a checkpoint takes, and what training waits for."""
         saving, room = self._config.saving, self._snapshots.room
         kept = "all" if saving.save_total_limit == ALL_CHECKPOINTS else f"the newest {saving.save_total_limit}"
-        text = f"checkpoints: {bytes_text(self.num_bytes)} each in {self._save_dir}, {kept} are kept"
+        text = f"checkpoints: {bytes_text(self.num_bytes)} each in {self.save_dir}, {kept} are kept"
         if room is None or room.has_all:
             return f"{text}; they are written beside training, from copies in host memory"
         return (
@@ -127,11 +145,11 @@ class CheckpointSaver:
         self._next_number += 1
         self._begun = time.monotonic()
         self._records: list[FileRecord] = []
-        partial = partial_path(self._save_dir, point.step)
+        partial = partial_path(self.save_dir, point.step)
         num_bytes = self.num_bytes if self._is_first else self._snapshots.num_bytes
         problem: list[CheckpointError] = []
         try:
-            check_space(self._save_dir, num_bytes)
+            check_space(self.save_dir, num_bytes)
             partial.mkdir(parents=True, exist_ok=True)
         except CheckpointError as error:
             problem = [error]
@@ -191,7 +209,7 @@ class CheckpointSaver:
         if outcome.error is None and not self._is_first:
             try:
                 text = json.dumps([asdict(record) for record in self._records])
-                write_text(partial_path(self._save_dir, self._point.step), f"records-{self._rank}.json", text)
+                write_text(partial_path(self.save_dir, self._point.step), f"records-{self._rank}.json", text)
             except CheckpointError as error:
                 outcome.error = error
         if outcome.error is not None:
@@ -216,12 +234,15 @@ class CheckpointSaver:
         """Make a complete checkpoint of what all ranks have written, on the first rank."""
         point = self._point
         assert point is not None
-        partial = partial_path(self._save_dir, point.step)
+        partial = partial_path(self.save_dir, point.step)
         try:
             if not is_good:
                 discard(partial)
                 return
             self.newest = self._complete(partial, point)
+            self.newest_step = point.step
+            if point.is_best:
+                self.best_step = point.step
             seconds = time.monotonic() - self._begun
             waited = self._outcome.waited_seconds
             logger.info(
@@ -232,13 +253,14 @@ class CheckpointSaver:
                 bytes_text(int(self.num_bytes / max(seconds, 1e-3))),
                 waited,
             )
-            protected = [path for path in (self.best, self.newest) if path is not None]
-            for path in remove_old(self._save_dir, keep=self._config.saving.save_total_limit, protected=protected):
+            self._made_safe()
+            best = [] if self.best_step is None else [checkpoint_path(self.save_dir, self.best_step)]
+            for path in remove_old(self.save_dir, keep=self._config.saving.save_total_limit, protected=best):
                 logger.info("checkpoint removed: %s (--save_total_limit)", path)
         except (CheckpointError, OSError) as error:
             self._tell_failure(error)
             try:
-                if not checkpoint_path(self._save_dir, point.step).exists():
+                if not checkpoint_path(self.save_dir, point.step).exists():
                     discard(partial)
             except CheckpointError as problem:
                 logger.warning("%s", problem)
@@ -259,7 +281,7 @@ class CheckpointSaver:
             has_optimizer=self._has_optimizer,
             files=tuple(sorted(records, key=lambda record: record.file_name)),
             training=asdict(point.counts),
-            data={"step": point.step, "epoch": point.epoch, "fingerprint": self._texts.data_fingerprint},
+            data={**point.position, "epoch": point.epoch, "fingerprint": self._texts.data_fingerprint},
             options=self._texts.options,
             versions=versions(),
             metric=point.metric,

@@ -31,7 +31,7 @@ from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.fused_update import FusedUpdate
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.kernel import load_kernel
-from mobius.optim.stepper import Stepper
+from mobius.optim.stepper import StepCounts, Stepper
 from mobius.optim.tied import TiedPair
 from mobius.output.recordings import Recordings
 from mobius.output.trace import TraceFacts
@@ -59,8 +59,19 @@ class Session:
     def spans(self) -> Spans:
         return NO_SPANS if self.recordings is None else self.recordings.spans
 
-    def trainer(self, batches: Iterable[Batch], *, has_kernel: bool = True) -> Trainer:
-        """Trainer on `batches`; without the C kernel, torch updates what is in host memory."""
+    def trainer(
+        self,
+        batches: Iterable[Batch],
+        *,
+        has_kernel: bool = True,
+        steps_done: int = 0,
+        counts: StepCounts | None = None,
+        before_update: Callable[[int], None] | None = None,
+    ) -> Trainer:
+        """Trainer on `batches`; without the C kernel, torch updates what is in host memory.
+
+        `steps_done` and `counts` are a checkpoint's; `before_update` as in the Stepper.
+        """
         blueprint, device = self.blueprint, self.blueprint.place.device
         optim, plan, names = blueprint.config.optim, blueprint.plan, blueprint.parts.tied_names
         clock = WaitClock(device)
@@ -71,6 +82,19 @@ class Session:
         settings = AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)
         adamw = FlatAdamW(settings, kernel, FusedUpdate())
         adamw.warm_up(memory.state for memory in self.stages.memory.values())
+        stepper = Stepper(
+            adamw,
+            memory=self.stages.memory,
+            transport=self.transport,
+            clock=clock,
+            loss_scale=LossScale(is_dynamic=blueprint.config.model.dtype is Dtype.FP16),
+            num_stages=plan.num_stages,
+            max_grad_norm=optim.max_grad_norm,
+            tied=tied,
+            before_update=before_update,
+        )
+        if counts is not None:
+            stepper.restore(counts)
         return Trainer(
             optim,
             executor=self.stages.executor(
@@ -80,21 +104,13 @@ class Session:
                 unsealed_names=tied.names if tied else frozenset(),
                 spans=self.spans,
             ),
-            stepper=Stepper(
-                adamw,
-                memory=self.stages.memory,
-                transport=self.transport,
-                clock=clock,
-                loss_scale=LossScale(is_dynamic=blueprint.config.model.dtype is Dtype.FP16),
-                num_stages=plan.num_stages,
-                max_grad_norm=optim.max_grad_norm,
-                tied=tied,
-            ),
+            stepper=stepper,
             batches=_step_batches(batches, blueprint),
             transport=self.transport,
             clock=clock,
             meter=MemoryMeter(device),
             watches=() if self.recordings is None else self.recordings.watches,
+            steps_done=steps_done,
         )
 
     def write_recordings(self) -> None:
@@ -120,12 +136,13 @@ def open_session(
     transport: Transport | None = None,
     settled: Callable[[Blueprint], None] | None = None,
     passed: Callable[[str], None] | None = None,
+    restore: Callable[[RankStages], None] | None = None,
 ) -> Session:
     """Bring a drawn run to where it can train; collective.
 
     `source` gives the weights instead of `model_folder` (a benchmark's are random), `transport` is one that has met the
     other ranks already. `settled` is called with the plan that all ranks agree on, before it takes memory; `passed`
-    with each part's name as it ends: connect, weights, rehearsal.
+    with each part's name as it ends: connect, weights, rehearsal. `restore` fills the stages in the place of weights.
 
     Raises PlanError if the ranks disagree, and what planning, memory and weights raise.
     """
@@ -150,7 +167,10 @@ def open_session(
         updates=UpdateQueue() if pipeline.overlap_optimizer else None,
         spans=spans,
     )
-    stages.fill(source or _weights_of(blueprint, model_folder), show_progress=place.ranks.is_first)
+    if restore is not None:
+        restore(stages)
+    else:
+        stages.fill(source or _weights_of(blueprint, model_folder), show_progress=place.ranks.is_first)
     done("weights")
     if place.device.type == "cuda" and place.ranks.num_ranks > 1:
         _rehearse(blueprint, stages)

@@ -68,6 +68,11 @@ class Trainer:
         """Counts of all steps so far; the same on all ranks."""
         return self._stepper.counts
 
+    @property
+    def num_steps_done(self) -> int:
+        """Steps of the run so far, those before a checkpoint too."""
+        return self._step
+
     def train(self) -> Iterator[StepMetrics]:
         """Run all steps, yielding the numbers of each as it ends."""
         self._transport.barrier()

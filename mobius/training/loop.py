@@ -1,0 +1,294 @@
+"""Between the steps of a run: records, evaluations, checkpoints, and the ends that come before the last step.
+
+    step -> log -> evaluate, if it is due -> save, if it is due or the run is to end -> next step
+
+All ranks decide alike: what only one knows, a signal or the time, is told to all in the step's exchange of numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from mobius.checkpoints.folders import checkpoint_path
+from mobius.config.config import Config
+from mobius.config.long_runs import BestMetric, EvalStrategy, SaveStrategy
+from mobius.errors import NonFiniteLossError
+from mobius.interruption import Standing
+from mobius.output.metrics import StepMetrics
+from mobius.output.run_log import METRICS_FILE, RunLog
+from mobius.training.evaluation import EvaluationResult, Evaluator
+from mobius.training.saving import CheckpointSaver, SavedPoint
+from mobius.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class Ending(StrEnum):
+    """Reasons for which a run ends."""
+
+    LAST_STEP = "last step"
+    EARLY_STOPPING = "early stopping"
+    SIGNAL = "signal"
+    TIME = "time"
+
+
+@dataclass
+class BestSoFar:
+    """The best evaluation, and how many came since; the same on all ranks, and part of a checkpoint."""
+
+    metric: BestMetric
+    value: float | None = None
+    step: int | None = None
+    evaluations_since: int = 0
+
+    @classmethod
+    def from_position(cls, metric: BestMetric, position: Mapping[str, Any]) -> BestSoFar:
+        """The best one of a checkpoint's `position`; none if it is of another metric."""
+        saved = position.get("best", {})
+        if saved.get("metric") != metric.value:
+            return cls(metric)
+        return cls(**{**saved, "metric": metric})
+
+    def take(self, result: EvaluationResult, step: int) -> bool:
+        """Whether `result` is the best one so far."""
+        value = value_of(self.metric, result)
+        sign = 1 if self.metric is BestMetric.TOKEN_ACCURACY else -1
+        if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):
+            self.value, self.step, self.evaluations_since = value, step, 0
+            return True
+        self.evaluations_since += 1
+        return False
+
+
+def value_of(metric: BestMetric, result: EvaluationResult) -> float:
+    """Number of an evaluation that `metric` names."""
+    return {
+        BestMetric.LOSS: result.loss,
+        BestMetric.PERPLEXITY: result.perplexity,
+        BestMetric.TOKEN_ACCURACY: result.token_accuracy,
+    }[metric]
+
+
+def numbers_of(result: EvaluationResult) -> dict[str, float]:
+    """Numbers of an evaluation under the names that logs and trackers get."""
+    numbers: dict[str, float] = {
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "token_accuracy": result.token_accuracy,
+        "runtime": result.seconds,
+        "samples_per_second": result.num_samples / result.seconds,
+        "tokens_per_second": result.tokens_per_second,
+    }
+    for name, scores in result.by_dataset.items():
+        numbers |= {f"{name}_{key}": getattr(scores, key) for key in ("loss", "perplexity", "token_accuracy")}
+    return numbers
+
+
+def evaluation_line(step: int, result: EvaluationResult) -> str:
+    """An evaluation for the log."""
+    return (
+        f"evaluation after step {step}: loss {result.loss:.4f}, perplexity {result.perplexity:.4g}, token accuracy "
+        f"{result.token_accuracy:.2%}, {result.num_samples:,} samples in {result.seconds:.2f} s "
+        f"({result.tokens_per_second:,.0f} tokens/s)"
+    )
+
+
+@dataclass
+class _Exchange:
+    """Numbers that ranks tell each other with each step's: saves, and wishes to end."""
+
+    saver: CheckpointSaver | None
+    standing: Standing
+    is_time_up: Callable[[], bool]
+    ending: Ending | None = None
+
+    def own(self) -> Sequence[float]:
+        name = self.standing.stop_requested
+        told = [float(signal.Signals[name]) if name else 0.0, float(self.is_time_up())]
+        return [*told, *(self.saver.own() if self.saver else ())]
+
+    def hear(self, table: Tensor) -> None:
+        number, is_time_up = table[:, :2].amax(0).tolist()
+        if number:
+            self.standing.request_stop(signal.Signals(int(number)).name)
+            self.ending = Ending.SIGNAL
+        elif is_time_up:
+            self.ending = Ending.TIME
+        if self.saver is not None:
+            self.saver.hear(table[:, 2:])
+
+
+@dataclass(kw_only=True)
+class TrainingLoop:
+    """Owns what happens between steps. `log` is the first rank's; `saver` and `evaluator` are there if wanted."""
+
+    config: Config
+    trainer: Trainer
+    saver: CheckpointSaver | None
+    evaluator: Evaluator | None
+    log: RunLog | None
+    standing: Standing
+    folder: Path
+    """Where the run's files are from the first step on."""
+    save_dir: Path
+    started: float
+    """Time of `time.monotonic` at which the process began."""
+    steps_done: int = 0
+    epoch: float = 0.0
+    best: BestSoFar
+    older: str | None = None
+    """What an interruption says of the results that this run would have replaced, if there are any."""
+    steps: list[StepMetrics] = field(default_factory=list)
+    evaluated_step: int | None = None
+    """Step whose weights were evaluated last."""
+    result_step: int | None = None
+    """Step whose weights are the result, where that is not the last one."""
+
+    def run(self) -> Ending:
+        """Train to the end, or until something ends the run before; collective. A checkpoint is saved for the latter.
+
+        All updates are done when it returns, and no save is under way.
+        """
+        total = self.config.optim.num_steps
+        exchange = _Exchange(self.saver, self.standing, self._is_time_up)
+        self.trainer.exchange = exchange
+        self._tell_standing(self.steps_done)
+        if self.evaluator is not None and self.config.evaluation.eval_on_start and self.steps_done == 0:
+            self.evaluate(0)
+        progress = tqdm(
+            total=total,
+            initial=self.steps_done,
+            desc="training",
+            unit="step",
+            leave=False,
+            disable=True if self.log is None else None,
+        )
+        ending = Ending.LAST_STEP
+        try:
+            for metrics in self.trainer.train():
+                progress.update()
+                if (found := self._after_step(metrics, exchange)) is not None:
+                    ending = found
+                    break
+        except NonFiniteLossError as error:
+            error.add_note(self._after_failure())
+            raise
+        finally:
+            progress.close()
+        self.trainer.drain()
+        if self.saver is not None:
+            self.saver.finish()
+        return ending
+
+    def evaluate(self, step: int) -> EvaluationResult:
+        """Evaluate as the weights are now, and record it; collective."""
+        assert self.evaluator is not None, "there is nothing to evaluate on"
+        result = self.evaluator.evaluate(show_progress=self.log is not None)
+        if self.log is not None:
+            self.log.event("eval", numbers_of(result))
+            logger.info("%s", evaluation_line(step, result))
+        if self.best.take(result, step) and self.log is not None and self.best.value is not None:
+            self.log.note_best(self.best.value, step, None)
+        self.evaluated_step = step
+        self.trainer.leave_out_time()
+        return result
+
+    def evaluate_result(self) -> None:
+        """Evaluate the weights that the run ends with, unless that was just done; collective."""
+        step = self.trainer.num_steps_done if self.result_step is None else self.result_step
+        if step != self.evaluated_step:
+            self.evaluate(step)
+
+    def _after_step(self, metrics: StepMetrics, exchange: _Exchange) -> Ending | None:
+        """Everything that follows a step; the reason to end now, if there is one."""
+        config, step, is_last = self.config, metrics.step, metrics.step == self.config.optim.num_steps
+        ends_epoch = math.floor(metrics.epoch) > math.floor(self.epoch)
+        self.epoch = metrics.epoch
+        self.steps.append(metrics)
+        if self.log is not None:
+            self.log.step(metrics)
+        ending = None if is_last else exchange.ending
+        evaluation, saving = config.evaluation, config.saving
+        result = None
+        if self.evaluator is not None and (
+            (evaluation.eval_strategy is EvalStrategy.EPOCH and (ends_epoch or is_last))
+            or (evaluation.eval_strategy is EvalStrategy.STEPS and self._is_due(step, evaluation.eval_steps))
+        ):
+            result = self.evaluate(step)
+            patience = evaluation.early_stopping_patience
+            if patience is not None and self.best.evaluations_since >= patience and not is_last:
+                ending = ending or Ending.EARLY_STOPPING
+        is_due = (saving.save_strategy is SaveStrategy.EPOCH and ends_epoch) or (
+            saving.save_strategy is SaveStrategy.STEPS and self._is_due(step, saving.save_steps)
+        )
+        if self.saver is not None and (is_due or ending in (Ending.SIGNAL, Ending.TIME)):
+            self._save(metrics, result)
+        self._tell_standing(step)
+        return ending
+
+    def _save(self, metrics: StepMetrics, result: EvaluationResult | None) -> None:
+        assert self.saver is not None, "nothing is saved"
+        is_best = result is not None and self.best.step == metrics.step
+        state = ""
+        if self.log is not None:
+            if is_best and self.best.value is not None:
+                self.log.note_best(self.best.value, metrics.step, checkpoint_path(self.save_dir, metrics.step))
+            state = self.log.state.to_json()
+        metric = None if result is None else value_of(self.best.metric, result)
+        self.saver.save(
+            SavedPoint(
+                step=metrics.step,
+                counts=self.trainer.counts,
+                epoch=metrics.epoch,
+                metric=metric if metric is not None and math.isfinite(metric) else None,
+                is_best=is_best,
+                trainer_state=state,
+                position=self._position(),
+            )
+        )
+
+    def _position(self) -> dict[str, Any]:
+        return {"best": {**asdict(self.best), "metric": self.best.metric.value}}
+
+    def _is_due(self, step: int, every: float) -> bool:
+        number = every if every >= 1 else math.ceil(round(every * self.config.optim.num_steps, 6))
+        return step % int(number) == 0
+
+    def _is_time_up(self) -> bool:
+        limit = self.config.saving.max_run_time
+        return limit is not None and time.monotonic() - self.started >= 60 * limit
+
+    def _tell_standing(self, step: int) -> None:
+        """Say what an interruption from now on would lose."""
+        total = self.config.optim.num_steps
+        where = f"after step {step} of {total}" if step else f"in step 1 of {total}"
+        numbers = f"every step's numbers are in {self.folder / METRICS_FILE}"
+        if self.saver is None:
+            lost = f"{where}: what was trained is lost, for only the end is saved; {numbers}"
+            self.standing.becomes(f"{lost}, and {self.older}" if self.older else lost)
+            return
+        newest = self.saver.newest
+        kept = f"the newest checkpoint is {newest}" if newest else "what was trained is lost: no checkpoint is complete"
+        self.standing.becomes(f"{where}: {kept}; {numbers}")
+        if step < total:
+            saved = self.saver.newest_step
+            self.standing.offers_to_save(f"what was trained since step {saved} would be lost")
+        else:
+            self.standing.no_longer_saves()
+
+    def _after_failure(self) -> str:
+        numbers = f"the numbers of the steps before it are in {self.folder / METRICS_FILE}"
+        if self.saver is None or self.saver.newest is None:
+            return f"Nothing is saved; {numbers}."
+        return f"The newest checkpoint is {self.saver.newest}; {numbers}."

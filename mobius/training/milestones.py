@@ -1,0 +1,57 @@
+"""Lines that a run logs on its way to the first step."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from mobius.machine.available import huge_page_share
+from mobius.machine.devices import MemoryMeter
+from mobius.models.attention import DocumentAttention
+from mobius.planning.blueprint import Blueprint
+from mobius.training.session import Session
+from mobius.units import GIB
+
+logger = logging.getLogger(__name__)
+
+_ENOUGH_HUGE_PAGES = 0.5
+
+
+def log_model(blueprint: Blueprint, folder: Path) -> None:
+    """The milestone of the model; its weights follow when the stages are filled, each rank's own."""
+    family, dtype = blueprint.parts.config.model_type, blueprint.config.model.dtype.value
+    logger.info("model loaded: %s (%s), %.3g parameters, %s", folder, family, blueprint.shape.num_parameters, dtype)
+
+
+def warn_of_small_pages(session: Session) -> None:
+    """Tell what slows the updates of a rank whose stages lie on small pages, if they are large."""
+    arena = session.stages.arena
+    if arena is None or arena.num_bytes < GIB:
+        return
+    share = huge_page_share()
+    if share < _ENOUGH_HUGE_PAGES:
+        logger.warning(
+            "only %.0f %% of this process's memory lies on huge pages, which slows the optimizer. To change that: "
+            "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`, or restart where memory is less fragmented.",
+            100 * share,
+        )
+
+
+def log_start(blueprint: Blueprint) -> None:
+    config, pipeline = blueprint.config, blueprint.config.pipeline
+    logger.info(
+        "start of training: %d steps of %d rows x %d tokens, in %d microbatches of %d, on %s",
+        config.optim.num_steps,
+        pipeline.batch_size,
+        config.data.seq_length,
+        pipeline.num_microbatches,
+        pipeline.microbatch_size,
+        MemoryMeter(blueprint.place.device).device_name,
+    )
+    if blueprint.parts.attention is DocumentAttention.FLEX:
+        logger.warning(
+            "packed rows run by FlexAttention, their layers without graphs of their own, which is slower: "
+            "variable-length attention takes bf16 and fp16 on GPUs from Ampere on, and heads of up to 256"
+        )
+    if blueprint.answer.forecast is not None:
+        logger.info("%s", blueprint.answer.forecast.describe())

@@ -1,0 +1,88 @@
+"""The folder of a run before its first step: whether results can be written, and the settings in it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from mobius.checkpoints.folders import remove_leftovers
+from mobius.config.yaml_file import to_yaml
+from mobius.errors import CheckpointError
+from mobius.interruption import Standing
+from mobius.models.base_files import BaseFiles
+from mobius.output.output_folder import OutputFolder
+from mobius.planning.blueprint import Blueprint
+from mobius.planning.planned import saved_plan_of
+from mobius.training.export import export_bytes
+from mobius.training.resuming import OPTIONS_FILE, PLAN_FILE, Resume
+from mobius.training.saving import RunTexts
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_output(blueprint: Blueprint, standing: Standing, resume: Resume | None) -> OutputFolder:
+    """Find out now, not after training, whether the results can be written; start the folder with the settings."""
+    config = blueprint.config
+    wanted, save_dir, trains = config.output, Path(config.output.save_dir), config.evaluation.do_train
+    files = {"--save_results": Path(wanted.save_results)}
+    if wanted.params_file is not None and trains:
+        files = {"--save_params": Path(wanted.params_file), **files}
+    output = OutputFolder(
+        save_dir,
+        overwrite=wanted.overwrite_output_dir,
+        files=files,
+        keeps_checkpoints=config.saving.is_on and trains,
+        resumes=resume is not None and resume.reader.path.resolve().parent == save_dir.resolve(),
+    )
+    if blueprint.place.ranks.is_first:
+        num_bytes = export_bytes(blueprint) if trains else 0
+        output.prepare({name: num_bytes for name in ("--save_dir", "--save_params") if name in ("--save_dir", *files)})
+        for line in remove_leftovers(save_dir):
+            logger.info("%s", line)
+        try:
+            _write_settings(output, blueprint)
+        except CheckpointError:
+            output.discard()
+            raise
+    kept = f"{output.save_dir} is as it was" if output.save_dir.exists() else "nothing is left"
+    standing.becomes(f"before the first step: nothing was trained, and {kept}", clear=output.discard)
+    return output
+
+
+def tell_plan(output: OutputFolder, settled: Blueprint) -> None:
+    """Put the plan that all ranks agreed on into the folder, and show every rank's actions if that is wanted."""
+    if settled.place.ranks.is_first:
+        _write_settings(output, settled)
+    if settled.config.output.show_actions:
+        for rank, actions in enumerate(settled.schedule.actions):
+            logger.info("actions of rank %d:", rank)
+            for action in actions:
+                logger.info("  %s", action.to_text(settled.plan.num_stages))
+
+
+def run_texts(blueprint: Blueprint, base_files: BaseFiles, fingerprint: str) -> RunTexts:
+    """Everything in a run's checkpoints that does not change; options as they were asked for, `auto` as auto."""
+    plan = saved_plan_of(blueprint.answer).to_json()
+    asked = replace(blueprint.asked, optim=blueprint.config.optim)
+    return RunTexts(
+        base_files=base_files,
+        files={OPTIONS_FILE: to_yaml(asked), PLAN_FILE: plan},
+        options=yaml.safe_load(to_yaml(asked)),
+        data_fingerprint=fingerprint,
+    )
+
+
+def _write_settings(output: OutputFolder, blueprint: Blueprint) -> None:
+    settings = {OPTIONS_FILE: to_yaml(blueprint.config), PLAN_FILE: saved_plan_of(blueprint.answer).to_json()}
+    for name, text in settings.items():
+        try:
+            (output.partial / name).write_text(text)
+        except OSError as error:
+            path = output.partial / name
+            raise CheckpointError(
+                f"--save_dir {output.save_dir}: cannot write {path} ({error.strerror}). Free some space, or choose "
+                "another folder."
+            ) from error

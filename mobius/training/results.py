@@ -1,0 +1,199 @@
+"""Everything that comes behind the last step: the best weights, the model's files, the report."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mobius.checkpoints.folders import checkpoint_path, open_checkpoint
+from mobius.config.yaml_file import to_yaml
+from mobius.errors import CheckpointError
+from mobius.interruption import Standing
+from mobius.machine.devices import MemoryMeter
+from mobius.models.base_files import BaseFiles
+from mobius.output.metrics import StepMetrics, json_text
+from mobius.output.output_folder import OutputFolder
+from mobius.output.report import RankMemory, RunTimings, closing_lines, write_report
+from mobius.plan.simulation import steady_seconds
+from mobius.planning.blueprint import Blueprint
+from mobius.training.export import export_model, write_single_file
+from mobius.training.prediction import PromptAndAnswer, predict
+from mobius.training.records import ideal_step_seconds
+from mobius.training.resuming import restore
+from mobius.training.saving import CheckpointSaver
+from mobius.training.session import Session
+from mobius.training.trainer import numbers_of_ranks
+from mobius.writing import replaced_whole
+
+logger = logging.getLogger(__name__)
+
+
+class Timing:
+    """Wall-clock seconds of the parts of a run, from its making on."""
+
+    def __init__(self) -> None:
+        self.started = self._trained = self._ended = time.monotonic()
+        self._loaded = self.started
+
+    def ends_loading(self) -> None:
+        self._loaded = time.monotonic()
+
+    def ends_training(self) -> None:
+        self._trained = time.monotonic()
+
+    def of_run(self, steps: Sequence[StepMetrics]) -> RunTimings:
+        """The parts as a report tells them; saving has ended now."""
+        return RunTimings(
+            load_seconds=self._loaded - self.started,
+            training_seconds=sum(step.step_seconds for step in steps),
+            save_seconds=time.monotonic() - self._trained,
+        )
+
+
+def take_best(session: Session, saver: CheckpointSaver) -> int | None:
+    """Put the best checkpoint's weights into the stages; returns its step, None if there is none. Collective.
+
+    Only a rank that has been told of a failed save knows that a checkpoint is not there, so the first one decides.
+    """
+    own = saver.best_step if session.transport.rank == 0 and saver.best_step else 0
+    step = int(numbers_of_ranks(session.transport, [float(own)]).sum())
+    if not step:
+        logger.warning("--load_best_model_at_end: no checkpoint was evaluated, so the last weights are the result")
+        return None
+    reader = open_checkpoint(checkpoint_path(saver.save_dir, step))
+    restore(session.stages, session.blueprint.parts, reader, weights_only=True)
+    logger.info("weights of the best checkpoint are taken: %s", reader.path)
+    session.transport.barrier()
+    return step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Answers that the first rank is to generate once the run's memory is free."""
+
+    folder: Path
+    """Hugging Face folder of the model."""
+    samples: Sequence[PromptAndAnswer]
+    output: Path
+    max_new_tokens: int
+    device: torch.device
+
+    def run(self) -> None:
+        """Generate and score the answers, and leave them in `output`. Raises what `predict` raises."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        numbers = predict(
+            self.folder,
+            self.samples,
+            output=self.output,
+            max_new_tokens=self.max_new_tokens,
+            device=self.device,
+            show_progress=True,
+        )
+        try:
+            leave_results(self.output, "predict", numbers)
+        except OSError as error:
+            raise CheckpointError(f"cannot write the scores to {self.output}: {error.strerror}.") from error
+        shown = {name: number for name, number in numbers.items() if name not in ("runtime", "samples_per_second")}
+        text = ", ".join(f"{name} {number:.4g}" for name, number in shown.items())
+        logger.info("answers to %d samples in %s: %s", len(self.samples), self.output, text)
+
+
+def leave_results(folder: Path, name: str, numbers: Mapping[str, object]) -> None:
+    """Write `<name>_results.json`, and add the numbers to all_results.json, each named `<name>_...`. Raises OSError."""
+    named = {f"{name}_{key}": value for key, value in numbers.items()}
+    everything = folder / "all_results.json"
+    before = json.loads(everything.read_text(encoding="utf-8")) if everything.is_file() else {}
+    for path, values in ((folder / f"{name}_results.json", named), (everything, {**before, **named})):
+        with replaced_whole(path) as temporary:
+            temporary.write_text(json_text(values, indent=2) + "\n", encoding="utf-8")
+
+
+def save_model(session: Session, output: OutputFolder, base_files: BaseFiles, standing: Standing) -> list[str]:
+    """Save the model, say where it is, and make the single file of it; returns the problem of that, if there is one.
+
+    Once the model has its name, nothing that fails may hide that.
+    """
+    export_model(session, output, base_files=base_files, standing=standing)
+    if session.transport.rank != 0:
+        return []
+    config = session.blueprint.config
+    logger.info("model saved to %s (checked tensor by tensor)", output.save_dir)
+    saved = f"after the last step: the model is complete and checked in {output.save_dir}"
+    if config.output.params_file is None:
+        standing.becomes(f"{saved}; {config.output.save_results} was not written")
+        return []
+    params = Path(config.output.params_file)
+    unfinished = params.with_name(f"{params.name}.partial")
+    standing.becomes(f"{saved}; {params} was not written", clear=unfinished.unlink)
+    try:
+        write_single_file(params, output)
+    except CheckpointError as error:
+        return [str(error)]
+    standing.becomes(f"{saved} and in {params}; {config.output.save_results} was not written")
+    logger.info("模型已保存到 %s (parameters saved to one file)", params)
+    return []
+
+
+def finish(
+    session: Session, output: OutputFolder, steps: Sequence[StepMetrics], timings: RunTimings, problems: Sequence[str]
+) -> None:
+    """Gather every rank's memory and write the report; then raise CheckpointError for `problems` and those of that.
+
+    There is nothing to report of a run that was resumed behind its last step.
+    """
+    blueprint, meter = session.blueprint, MemoryMeter(session.blueprint.place.device)
+    reading = meter.read()
+    own = [reading.peak_allocated, reading.peak_reserved, reading.allocated, reading.peak_host]
+    rows = numbers_of_ranks(session.transport, own).tolist()
+    if session.transport.rank != 0:
+        return
+
+    def gpu_bytes(value: float) -> int | None:
+        return int(value) if meter.has_gpu else None
+
+    per_rank = [
+        RankMemory(
+            rank=rank,
+            device=meter.device_name,
+            peak_allocated_bytes=gpu_bytes(row[0]),
+            peak_reserved_bytes=gpu_bytes(row[1]),
+            persistent_bytes=gpu_bytes(row[2]),
+            peak_host_bytes=int(row[3]),
+        )
+        for rank, row in enumerate(rows)
+    ]
+    if steps:
+        problems = [*problems, *_report(blueprint, steps, per_rank, timings)]
+    if problems:
+        raise CheckpointError("\n".join([*problems, f"The model itself is complete and checked: {output.save_dir}."]))
+
+
+def _report(
+    blueprint: Blueprint, steps: Sequence[StepMetrics], per_rank: Sequence[RankMemory], timings: RunTimings
+) -> list[str]:
+    """Log the closing lines and write the report; returns what failed."""
+    config = blueprint.config
+    report = Path(config.output.save_results)
+    plan_text, forecast = blueprint.plan.describe(blueprint.shape), blueprint.answer.forecast
+    seconds, ideal = [step.step_seconds for step in steps], ideal_step_seconds(blueprint)
+    mfu = None if ideal is None else ideal / steady_seconds(seconds)
+    if forecast is not None:
+        logger.info("%s", forecast.compare(seconds))
+    for line in closing_lines(steps, per_rank, timings, mfu):
+        logger.info("%s", line)
+    try:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        write_report(report, to_yaml(config), plan_text, steps, per_rank, timings, forecast, mfu)
+        logger.info("results saved to %s", report)
+    except (CheckpointError, OSError) as error:
+        return [f"--save_results: {error}"]
+    return []

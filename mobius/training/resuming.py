@@ -1,0 +1,265 @@
+"""Takes a run up again from a checkpoint: which one, with which options and plan, and its state into new stages.
+
+Options that the user does not give are the checkpoint's. Given ones may differ where they do not change what is
+trained: devices, stages, saving, evaluation, logging. The rest is refused with both values, or allowed by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from mobius.checkpoints.folders import find_checkpoints, open_checkpoint
+from mobius.checkpoints.reading import CheckpointReader
+from mobius.checkpoints.snapshot import optimizer_tensors
+from mobius.config.config import Config
+from mobius.config.options import OptionValue, config_from, option_values, options
+from mobius.config.validation import ALTERNATIVES, validate
+from mobius.config.yaml_file import read_yaml
+from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError
+from mobius.memory.stage_state import StageState
+from mobius.messages.meeting import meet_at_store
+from mobius.models.blocks import ModelParts
+from mobius.optim.stepper import StepCounts
+from mobius.output.run_log import STATE_FILE, TrainerState
+from mobius.planning.planned import adopt_plan
+from mobius.ranks import Ranks, is_restart
+from mobius.training.stages import RankStages
+
+logger = logging.getLogger(__name__)
+
+_NEWEST: Final = "true"
+_CHANGES_NOTHING: Final = frozenset(
+    ("preprocessing_num_workers", "overwrite_cache", "preview", "eval_dataset", "max_predict_samples")
+)
+"""Options of model, data and optimizer that leave what is trained as it is."""
+_TRAINED_BY: Final = ("model", "data", "optim")
+"""Sections whose options decide on what is trained."""
+_TRAINED_BY_TOO: Final = ("batch_size", "fp32_gradients")
+_OWN: Final = ("planning", "launch")
+"""Sections that are a start's own; a checkpoint's are not taken over."""
+_OWN_TOO: Final = (
+    *("resume_from_checkpoint", "resume_changes", "overwrite_output_dir", "max_run_time"),
+    *("save_dir", "save_params", "save_results", "host_memory_limit", "gpu_memory_limit", "device"),
+    *("do_train", "do_eval", "do_predict", "predict_with_generate"),
+)
+_READERS: Final = 4
+"""Threads of a rank that read a checkpoint."""
+PLAN_FILE: Final = "plan.json"
+OPTIONS_FILE: Final = "training_args.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """A checkpoint that a run goes on from, and the options that it then has."""
+
+    reader: CheckpointReader
+    config: Config
+
+    @property
+    def steps_done(self) -> int:
+        return self.reader.manifest.step
+
+    @property
+    def counts(self) -> StepCounts:
+        """Raises CheckpointError where the checkpoint's are not those of this version."""
+        try:
+            return StepCounts(**self.reader.manifest.training)
+        except TypeError as error:
+            raise CheckpointError(f"{self.reader.path}: its counts are not this version's: {error}.") from error
+
+    @property
+    def position(self) -> Mapping[str, Any]:
+        """The loop's own numbers."""
+        return self.reader.manifest.data
+
+    def trainer_state(self) -> TrainerState:
+        """The records of all steps before. Raises CheckpointError."""
+        path = self.reader.path / STATE_FILE
+        try:
+            return TrainerState.from_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+
+    def check_data(self, fingerprint: str) -> None:
+        """Raise CheckpointError where the run's data are not those that the checkpoint was made with."""
+        saved = self.reader.manifest.data.get("fingerprint")
+        if saved != fingerprint and "dataset" not in self.config.saving.changes:
+            raise CheckpointError(
+                f"{self.reader.path} was trained on other data, though the options are the same: the samples are "
+                f"{fingerprint}, its were {saved}. Bring the old data back, or allow it by --resume_changes dataset."
+            )
+
+
+def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) -> Resume | None:
+    """The checkpoint to go on from, if that is asked for or a launcher has started the run again; all ranks call it.
+
+    `given` are the options that the user set; None: all. Raises CheckpointError and ConfigError.
+    """
+    word = config.saving.resume_from_checkpoint
+    if word is None and not is_restart():
+        return None
+    path = _agreed(config, ranks)
+    if path is None:
+        logger.info("started again by the launcher, from the first step: there is no checkpoint yet")
+        return None
+    reader = open_checkpoint(path)
+    merged = _merged(config, reader.path, given)
+    if not reader.manifest.has_optimizer:
+        raise CheckpointError(
+            f"{path} holds weights only (--save_only_model): no run can go on from it. Begin a new one with "
+            f"--model_path {path}."
+        )
+    validate(merged, ranks.num_ranks)
+    merged = _with_saved_plan(merged, reader.path, ranks, given)
+    logger.info("resumed from %s: %d steps are done", path, reader.manifest.step)
+    return Resume(reader=reader, config=merged)
+
+
+def restore(stages: RankStages, parts: ModelParts, reader: CheckpointReader, *, weights_only: bool = False) -> None:
+    """Set weights and the optimizer's state of all of a rank's stages, to the bit. Raises CheckpointError.
+
+    With `weights_only` only working weights: to evaluate or save them, not to train on.
+    """
+    stored = parts.stored_names
+
+    def set_one(job: tuple[StageState, str]) -> None:
+        state, name = job
+        _restore_parameter(state, name, reader, stored.get(name, name), weights_only)
+
+    jobs = [(own.state, name) for own in stages.memory.values() for name in own.state.layout.offsets]
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="reading") as threads:
+        for _ in threads.map(set_one, jobs):
+            pass
+
+
+def _restore_parameter(
+    state: StageState, name: str, reader: CheckpointReader, stored_name: str, weights_only: bool
+) -> None:
+    layout = state.layout
+    part, shape = layout.slice_of(name), layout.offsets[name][1]
+
+    def read(target: torch.Tensor, key: str | None) -> None:
+        on_host = target.device.type == "cpu"
+        out = target[part].view(shape) if on_host else None
+        values = (
+            reader.read_weight(stored_name, shape, out=out)
+            if key is None
+            else reader.read_state(stored_name, key, shape, out=out)
+        )
+        if not on_host:
+            target[part].copy_(values.reshape(-1))
+
+    read(state.weights, None)
+    if layout.is_trained(name) and not weights_only:
+        for key, tensor in optimizer_tensors(state).items():
+            read(tensor, key)
+
+
+def _agreed(config: Config, ranks: Ranks) -> Path | None:
+    """Path of the checkpoint, chosen by the first rank: another one could see a folder at another moment."""
+    problem, path = None, None
+    if ranks.is_first:
+        try:
+            path = _chosen(config)
+        except MobiusError as error:
+            problem = str(error)
+    if ranks.num_ranks > 1:
+        told = meet_at_store(ranks).gather([problem, None if path is None else str(path)])[0]
+        problem, path = told[0], None if told[1] is None else Path(told[1])
+    if problem is not None:
+        raise CheckpointError(problem)
+    return path
+
+
+def _chosen(config: Config) -> Path | None:
+    word, save_dir = config.saving.resume_from_checkpoint, Path(config.output.save_dir)
+    named = None if word is None or word == _NEWEST else Path(word)
+    if named is not None and not is_restart():
+        return named
+    found = find_checkpoints(save_dir)
+    for path, reason in found.bad:
+        logger.warning("%s is passed over: %s", path, reason)
+    if found.good:
+        return found.good[0][0]
+    if is_restart():  # perhaps before the first save
+        return named
+    raise CheckpointError(
+        f"--resume_from_checkpoint true: there is no complete checkpoint in {save_dir}. Name one by its folder, give "
+        "the --save_dir of the run that is to go on, or leave the option out to begin anew."
+    )
+
+
+def _merged(config: Config, path: Path, given: Collection[str] | None) -> Config:
+    """The checkpoint's options with those of this start over them; raises ConfigError for what may not differ."""
+    file = read_yaml(str(path / OPTIONS_FILE))
+    if file.problems:
+        raise CheckpointError(f"{path / OPTIONS_FILE} cannot be read: {file.problems[0]}")
+    own = option_values(config)
+    names = set(own if given is None else given)
+    # A checkpoint without a value of its own has the default: of a newer option, for instance.
+    saved = {name: file.values.get(name, option.default) for name, option in options().items()}
+    for pair in ALTERNATIVES:
+        if names & set(pair):
+            saved |= {other: options()[other].default for other in pair if other not in names}
+    taken = {name for name in own if name in names or _is_own(name)}
+    merged = {name: own[name] if name in taken else saved[name] for name in own}
+    if "save_dir" not in names and config.saving.resume_from_checkpoint != _NEWEST and not is_restart():
+        merged["save_dir"] = str(path.parent)
+    _refuse_changes(
+        {name: (merged[name], file.values.get(name, options()[name].default)) for name in own}, config, path
+    )
+    return config_from(merged)
+
+
+def _is_own(name: str) -> bool:
+    return options()[name].section in _OWN or name in _OWN_TOO
+
+
+def _decides(name: str) -> bool:
+    """Whether another value trains something else."""
+    is_part = options()[name].section in _TRAINED_BY and name not in _CHANGES_NOTHING
+    return is_part or name in _TRAINED_BY_TOO
+
+
+def _refuse_changes(values: Mapping[str, tuple[OptionValue, OptionValue]], config: Config, path: Path) -> None:
+    allowed = set(config.saving.changes)
+    wrong = {name: both for name, both in values.items() if both[0] != both[1] and _decides(name)}
+    problems = [
+        f"`--{name}` is {_shown(own)}, {path.name} has {_shown(saved)}"
+        for name, (own, saved) in wrong.items()
+        if name not in allowed
+    ]
+    if problems:
+        names = ",".join(sorted({*allowed, *wrong}))
+        raise ConfigError(
+            *problems,
+            hint=f"These change what is trained. Leave them out to go on as before, or allow it by --resume_changes "
+            f"{names}.",
+        )
+
+
+def _shown(value: OptionValue) -> str:
+    return "not given" if value is None else str(getattr(value, "value", value))
+
+
+def _with_saved_plan(config: Config, path: Path, ranks: Ranks, given: Collection[str] | None) -> Config:
+    """The config with the checkpoint's plan where that fits, so that `auto` is not decided anew."""
+    if config.planning.plan is not None:
+        return config
+    planned = replace(config, planning=replace(config.planning, plan=str(path / PLAN_FILE)))
+    try:
+        adopted = adopt_plan(planned, given=given or ())
+        if adopted.saved is not None and adopted.saved.plan.num_ranks == ranks.num_ranks:
+            return planned
+        reason = "it is for another number of ranks"
+    except PlanError as error:
+        reason = str(error)
+    logger.info("the checkpoint's plan is not taken (%s); the run is planned anew", reason)
+    return config
