@@ -676,7 +676,7 @@ def scores_only(save_dir: Path) -> None:
     """What an evaluation without any training leaves; it works as a run that saves at the end."""
     output = OutputFolder(save_dir, overwrite=False, files={})
     output.prepare({})
-    for name in (*SETTINGS, "eval_results.json", "all_results.json", "generated_predictions.jsonl"):
+    for name in (*SETTINGS, "eval_results.json", "all_results.json"):
         (output.folder / name).write_text("scores")
     output.commit()
 
