@@ -1,0 +1,181 @@
+"""A rank that is killed, whatever the run is at, takes all processes of the run with it, and the launcher names it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from harness.runs import ROOT, command, environment, free_port, make_checkpoint, make_dataset
+
+MINUTE = 60.0
+Moment = Callable[[Path, int], object]
+"""Whether a run in this folder, with this launcher, has come to a phase."""
+OPTIONS = """--device cpu --model_path model --dataset data.jsonl --fp32 --num_stages 4 --num_chunks 2 --batch_size 4
+    --seq_length 16 --preprocessing_num_workers 2 --save_dir out"""
+ENDLESS = f"{OPTIONS} --num_iterations 100000".split()
+
+
+@contextmanager
+def started(words: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run in a session of its own, which prints to `output.txt`; what is left of it is killed in the end."""
+    with open(folder / "output.txt", "wb") as output:
+        variables = environment(folder / "cache")
+        process = subprocess.Popen(
+            words, cwd=folder, env=variables, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        for number in [*family(process.pid), process.pid]:
+            if is_alive(number):
+                os.kill(number, signal.SIGKILL)
+        process.wait()
+
+
+def our_launcher(*arguments: str) -> list[str]:
+    launcher = [sys.executable, str(ROOT / "scripts" / "run_ranks.py"), "--nproc_per_node", "2"]
+    return [*launcher, "--master_port", str(free_port()), str(ROOT / "main.py"), *arguments]
+
+
+def family(process: int) -> set[int]:
+    """All that a process has started, and what that has started."""
+    found: set[int] = set()
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in file.read_text().split()]
+        except OSError:
+            continue
+        found |= {*children, *(number for child in children for number in family(child))}
+    return found
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Rank -> process, of those that live."""
+    found = {}
+    for child in family(launcher):
+        try:
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            parent = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        rank = next((int(each.partition(b"=")[2]) for each in variables if each.startswith(b"RANK=")), None)
+        if rank is not None and parent == launcher:
+            found[rank] = child
+    return found
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def comes(condition: Callable[[], object], *, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def wait_for(moment: Moment, process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Return when the run has come to the moment; one that ends before fails the test."""
+    come = comes(lambda: process.poll() is not None or moment(folder, process.pid), seconds=300)
+    assert come, (folder / "output.txt").read_text()
+    assert process.poll() is None, (folder / "output.txt").read_text()
+
+
+def shared_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def printed(text: str) -> Moment:
+    return lambda folder, _: text in (folder / "output.txt").read_text()
+
+
+def has_workers(_: Path, launcher: int) -> bool:
+    return len(ranks_of(launcher)) == 2 and any(len(family(rank)) >= 3 for rank in ranks_of(launcher).values())
+
+
+def is_saving(folder: Path, _: int) -> bool:
+    return any(path.suffix == ".safetensors" for path in folder.glob("out*/**/*"))
+
+
+PHASES: dict[str, tuple[Moment, int]] = {
+    "starting": (lambda _, launcher: len(ranks_of(launcher)) == 2, 1),
+    "tokenizing, the parent of the workers": (has_workers, 0),
+    "tokenizing, the one that waits": (has_workers, 1),
+    "connecting and loading": (printed("dataset loaded"), 0),
+    "in a step": (printed(" 5/100000"), 1),
+}
+
+
+def kill_and_look(process: subprocess.Popen[bytes], folder: Path, victim: int, shared: set[str]) -> str:
+    """Kill a rank; all of the run is gone within a minute, and nothing of it is left in shared memory."""
+    members = {process.pid, *family(process.pid)}
+    os.kill(ranks_of(process.pid)[victim], signal.SIGKILL)
+    begin = time.monotonic()
+    gone = comes(lambda: process.poll() is not None and not any(map(is_alive, members)), seconds=MINUTE)
+    output, living = (folder / "output.txt").read_text(), [*filter(is_alive, members)]
+    for member in living:
+        os.kill(member, signal.SIGKILL)
+    assert gone, f"after a minute {living} live: {output}"
+    assert process.returncode != 0
+    # Other runs of this machine have files there, too, which go when they end.
+    left = shared_files() - shared
+    rest = MINUTE - (time.monotonic() - begin)
+    assert comes(lambda: not left & shared_files(), seconds=rest), f"left in /dev/shm: {left & shared_files()}"
+    return output
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_killed_rank_ends_all_within_a_minute_and_is_named(tmp_path: Path, phase: str) -> None:
+    moment, victim = PHASES[phase]
+    make_checkpoint(tmp_path / "model")
+    records = make_dataset(tmp_path / "data.jsonl", num_records=300).read_text()
+    (tmp_path / "data.jsonl").write_text(records * (100 if "tokenizing" in phase else 1))
+    shared = shared_files()
+    with started(our_launcher(*ENDLESS), tmp_path) as process:
+        wait_for(moment, process, tmp_path)
+        time.sleep(random.uniform(0, 0.5))
+        output = kill_and_look(process, tmp_path, victim, shared)
+
+    assert f"rank {victim} ended first, by SIGKILL; all ranks were stopped" in output
+    assert "Traceback" not in output
+    assert process.returncode == 128 + signal.SIGKILL
+    assert not list(tmp_path.glob("out/*.safetensors"))
+
+
+def test_a_rank_that_is_killed_while_it_saves_leaves_no_model(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model", num_layers=64)
+    make_dataset(tmp_path / "data.jsonl")
+    shared = shared_files()
+    with started(our_launcher(*f"{OPTIONS} --num_iterations 2".split()), tmp_path) as process:
+        wait_for(is_saving, process, tmp_path)
+        output = kill_and_look(process, tmp_path, 1, shared)
+
+    assert "rank 1 ended first, by SIGKILL" in output
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+def test_plain_torchrun_ends_all_too(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    make_dataset(tmp_path / "data.jsonl")
+    shared = shared_files()
+    with started(command(2, ENDLESS), tmp_path) as process:
+        wait_for(printed(" 3/100000"), process, tmp_path)
+        output = kill_and_look(process, tmp_path, 0, shared)
+
+    assert "Signal 9 (SIGKILL)" in output
+    assert process.returncode == 1

@@ -1,0 +1,40 @@
+"""Ranks that pass a message around until one of them hangs, watched as a run is."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from mobius.activity import Activity
+from mobius.messages.distributed import DistributedTransport
+from mobius.ranks import Ranks
+from mobius.schedule.action import Action, ActionKind
+from mobius.watchdog import Watchdog
+
+
+def pass_messages(hanging: int, seconds: float) -> None:
+    """Three steps of forwards; in the third, rank `hanging` never sends."""
+    ranks = Ranks.from_environment()
+    rank, activity = ranks.rank, Activity()
+    transport = DistributedTransport(
+        rank=rank, num_ranks=ranks.num_ranks, device=torch.device("cpu"), shape=(8,), dtype=torch.float32
+    )
+    Watchdog(activity, rank=rank, num_ranks=ranks.num_ranks, minutes=seconds / 60).start()
+    following, before = (rank + 1) % ranks.num_ranks, (rank - 1) % ranks.num_ranks
+    for step in (1, 2, 3):
+        activity.begins_step(step)
+        for microbatch in range(4):
+            activity.begins(Action(ActionKind.FORWARD_MIDDLE, rank, microbatch))
+            transport.post_receive(before)
+            if (step, rank, microbatch) == (3, hanging, 2):
+                hang()
+            transport.send(torch.zeros(8), following)
+            with activity.waiting("neighbours", rank=before, stage=before):
+                transport.receive(before)
+        transport.finish_step()
+
+
+def hang() -> None:
+    """Never return."""
+    threading.Event().wait()
