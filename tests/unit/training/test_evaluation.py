@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from mobius.memory.stage_memory import StageMemory
 from mobius.messages.rehearsal import RehearsalTransport
 from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import ModelParts
+from mobius.optim.adamw import FlatAdamW
 from mobius.plan.partition import balanced_partition, partition_of
 from mobius.plan.plan import Plan
 from mobius.runtime.executor import StepBatch
@@ -95,8 +98,15 @@ def test_an_evaluation_between_steps_changes_no_bit_of_training(
         assert len(set(judgements)) == 4, "each sees the weights behind its step"
 
 
-def test_an_evaluation_waits_for_the_updates_of_the_step_before(folder: Path) -> None:
-    """Whether they are waited for beforehand makes no difference."""
+def test_an_evaluation_waits_for_the_updates_of_the_step_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are waited for beforehand makes no difference, however long they take."""
+    update = FlatAdamW.update
+
+    def slow(self: FlatAdamW, *given: Any, **named: Any) -> None:
+        time.sleep(0.05)
+        update(self, *given, **named)
+
+    monkeypatch.setattr(FlatAdamW, "update", slow)
     data, held = random_samples(40, 16), random_samples(9, 16, seed=1)
 
     def train(session: Session, batches: Batches, *, drains: bool) -> list[float]:
