@@ -81,7 +81,7 @@ class EvaluationResult(Scores):
     tokens_per_second: float
     """Without padding, as in training."""
     by_dataset: Mapping[str, Scores] = field(default_factory=dict)
-    """By name; empty for a single dataset."""
+    """Numbers of each by name; empty for a single dataset."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Evaluator:
         self._meter = MemoryMeter(blueprint.place.device)
         self._batches_per_pass = min(batches_per_pass(blueprint.plan), sum(map(len, datasets.values())))
         self._executors: dict[int, Executor] = {}
-        """By the number of batches in a pass; only the last pass may have fewer than the others."""
+        """Player of a pass by the number of its batches; only the last pass may have fewer than the others."""
 
     def evaluate(self, *, show_progress: bool = False) -> EvaluationResult:
         """Run all data through the pipeline as the weights are now; collective, between two steps or around them.
