@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
 
     logging.disable(logging.ERROR)
     launcher_waits()
-    api.LocalElasticAgent = patient_agent(api.LocalElasticAgent, interruptions)  # type: ignore[assignment,misc]
+    api.LocalElasticAgent = patient_agent(api.LocalElasticAgent, interruptions)  # type: ignore[assignment,attr-defined]
     try:
         run_torchrun(list(argv))
     except RanksEndedError as end:

@@ -1,0 +1,270 @@
+"""A signal lets a run that can save do so, whichever process gets it; a second one, or a lost rank, ends it at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed.run
+from harness.forked import HANG_SECONDS
+from launch import free_port
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = str(ROOT / "tests" / "harness" / "saving_run.py")
+OURS = [str(ROOT / "scripts" / "run_ranks.py"), "--nproc_per_node", "2", "--master_port", "0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+ANOTHER_PRESS = 2.3
+"""Seconds after which a signal is no longer the same press of Ctrl-C."""
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class Started:
+    """A launcher in a process group of its own, as a terminal starts it, and the folder of its run."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def wait_until_ready(self) -> None:
+        assert self.process.stdout is not None
+        seen = []
+        for line in self.process.stdout:
+            seen.append(line)
+            if line.startswith("ready"):
+                return
+        pytest.fail("".join(seen))
+
+    def rank(self, number: int) -> int:
+        return int((self.folder / f"process-{number}").read_text())
+
+    def output(self) -> str:
+        assert self.process.stdout is not None
+        output, _ = self.process.communicate(timeout=HANG_SECONDS)
+        assert wait_for(lambda: not any(is_alive(self.rank(number)) for number in range(2)))
+        return "\n".join(line for line in output.splitlines() if not re.match(r"\*|W\d|\[W|Setting OMP", line))
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("checkpoint-*"))
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + HANG_SECONDS
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def heed_signals() -> None:
+    """The tests may run in the background of a script, where programs ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def ignore_hang_up() -> None:
+    """Do what `nohup` does."""
+    heed_signals()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+@dataclass
+class Starter:
+    """Starts runs in a folder, and kills what is left of them in the end."""
+
+    folder: Path
+    running: list[subprocess.Popen[str]]
+
+    def __call__(
+        self,
+        launcher: Sequence[str],
+        *arguments: str,
+        prepare: Callable[[], None] = heed_signals,
+        **environment: str,
+    ) -> Started:
+        process = subprocess.Popen(
+            [sys.executable, *launcher, PROGRAM, str(self.folder), *arguments],
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+        self.running.append(process)
+        started = Started(process, self.folder)
+        started.wait_until_ready()
+        return started
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Starter]:
+    before = set(SHARED_MEMORY.iterdir())
+    starter = Starter(tmp_path, [])
+    yield starter
+    for process in starter.running:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    own = {path for path in set(SHARED_MEMORY.iterdir()) - before if path.name.startswith(("mobius", "torch"))}
+    assert not own
+
+
+def send(run: Started, to: str, number: signal.Signals) -> None:
+    if to == "group":
+        os.killpg(run.process.pid, number)
+    else:
+        os.kill(run.process.pid if to == "launcher" else run.rank(int(to[-1])), number)
+
+
+@pytest.mark.parametrize(
+    ("to", "number"),
+    [
+        ("launcher", signal.SIGTERM),
+        ("group", signal.SIGINT),
+        ("rank 0", signal.SIGTERM),
+        ("rank 1", signal.SIGINT),
+    ],
+)
+def test_one_signal_saves_and_ends_all_ranks_whoever_gets_it(start: Starter, to: str, number: signal.Signals) -> None:
+    run = start([*OURS, "--max_restarts", "3"], "0.5")
+    send(run, to, number)
+    first, last = run.output().splitlines()
+    assert re.fullmatch(
+        rf"interrupted \({number.name}\): saving after this step, then ending; "
+        r"once more to leave at once \(steps \d+ to \d+ would be lost\)",
+        first,
+    )
+    (checkpoint,) = run.checkpoints()
+    assert last == f"interrupted ({number.name}) after step {checkpoint[11:]}: saved to {checkpoint}"
+    assert run.process.returncode == 130
+
+
+@pytest.mark.parametrize("to", ["launcher", "group", "rank 1"])
+def test_a_second_signal_ends_all_ranks_at_once(start: Starter, to: str) -> None:
+    run = start([*OURS, "--max_restarts", "3"], "60")
+    send(run, to, signal.SIGINT)
+    time.sleep(ANOTHER_PRESS)
+    begin = time.monotonic()
+    send(run, to, signal.SIGINT)
+    lines = run.output().splitlines()
+    assert time.monotonic() - begin < 20
+    assert len(lines) == 2, lines
+    cause = "SIGINT" if to != "rank 1" else "another rank has ended"
+    assert re.fullmatch(rf"interrupted \({cause}\) after step \d+: steps 1 to \d+ are lost", lines[1])
+    assert run.checkpoints() == []
+    assert run.process.returncode == 130
+
+
+def test_a_third_signal_kills_ranks_that_do_not_end(start: Starter) -> None:
+    run = start(OURS, "60")
+    for rank in range(2):
+        os.kill(run.rank(rank), signal.SIGSTOP)
+    for _ in range(3):
+        send(run, "launcher", signal.SIGINT)
+        time.sleep(ANOTHER_PRESS)
+    run.output()
+    assert run.process.returncode == 130
+
+
+def test_our_launcher_waits_however_soon_torchrun_would_kill(start: Starter) -> None:
+    run = start(OURS, "3", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    send(run, "launcher", signal.SIGTERM)
+    assert "torchrun" not in run.output()
+    assert len(run.checkpoints()) == 1
+    assert run.process.returncode == 130
+
+
+def test_plain_torchrun_saves_too_and_gives_its_own_exit_code(start: Starter) -> None:
+    run = start(TORCHRUN, "0.5")
+    send(run, "group", signal.SIGINT)
+    output = run.output()
+    (checkpoint,) = run.checkpoints()
+    assert f"interrupted (SIGINT) after step {checkpoint[11:]}: saved to {checkpoint}\n" in output
+    assert output.count("interrupted (") == 2
+    assert "kills" not in output
+    assert run.process.returncode == 1
+
+
+def test_a_save_that_torchrun_will_not_wait_for_is_told_at_once(start: Starter) -> None:
+    has_setting = hasattr(torch.distributed.run.get_args_parser().parse_args(["x"]), "shutdown_timeout")
+    launcher = [*TORCHRUN, "--shutdown-timeout", "1"] if has_setting else TORCHRUN
+    run = start(launcher, "60")
+    begin = time.monotonic()
+    send(run, "launcher", signal.SIGTERM)
+    output = run.output()
+    limit = 1 if has_setting else 30
+    assert time.monotonic() - begin < limit + 20
+    assert f"torchrun kills all ranks {limit} s after a signal, and this takes about 60 s; train.sh waits\n" in output
+    assert run.checkpoints() == []
+
+
+def test_a_rank_that_dies_is_no_request_to_save(start: Starter) -> None:
+    run = start(OURS, "60")
+    send(run, "rank 1", signal.SIGKILL)
+    first, last = run.output().splitlines()
+    assert first.startswith("interrupted (another rank has ended) after step ")
+    assert last.startswith("rank 1 ended first, by SIGKILL; all ranks were stopped (usually")
+    assert run.process.returncode == 137
+
+
+def test_ranks_start_again_from_the_newest_checkpoint_but_not_after_a_signal(start: Starter) -> None:
+    port = str(free_port())  # a store that the ranks use cannot have port 0
+    run = start([*OURS, "--master_port", port, "--max_restarts", "2"], "0.5", "store")
+    assert wait_for(lambda: "checkpoint-40" in run.checkpoints())
+    send(run, "rank 1", signal.SIGKILL)
+    assert run.process.stdout is not None
+    seen = list(iter(lambda: next(run.process.stdout), "ready, goes on from step 40\n"))
+    assert "they start again (1 of 2 times)" in "".join(seen)
+    send(run, "rank 1", signal.SIGTERM)
+    assert "saved to checkpoint-" in run.output().splitlines()[-1]
+    assert run.process.returncode == 130
+
+
+def test_restarts_come_to_an_end(start: Starter) -> None:
+    run = start([*OURS, "--max_restarts", "1"], "0.5")
+    send(run, "rank 0", signal.SIGKILL)
+    run.wait_until_ready()
+    send(run, "rank 0", signal.SIGKILL)
+    assert "again" not in run.output()
+    assert run.process.returncode == 137
+
+
+def test_a_save_that_fails_after_a_signal_gives_its_own_code_and_no_restart(start: Starter) -> None:
+    run = start([*OURS, "--max_restarts", "2"], "0.1")
+    (run.folder / "full-disk").touch()
+    send(run, "launcher", signal.SIGTERM)
+    assert re.search(r"rank \d ended first, with exit code 1; all ranks were stopped$", run.output())
+    assert run.process.returncode == 1
+
+
+def test_ranks_end_with_their_launcher_while_they_save(start: Starter) -> None:
+    run = start(OURS, "60")
+    send(run, "launcher", signal.SIGINT)
+    send(run, "launcher", signal.SIGKILL)
+    run.output()
+    assert run.process.returncode == -signal.SIGKILL
+
+
+def test_a_run_under_nohup_goes_on_when_the_terminal_closes(start: Starter) -> None:
+    run = start(OURS, "0.1", prepare=ignore_hang_up)
+    send(run, "group", signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.process.wait(1.5)
+    send(run, "group", signal.SIGINT)
+    assert "saved to checkpoint-" in run.output()

@@ -1,0 +1,92 @@
+"""A run without a model, which can save: steps that take no work, a slow save, and what the real one does at signals.
+
+python tests/harness/saving_run.py FOLDER SAVE_SECONDS [store]      alone or under a launcher; it ends by signals only
+
+The first rank prints `ready` at each start once all ranks are in their first step. Ranks agree by files in FOLDER, at a
+start also by torchrun's store if `store` is given.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from mobius.interruption import Interruption, SavedAndStopped, Standing, end_with_launcher
+from mobius.ranks import Ranks, is_restart
+
+STEP_SECONDS = 0.05
+EVERY = 20
+
+
+class Agreement:
+    """What each rank says at each point of a start, and the wait for the other ones'."""
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._folder, self._ranks, self._start, self._count = folder, ranks, start, 0
+
+    def gather(self, word: str) -> list[str]:
+        self._count += 1
+        names = [self._folder / f"said-{self._start}-{self._count}-{rank}" for rank in range(self._ranks.num_ranks)]
+        own = names[self._ranks.rank]
+        own.with_suffix(".new").write_text(word)
+        own.with_suffix(".new").rename(own)
+        while not all(name.exists() for name in names):
+            time.sleep(0.01)
+        return [name.read_text() for name in names]
+
+
+def newest(folder: Path) -> int:
+    """Step of the newest checkpoint; 0 if there is none."""
+    return max((int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*")), default=0)
+
+
+def run(folder: Path, save_seconds: float, ranks: Ranks, standing: Standing) -> None:
+    agreement = Agreement(folder, ranks)
+    if sys.argv[3:] == ["store"]:
+        from mobius.messages.meeting import meet_at_store
+
+        assert meet_at_store(ranks).gather(ranks.rank) == list(range(ranks.num_ranks))
+    saved = step = newest(folder) if is_restart() else 0
+    (folder / f"process-{ranks.rank}").write_text(str(os.getpid()))
+    standing.offers_to_save("nothing would be lost yet")
+    agreement.gather("")
+    if ranks.is_first:
+        print("ready, goes on from step", step, flush=True)
+    while True:
+        step += 1
+        standing.becomes(f"after step {step - 1}: steps {saved + 1} to {step - 1} are lost")
+        standing.offers_to_save(f"steps {saved + 1} to {step} would be lost", seconds=save_seconds)
+        time.sleep(STEP_SECONDS)
+        stop = "".join(agreement.gather(standing.stop_requested or "-")).replace("-", "")
+        if stop:
+            standing.request_stop("SIGINT" if "SIGINT" in stop else "SIGTERM")
+        if stop or step % EVERY == 0:
+            time.sleep(save_seconds if stop else 0)
+            if (folder / "full-disk").exists():
+                sys.exit(1)
+            if ranks.is_first:
+                (folder / f"checkpoint-{step}").touch()
+            agreement.gather("saved")
+            saved = step
+        if stop:
+            raise SavedAndStopped(f"after step {step}: saved to checkpoint-{step}")
+
+
+def main() -> None:
+    ranks, standing = Ranks.from_environment(), Standing()
+    interruption = Interruption(standing)
+    end_with_launcher()
+    interruption.watch(speaks=ranks.is_first)
+    try:
+        run(Path(sys.argv[1]), float(sys.argv[2]), ranks, standing)
+    except SavedAndStopped as stopped:
+        interruption.leave(str(stopped))
+
+
+if __name__ == "__main__":
+    main()
