@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -103,8 +104,8 @@ def printed(text: str) -> Moment:
     return lambda folder, _: text in (folder / "output.txt").read_text()
 
 
-def has_workers(_: Path, launcher: int) -> bool:
-    return len(ranks_of(launcher)) == 2 and any(len(family(rank)) >= 3 for rank in ranks_of(launcher).values())
+def workers_are_at_work(folder: Path, _: int) -> bool:
+    return re.search(r"tokenizing: +[1-9]", (folder / "output.txt").read_text()) is not None
 
 
 def is_saving(folder: Path, _: int) -> bool:
@@ -113,8 +114,8 @@ def is_saving(folder: Path, _: int) -> bool:
 
 PHASES: dict[str, tuple[Moment, int]] = {
     "starting": (lambda _, launcher: len(ranks_of(launcher)) == 2, 1),
-    "tokenizing, the parent of the workers": (has_workers, 0),
-    "tokenizing, the one that waits": (has_workers, 1),
+    "tokenizing, the parent of the workers": (workers_are_at_work, 0),
+    "tokenizing, the one that waits": (workers_are_at_work, 1),
     "connecting and loading": (printed("dataset loaded"), 0),
     "in a step": (printed(" 5/100000"), 1),
 }
@@ -143,7 +144,7 @@ def test_a_killed_rank_ends_all_within_a_minute_and_is_named(tmp_path: Path, pha
     moment, victim = PHASES[phase]
     make_checkpoint(tmp_path / "model")
     records = make_dataset(tmp_path / "data.jsonl", num_records=300).read_text()
-    (tmp_path / "data.jsonl").write_text(records * (100 if "tokenizing" in phase else 1))
+    (tmp_path / "data.jsonl").write_text(records * (200 if "tokenizing" in phase else 1))
     shared = shared_files()
     with started(our_launcher(*ENDLESS), tmp_path) as process:
         wait_for(moment, process, tmp_path)
