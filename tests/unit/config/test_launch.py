@@ -11,7 +11,7 @@ import pytest
 from harness import runs
 
 from mobius.config.config import Device
-from mobius.config.launch import Resources, count_cores, count_gpus, launch_command, place
+from mobius.config.launch import Resources, count_cores, count_gpus, how_to_resume, launch_command, place
 from mobius.config.options import OptionValue, config_from
 from mobius.errors import ConfigError
 
@@ -36,7 +36,8 @@ def test_the_readme_config_starts_four_ranks_in_its_device_order(
     assert words_of(["--lr", "2e-5", "--master_port", free_port], BOX) == [
         "env", f"MOBIUS_COMMAND=bash train.sh --lr 2e-5 --master_port {free_port}", "OMP_NUM_THREADS=16",
         "CUDA_VISIBLE_DEVICES=0,2,1,3", sys.executable, "scripts/run_ranks.py", "--nproc_per_node", "4",
-        "--master_port", free_port, "main.py", "--lr", "2e-5", "--master_port", free_port, "--config", "configs/fine_tune.yaml",
+        "--master_port", free_port, "main.py", "--lr", "2e-5", "--master_port", free_port,
+        "--config", "configs/fine_tune.yaml",
     ]  # fmt: skip
 
 
@@ -235,3 +236,41 @@ def test_the_environment_is_refused_if_a_package_is_missing(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["train.sh", "scripts/environment.sh"])
 def test_a_shell_script_parses(name: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / name)], check=True)
+
+
+def test_restarts_are_torchruns(monkeypatch: pytest.MonkeyPatch, free_port: str) -> None:
+    monkeypatch.chdir(ROOT)
+    words = words_of(["--master_port", free_port, "--max_restarts", "3"], BOX)
+    launcher = words[: words.index("main.py")]
+    assert launcher[launcher.index("--max_restarts") + 1] == "3"
+    with pytest.raises(ConfigError, match="`--max_restarts` is -1"):
+        words_of(["--master_port", free_port, "--max_restarts", "-1"], BOX)
+
+
+def test_the_command_to_go_on_starts_where_the_user_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: str
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "my run.yaml").write_text(f"master_port: {free_port}\nnum_stages: 4\n")
+    monkeypatch.chdir(ROOT)
+    words = words_of(["my run.yaml"], LAPTOP, tmp_path / "runs")
+    script = os.path.relpath(ROOT / "train.sh", tmp_path / "runs")
+    assert words[1] == f"MOBIUS_COMMAND=bash {script} 'my run.yaml'"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["bash", "train.sh", "my run.yaml"], "bash train.sh 'my run.yaml'"),
+        (["bash", "train.sh"], "bash train.sh"),
+        (
+            ["/venv/bin/python", "/venv/bin/torchrun", "--nproc_per_node", "2", "main.py", "--lr", "1e-5"],
+            "torchrun --nproc_per_node 2 main.py --lr 1e-5",
+        ),
+        (["/usr/bin/python3", "main.py", "--resume_from_checkpoint", "out/checkpoint-5"], "python3 main.py"),
+        (["python", "-m", "mobius", "--resume_from_checkpoint=true", "--fp32"], "python -m mobius --fp32"),
+        (["/venv/bin/mobius", "--overwrite_output_dir", "--resume_changes", "lr"], "mobius --resume_changes lr"),
+    ],
+)
+def test_the_command_to_go_on_is_the_one_that_started_the_run(words: list[str], expected: str) -> None:
+    assert how_to_resume(words) == f"{expected} --resume_from_checkpoint true"

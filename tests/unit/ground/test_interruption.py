@@ -4,10 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from harness.forked import HANG_SECONDS
+
+from mobius.interruption import Standing
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -23,6 +26,21 @@ Path("left").touch()
 print("ready", flush=True)
 {then}
 """
+SAVING = """
+import time
+from mobius.interruption import Interruption, SavedAndStopped, Standing
+standing = Standing()
+interruption = Interruption(standing)
+interruption.watch(speaks=True)
+standing.becomes("after step 3 of 4: it is lost")
+standing.offers_to_save("step 3 would be lost")
+print("ready", flush=True)
+{then}
+"""
+UNTIL_ASKED = "while not standing.stop_requested: time.sleep(0.01)\n"
+REQUEST = (
+    "interrupted (SIGINT): saving after this step, then ending; once more to leave at once (step 3 would be lost)\n"
+)
 # Twice the same lock: a wait in C that no signal ends and that never comes back to Python.
 DEADLOCK = "libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(256)\nwhile True: libc.pthread_mutex_lock(lock)"
 BUSY = "while True: pass"
@@ -102,3 +120,84 @@ def test_a_worker_leaves_ctrl_c_to_its_parent_and_ends_with_it(tmp_path: Path, n
         process.kill()
         # The worker has the other end of this pipe too: it is closed when both have ended.
         process.communicate(timeout=HANG_SECONDS)
+
+
+def interrupted(folder: Path, then: str, *pauses: float) -> tuple[str, int]:
+    """Output and exit code of a program that is sent SIGINT when it is ready, and again after each of `pauses`."""
+    with start(folder, SAVING.format(then=then)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        for pause in pauses:
+            time.sleep(pause)
+            process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=HANG_SECONDS)
+    return output, process.returncode
+
+
+def test_a_run_that_can_save_goes_on_after_a_press_however_often_it_arrives(tmp_path: Path) -> None:
+    then = f"{UNTIL_ASKED}time.sleep(2.5)\nprint(standing.stop_requested, standing.can_save)"
+    assert interrupted(tmp_path, then, 0.1, 0.1) == (f"{REQUEST}SIGINT True\n", 0)
+
+
+def test_a_second_press_ends_a_run_that_saves(tmp_path: Path) -> None:
+    output, code = interrupted(tmp_path, BUSY, 2.3)
+    assert (output, code) == (f"{REQUEST}interrupted (SIGINT) after step 3 of 4: it is lost\n", 130)
+
+
+def test_a_run_that_has_saved_says_so_and_leaves_whatever_comes(tmp_path: Path) -> None:
+    """The launcher ends the other ranks as soon as the first has ended: here it does so in the middle of the line."""
+    then = f"""{UNTIL_ASKED}
+import mobius.interruption as module, os, signal
+say = module._say
+def slowly(text):
+    standing._stop_time -= 10
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+    say(text)
+module._say = slowly
+interruption.leave("after step 3 of 4: saved")"""
+    assert interrupted(tmp_path, then) == (f"{REQUEST}interrupted (SIGINT) after step 3 of 4: saved\n", 130)
+
+
+def test_a_run_that_no_longer_saves_ends_at_once(tmp_path: Path) -> None:
+    then = f"standing.no_longer_saves()\nprint('exports', flush=True)\n{BUSY}"
+    with start(tmp_path, SAVING.format(then=then)) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline(), process.stdout.readline()] == ["ready\n", "exports\n"]
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=HANG_SECONDS)
+    assert (output, process.returncode) == ("interrupted (SIGINT) after step 3 of 4: it is lost\n", 130)
+
+
+def test_a_request_that_another_rank_got_is_said_once_and_is_the_same_press() -> None:
+    standing, said = Standing(), []
+    standing.announces_to(said.append)
+    standing.offers_to_save("nothing would be lost")
+    assert not standing.is_same_press()
+    standing.request_stop("SIGTERM")
+    standing.request_stop("SIGINT")
+    assert standing.stop_requested == "SIGTERM"
+    assert standing.is_same_press()
+    assert len(said) == 1
+    assert said[0].startswith("interrupted (SIGTERM): saving after this step")
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds", "end"),
+    [
+        (None, 500.0, "(it would be lost)"),
+        (30.0, 20.0, "(it would be lost)"),
+        (30.0, 75.0, ". torchrun kills all ranks 30 s after a signal, and this takes about 75 s; train.sh waits"),
+        (30.0, None, ". torchrun kills all ranks 30 s after a signal, and this may take longer; train.sh waits"),
+    ],
+)
+def test_a_launcher_that_kills_too_early_is_told(
+    monkeypatch: pytest.MonkeyPatch, limit: float | None, seconds: float | None, end: str
+) -> None:
+    monkeypatch.setattr("mobius.interruption.seconds_until_killed", lambda: limit)
+    standing, said = Standing(), []
+    standing.announces_to(said.append)
+    standing.offers_to_save("it would be lost", seconds=seconds)
+    standing.request_stop("SIGTERM")
+    assert said[0].endswith(end)

@@ -1,6 +1,9 @@
 """The rank comes from torchrun's variables, and half of them are worse than none."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +11,16 @@ from mobius.errors import ConfigError
 from mobius.ranks import (
     Ranks,
     allows_peer_copies,
+    command_words,
     forbid_peer_copies,
+    has_lost_rank,
+    is_restart,
+    launcher_waits,
     omp_num_threads,
     prepare_environment,
+    seconds_until_killed,
     separate_device_queues,
+    told_command,
     visible_devices,
 )
 
@@ -103,3 +112,92 @@ def test_streams_get_all_hardware_queues_unless_the_user_has_set_a_number(
     monkeypatch.setattr(os, "environ", {} if text is None else {"CUDA_DEVICE_MAX_CONNECTIONS": text})
     separate_device_queues()
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [(None, False), ("0", False), ("1", True), ("12", True)])
+def test_a_restart_is_told_by_torchrun(monkeypatch: pytest.MonkeyPatch, text: str | None, expected: bool) -> None:
+    monkeypatch.setattr(os, "environ", {} if text is None else {"TORCHELASTIC_RESTART_COUNT": text})
+    assert is_restart() is expected
+
+
+def test_nobody_kills_a_process_without_torchrun_or_under_our_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    assert seconds_until_killed() is None
+    monkeypatch.setattr(os, "environ", {"TORCHELASTIC_RUN_ID": "none"})
+    assert seconds_until_killed() == 30
+    launcher_waits()
+    assert seconds_until_killed() is None
+
+
+@pytest.mark.parametrize(
+    ("release", "words", "variable", "expected"),
+    [
+        ("2.13.0+cpu", ["torchrun", "--shutdown-timeout", "90", "main.py"], "7", 90),
+        ("2.13.0", ["torchrun", "--shutdown_timeout=45", "main.py"], None, 45),
+        ("2.13.1", ["torchrun", "main.py"], "7", 7),
+        ("2.13.1", ["torchrun", "main.py"], None, 30),
+        ("2.11.0", ["torchrun", "main.py"], "7", 30),
+    ],
+)
+def test_torchrun_kills_when_it_was_told_to(
+    monkeypatch: pytest.MonkeyPatch, release: str, words: list[str], variable: str | None, expected: float
+) -> None:
+    monkeypatch.setattr("mobius.ranks._command_of", lambda _: words)
+    monkeypatch.setattr("mobius.ranks.metadata.version", lambda _: release)
+    told = {} if variable is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": variable}
+    monkeypatch.setattr(os, "environ", {"TORCHELASTIC_RUN_ID": "none", **told})
+    assert seconds_until_killed() == expected
+
+
+FAMILY = """
+import os, subprocess, sys, time
+from mobius.ranks import has_lost_rank
+if len(sys.argv) > 1:
+    print("alive", flush=True)
+    sys.stdin.read() if os.environ["RANK"] == "1" else (sys.stdin.readline(), print(has_lost_rank(), flush=True))
+else:
+    def start(rank):
+        return subprocess.Popen([sys.executable, "family.py", "x"], env={{**os.environ, "RANK": str(rank)}},
+                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other_program = subprocess.Popen(["sleep", "1000"])
+    first, second = start(0), start(1)
+    first.stdout.readline(), second.stdout.readline()
+    if {dies}:
+        second.kill()
+    print(first.communicate("\\n")[0].strip())
+    second.kill()
+    other_program.kill()
+"""
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_rank_that_is_gone_is_missed_by_the_others(tmp_path: Path, dies: bool) -> None:
+    """Also before its parent has noticed."""
+    (tmp_path / "family.py").write_text(FAMILY.format(dies=dies))
+    root = str(Path(__file__).resolve().parents[3])
+    told = {"PYTHONPATH": root, "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
+    result = subprocess.run(
+        [sys.executable, "family.py"],
+        cwd=tmp_path,
+        env={**os.environ, **told},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout == f"{dies}\n", result.stderr
+
+
+def test_a_process_without_torchrun_has_no_rank_to_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"LOCAL_WORLD_SIZE": "2"})
+    assert not has_lost_rank()
+
+
+def test_a_run_knows_the_command_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _, told = told_command(["bash", "train.sh", "my run.yaml"]).partition("=")
+    monkeypatch.setattr(os, "environ", {name: told})
+    assert command_words() == ["bash", "train.sh", "my run.yaml"]
+    monkeypatch.setattr(os, "environ", {})
+    assert command_words() == sys.orig_argv
+    parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
+    monkeypatch.setattr(os, "environ", {"TORCHELASTIC_RUN_ID": "none"})
+    assert command_words() == parent
