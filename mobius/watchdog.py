@@ -99,6 +99,8 @@ class Watchdog:
             call = self._listen(roll_call, interval)
             now = time.monotonic()
             elapsed, last = now - last, now
+            if call is None and elapsed > 2 * interval:  # held up meanwhile: what came since then comes first
+                call = self._listen(roll_call, 0)
             if self._is_stopped.is_set():
                 break
             if call is not None and call[0] is not Call.WAKE:
