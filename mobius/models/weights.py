@@ -155,7 +155,7 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
         checkpoint.find_shaped(name, shape)
     # An adapter's, for example; Mistral's own copy of the model is known.
     others = {*folder.glob("*.safetensors")} - {tensor.path for tensor in stored.values()}
-    unread = sorted(path.name for path in others if not path.name.startswith("consolidated"))
+    unread = sorted(path.name for path in others if not path.name.startswith(("consolidated", "optimizer")))
     _warn(folder, "%d safetensors file(s) are not part of the model and not read", unread)
     left_out = parts.layers[0].prefix.removesuffix("0.") if options.num_layers is not None else "\0"
     _warn(

@@ -46,6 +46,8 @@ class TrackedRun:
     """Where a tracker that writes files of its own may put them."""
     options: Mapping[str, object]
     """Options of the run by name; nothing of the environment."""
+    first_step: int = 1
+    """Larger for a run that goes on; what an earlier process recorded from it on is made again."""
 
 
 class Tracker(Protocol):
@@ -153,7 +155,7 @@ class _TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(log_dir=str(run.folder / "runs"))
+        self._writer: Any = SummaryWriter(log_dir=str(run.folder / "runs"), purge_step=run.first_step)
         self._writer.add_text("options", "\n".join(f"    {name}: {value}" for name, value in run.options.items()))
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:

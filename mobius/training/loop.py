@@ -27,7 +27,7 @@ from mobius.errors import NonFiniteLossError
 from mobius.interruption import Standing
 from mobius.output.metrics import StepMetrics
 from mobius.output.run_log import METRICS_FILE, RunLog
-from mobius.training.evaluation import EvaluationResult, Evaluator
+from mobius.training.judging.evaluation import EvaluationResult, Evaluator
 from mobius.training.saving import CheckpointSaver, SavedPoint
 from mobius.training.trainer import Trainer
 
@@ -148,7 +148,7 @@ class TrainingLoop:
     epoch: float = 0.0
     best: BestSoFar
     older: str | None = None
-    """What an interruption says of the results that this run would have replaced, if there are any."""
+    """Word of an interruption about the results that this run would have replaced, if there are any."""
     steps: list[StepMetrics] = field(default_factory=list)
     evaluated_step: int | None = None
     """Step whose weights were evaluated last."""

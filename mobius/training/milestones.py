@@ -38,6 +38,7 @@ def warn_of_small_pages(session: Session) -> None:
 
 
 def log_start(blueprint: Blueprint) -> None:
+    """Start of training: steps, rows, tokens, device, and the forecast."""
     config, pipeline = blueprint.config, blueprint.config.pipeline
     logger.info(
         "start of training: %d steps of %d rows x %d tokens, in %d microbatches of %d, on %s",

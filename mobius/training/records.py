@@ -29,7 +29,8 @@ def open_log(blueprint: Blueprint, folder: Path, state: TrainerState | None = No
     if not blueprint.place.ranks.is_first:
         return None
     config = blueprint.config
-    tracked = TrackedRun(config.output.name, folder, yaml.safe_load(to_yaml(config)))
+    first_step = 1 if state is None else state.global_step + 1
+    tracked = TrackedRun(config.output.name, folder, yaml.safe_load(to_yaml(config)), first_step)
     return RunLog(
         folder,
         state or TrainerState.at_start(config),

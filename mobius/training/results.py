@@ -24,7 +24,7 @@ from mobius.output.report import RankMemory, RunTimings, closing_lines, write_re
 from mobius.plan.simulation import steady_seconds
 from mobius.planning.blueprint import Blueprint
 from mobius.training.export import export_model, write_single_file
-from mobius.training.prediction import PromptAndAnswer, predict
+from mobius.training.judging.prediction import PromptAndAnswer, predict
 from mobius.training.records import ideal_step_seconds
 from mobius.training.resuming import restore
 from mobius.training.saving import CheckpointSaver
@@ -43,9 +43,11 @@ class Timing:
         self._loaded = self.started
 
     def ends_loading(self) -> None:
+        """Call it where training begins."""
         self._loaded = time.monotonic()
 
     def ends_training(self) -> None:
+        """Call it behind the last step."""
         self._trained = time.monotonic()
 
     def of_run(self, steps: Sequence[StepMetrics]) -> RunTimings:

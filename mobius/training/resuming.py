@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from mobius.checkpoints.folders import find_checkpoints, open_checkpoint
+from mobius.checkpoints.folders import find_checkpoints, open_checkpoint, remove_leftovers
 from mobius.checkpoints.reading import CheckpointReader
 from mobius.checkpoints.snapshot import optimizer_tensors
 from mobius.config.config import Config
@@ -27,6 +27,7 @@ from mobius.memory.stage_state import StageState
 from mobius.messages.meeting import meet_at_store
 from mobius.models.blocks import ModelParts
 from mobius.optim.stepper import StepCounts
+from mobius.output.output_folder import kept_free
 from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.planning.planned import adopt_plan
 from mobius.ranks import Ranks, is_restart
@@ -64,6 +65,7 @@ class Resume:
 
     @property
     def steps_done(self) -> int:
+        """Steps that the run has made."""
         return self.reader.manifest.step
 
     @property
@@ -183,6 +185,10 @@ def _chosen(config: Config) -> Path | None:
     named = None if word is None or word == _NEWEST else Path(word)
     if named is not None and not is_restart():
         return named
+    with kept_free(save_dir) as is_free:
+        if is_free:  # else another run is at it, which is told when the folder is prepared
+            for line in remove_leftovers(save_dir):
+                logger.info("%s", line)
     found = find_checkpoints(save_dir)
     for path, reason in found.bad:
         logger.warning("%s is passed over: %s", path, reason)

@@ -16,7 +16,7 @@ from mobius.config.launch import how_to_resume
 from mobius.config.long_runs import EvalStrategy
 from mobius.data.batches import Batches
 from mobius.data.chat_templates import resolve_template
-from mobius.errors import GpuMemoryError, first_line
+from mobius.errors import CheckpointError, GpuMemoryError, MobiusError, first_line
 from mobius.interruption import SavedAndStopped, Standing
 from mobius.machine.cpu_dtype import settle_dtype
 from mobius.models.base_files import BaseFiles, read_base_files
@@ -32,12 +32,12 @@ from mobius.planning.blueprint import complete_blueprint, sketch_blueprint
 from mobius.planning.planned import adopt_plan
 from mobius.ranks import Ranks, command_words
 from mobius.training.data import RunData, packed_rows, read_data
-from mobius.training.evaluation import Evaluator, evaluation_samples, make_evaluator
 from mobius.training.export import check_result
+from mobius.training.judging.evaluation import Evaluator, evaluation_samples, make_evaluator
+from mobius.training.judging.prediction import PromptAndAnswer, prompts_of
 from mobius.training.loop import BestSoFar, Ending, TrainingLoop
 from mobius.training.milestones import log_model, log_start, warn_of_small_pages
 from mobius.training.opening import prepare_output, run_texts, tell_plan
-from mobius.training.prediction import PromptAndAnswer, prompts_of
 from mobius.training.records import leave_records, open_log
 from mobius.training.results import Prediction, Timing, finish, save_model, take_best
 from mobius.training.resuming import Resume, find_resume, restore
@@ -96,12 +96,25 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     _check_installed(config)
     resume = find_resume(config, ranks, given=given)
     run = _open(config if resume is None else resume.config, ranks, given, standing, resume)
+    try:
+        return _train_and_save(run, standing, timing)
+    except MobiusError as error:
+        if (older := run.output.older_results) is not None:
+            error.add_note(f"The results that were to be replaced are in {older}; the next start puts them back.")
+        raise
+    finally:
+        run.output.close()
+
+
+def _train_and_save(run: _Opened, standing: Standing, timing: Timing) -> Prediction | None:
+    """Everything from the first step on."""
+    resume, is_first = run.resume, run.session.transport.rank == 0
     session, output, config = run.session, run.output, run.config
     trains = config.evaluation.do_train
     saver, evaluator = _saver(run) if trains else None, _evaluator(run)
     trainer = _trainer(run, saver)
-    if ranks.is_first:
-        output.begin()
+    if is_first:
+        _begin(output)
     state = None if resume is None else resume.trainer_state().continued(config)
     log = open_log(session.blueprint, output.training_folder, state)
     loop = _loop(run, trainer, saver, evaluator, log, standing, timing)
@@ -124,11 +137,19 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     problems: list[str] = []
     if trains:
         problems = save_model(session, output, run.base_files, standing)
-    elif ranks.is_first:
+    elif is_first:
         output.commit()
     finish(session, output, loop.steps, timing.of_run(loop.steps), problems)
     _close(run, saver)
-    return _prediction(run) if config.evaluation.predicts and ranks.is_first else None
+    return _prediction(run) if config.evaluation.predicts and is_first else None
+
+
+def _begin(output: OutputFolder) -> None:
+    try:
+        output.begin()
+    except CheckpointError:
+        output.discard()
+        raise
 
 
 def _check_installed(config: Config) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mobius.checkpoints.files import FileRecord, check_space, plan_files, space_needed, write_stage
 from mobius.checkpoints.folders import (
+    begin,
     checkpoint_path,
     complete,
     discard,
@@ -150,11 +151,11 @@ class CheckpointSaver:
         problem: list[CheckpointError] = []
         try:
             check_space(self.save_dir, num_bytes)
-            partial.mkdir(parents=True, exist_ok=True)
+            if self._is_first:
+                begin(self.save_dir, point.step)
         except CheckpointError as error:
             problem = [error]
-        except OSError as error:
-            problem = [CheckpointError(f"cannot make {partial}: {error.strerror}.")]
+        self._transport.barrier()  # the folder is there, or there is none to write to
 
         def write(stage: int, tensors: Mapping[str, Tensor]) -> None:
             if problem:
@@ -198,7 +199,7 @@ class CheckpointSaver:
         self._snapshots.close()
 
     def _report(self) -> float:
-        """What `own` says once this rank's threads are through."""
+        """Number that `own` tells once this rank's threads are through."""
         if self._snapshots.is_saving:
             self._settled(self._snapshots.wait())
         return float(-self._number if self._outcome.error else self._number)

@@ -8,6 +8,7 @@ from mobius.config.cli import parse_args
 from mobius.config.long_runs import EvalStrategy, SaveStrategy
 from mobius.errors import ConfigError
 
+BEST = ["--load_best_model_at_end", "--eval_strategy", "steps"]
 JUDGED = ["--val_size", "10", "--num_iterations", "100"]
 
 
@@ -29,7 +30,7 @@ def test_words_that_yaml_reads_as_booleans_are_words(tmp_path: Path) -> None:
         ([*JUDGED, "--load_best_model_at_end"], ["--eval_strategy steps or epoch"]),
         ([*JUDGED, "--early_stopping_patience", "2"], ["--eval_strategy steps or epoch"]),
         (
-            [*JUDGED, "--load_best_model_at_end", *"--eval_strategy steps --eval_steps 30 --save_steps 50".split()],
+            [*JUDGED, *BEST, "--eval_steps", "30", "--save_steps", "50"],
             ["multiple of --eval_steps"],
         ),
         (["--save_steps", "1.5"], ["whole number of steps"]),

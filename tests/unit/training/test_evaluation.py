@@ -31,7 +31,7 @@ from mobius.plan.partition import balanced_partition, partition_of
 from mobius.plan.plan import Plan
 from mobius.runtime.executor import StepBatch
 from mobius.schedule.build import build_schedule
-from mobius.training.evaluation import (
+from mobius.training.judging.evaluation import (
     MOST_BATCHES_PER_PASS,
     EvaluationResult,
     EvaluationSamples,

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mobius.config.config import DataConfig, DatasetEntry, Device
 from mobius.data.datasets import PreparedDataset, prepare_data
 from mobius.errors import CheckpointError, ConfigError, DataError, GpuMemoryError, HostMemoryError
-from mobius.training import generation
-from mobius.training.generation import Answerer
-from mobius.training.prediction import PREDICTIONS_FILE, PromptAndAnswer, predict, prompts_of
+from mobius.training.judging import generation
+from mobius.training.judging.generation import Answerer
+from mobius.training.judging.prediction import PREDICTIONS_FILE, PromptAndAnswer, predict, prompts_of
 
 CPU = torch.device("cpu")
 CONTEXT = 24

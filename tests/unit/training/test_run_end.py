@@ -56,10 +56,9 @@ def test_a_run_in_which_no_step_was_taken_fails_and_saves_nothing(run: Run, work
 
     message = str(raised.value)
     assert message.startswith("none of the 3 steps was taken")
-    assert f"{workplace / 'out.partial' / 'metrics.jsonl'}" in message
-    assert [row["skipped_steps"] for row in metrics_in(workplace / "out.partial")] == [1, 2, 3]
-    assert not (workplace / "out").exists()
-    assert not list(workplace.glob("out.partial/*.safetensors"))
+    assert f"{workplace / 'out' / 'metrics.jsonl'}" in message
+    assert [row["skipped_steps"] for row in metrics_in(workplace / "out")] == [1, 2, 3]
+    assert not list(workplace.glob("out/**/*.safetensors"))
     assert not (workplace / "finetune_params.pt").exists()
 
 
@@ -71,7 +70,11 @@ def test_a_run_that_ends_with_weights_that_are_not_finite_fails_and_replaces_not
         run("--overwrite_output_dir", "--dtype", "fp16", "--learning_rate", "1e6", "--lr_scheduler_type", "constant")
 
     assert raised.value.exit_code not in (MobiusError.exit_code, 2, 130)
-    assert (workplace / "out" / "model.safetensors").read_bytes() == older
+    assert (workplace / "out.replaced" / "model.safetensors").read_bytes() == older
+    assert any(str(workplace / "out.replaced") in note for note in raised.value.__notes__)
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        run()
+    assert (workplace / "out" / "model.safetensors").read_bytes() == older, "the next start has put them back"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -162,8 +165,7 @@ def test_config_json_is_the_last_file_to_come(run: Run, workplace: Path, monkeyp
         with pytest.raises(CheckpointError, match="a wrong tensor"):
             run()
 
-    assert not (workplace / "out").exists()
-    assert not (workplace / "out.partial" / "config.json").exists()
+    assert not list(workplace.glob("out*/**/config.json"))
 
 
 def test_ten_steps_in_a_row_that_are_not_finite_end_the_run_and_their_metrics_are_named(
@@ -175,9 +177,9 @@ def test_ten_steps_in_a_row_that_are_not_finite_end_the_run_and_their_metrics_ar
         run("--model_path", "model-inf", "--num_iterations", "20")
 
     (note,) = raised.value.__notes__
-    assert f"{workplace / 'out.partial' / 'metrics.jsonl'}" in note
-    assert len(metrics_in(workplace / "out.partial")) == 9, "the tenth step has no numbers: it ends the run"
-    assert not (workplace / "out").exists()
+    assert f"{workplace / 'out' / 'metrics.jsonl'}" in note
+    assert len(metrics_in(workplace / "out")) == 9, "the tenth step has no numbers: it ends the run"
+    assert not list(workplace.glob("out/**/*.safetensors"))
 
 
 def test_settings_that_cannot_be_written_are_told_before_training(run: Run, workplace: Path) -> None:
@@ -211,7 +213,7 @@ def test_what_an_interruption_would_say_follows_the_run(
         texts.append(text)
 
     monkeypatch.setattr(Standing, "becomes", note)
-    run("--overwrite_output_dir", "--num_iterations", "2")
+    run("--overwrite_output_dir", "--num_iterations", "2", "--save_strategy", "no")
 
     assert texts.pop(0) == "before the first step: nothing was trained, and nothing is left"
     assert texts[0] == f"before the first step: nothing was trained, and {out} is as it was"

@@ -26,7 +26,7 @@ from mobius.data.store import Row
 from mobius.errors import CheckpointError, ConfigError, DataError
 from mobius.excerpt import quoted
 from mobius.output.text_scores import is_by_character, text_scores
-from mobius.training.generation import Answer, Answerer, TokenIds
+from mobius.training.judging.generation import Answer, Answerer, TokenIds
 from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)

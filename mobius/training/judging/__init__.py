@@ -1,0 +1,1 @@
+"""Judges a model: evaluation through the pipeline, and answers generated and scored."""
