@@ -47,7 +47,7 @@ from mobius.models.families import load_model_config  # noqa: E402
 from mobius.output.recordings import Recordings  # noqa: E402
 from mobius.planning.blueprint import Blueprint, draw_blueprint  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
-from mobius.training.evaluation import EvaluationSamples, make_evaluator  # noqa: E402
+from mobius.training.judging.evaluation import EvaluationSamples, make_evaluator  # noqa: E402
 from mobius.training.session import Session, open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
 

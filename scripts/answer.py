@@ -27,8 +27,8 @@ from mobius.config.cli import parse_args
 from mobius.data.datasets import prepare_data
 from mobius.errors import DataError, MobiusError
 from mobius.log import printable
-from mobius.training.generation import Answerer
-from mobius.training.prediction import BATCH_SIZE, PromptAndAnswer, label_text, prompts_of, text_of
+from mobius.training.judging.generation import Answerer
+from mobius.training.judging.prediction import BATCH_SIZE, PromptAndAnswer, label_text, prompts_of, text_of
 
 
 def mean_loss(model: Any, samples: Sequence[PromptAndAnswer]) -> float:

@@ -19,7 +19,7 @@ from mobius.models.families import load_model_config
 from mobius.planning.blueprint import draw_blueprint
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
-from mobius.training.evaluation import EvaluationSamples, Evaluator, make_evaluator
+from mobius.training.judging.evaluation import EvaluationSamples, Evaluator, make_evaluator
 from mobius.training.session import Session, open_session
 
 T = TypeVar("T")

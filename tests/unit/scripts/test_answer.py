@@ -12,7 +12,7 @@ from answer import check, main, mean_loss
 from harness.runs import make_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mobius.training.prediction import PromptAndAnswer
+from mobius.training.judging.prediction import PromptAndAnswer
 
 
 def test_the_loss_is_a_mean_over_the_tokens_of_all_answers() -> None:
