@@ -139,16 +139,15 @@ def has_lost_rank() -> bool:
 
 
 def _is_child(process: str, *, of: int) -> bool:
-    """Whether a process is one that runs, not a zombie, and `of` is its parent."""
+    """Whether `of` is the parent of a process."""
     try:  # /proc/PID/stat: the number, the name in brackets, the state, the parent
-        state, parent = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[:2]
+        return int(Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[1]) == of
     except OSError:
         return False
-    return int(parent) == of and state not in "ZX"
 
 
 def _command_of(process: int) -> list[str]:
-    """The words of a process's command line; none if it cannot be read."""
+    """The words of a process's command line; none if it has ended or cannot be read."""
     try:
         return os.fsdecode(Path(f"/proc/{process}/cmdline").read_bytes()).split("\0")[:-1]
     except OSError:
