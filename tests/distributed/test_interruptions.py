@@ -1,8 +1,11 @@
-"""Ctrl-C ends a run at once with one line; nothing that belongs to a run outlives who started it."""
+"""Ctrl-C ends a run at once with one line, or once it has saved; nothing of a run outlives who started it."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = """--model_path model --dataset data.jsonl --fp32 --num_stages 4 --num_chunks 2 --batch_size 4 --seq_length 16
     --num_iterations 100000 --save_dir out"""
 ENDLESS = OPTIONS.split()
+ANOTHER_PRESS = 2.3
+"""Seconds after which a signal is no longer the same press of Ctrl-C."""
 
 
 def heed_ctrl_c() -> None:
@@ -89,25 +94,81 @@ def wait_for(condition: Callable[[], bool]) -> bool:
     return True
 
 
-def test_ctrl_c_on_train_sh_in_a_step_leaves_one_line_on_the_screen(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model")
-    make_dataset(tmp_path / "data.jsonl")
+@contextmanager
+def in_step(number: int, folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A run of two ranks, started as train.sh does it, that has made `number` steps; and the ranks' processes."""
+    make_checkpoint(folder / "model")
+    make_dataset(folder / "data.jsonl")
     torchrun = [sys.executable, str(ROOT / "scripts" / "run_ranks.py"), "--nproc_per_node", "2"]
     words = [*torchrun, "--master_port", str(free_port()), str(ROOT / "main.py"), "--device", "cpu", *ENDLESS]
-    with started(words, tmp_path) as process:
-        read_until(process, "step      3/100000")
+    with started([*words, *options], folder) as process:
+        read_until(process, f"step {number:>6}/100000")
         ranks = children(process.pid)
         assert len(ranks) == 2
+        yield process, ranks
+        assert wait_for(lambda: not any(is_alive(rank) for rank in ranks))
+
+
+def rank_of(process: int) -> int:
+    words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return next(int(word[5:]) for word in words if word.startswith(b"RANK="))
+
+
+def test_ctrl_c_on_a_run_that_saves_nothing_leaves_one_line_on_the_screen(tmp_path: Path) -> None:
+    with in_step(3, tmp_path, "--save_strategy", "no") as (process, _):
         os.killpg(process.pid, signal.SIGINT)
         (line,) = lines_after(process)
 
     assert line.startswith("interrupted (SIGINT) after step ")
-    assert "of 100000: what was trained is lost" in line
+    assert "of 100000: what was trained is lost, for only the end is saved" in line
     assert f"{tmp_path / 'out.partial' / 'metrics.jsonl'}" in line
     assert process.returncode == 130
-    assert not any(is_alive(rank) for rank in ranks)
     assert (tmp_path / "out.partial" / "metrics.jsonl").read_text().count("\n") >= 3
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_after_the_step_and_tells_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
+    with in_step(3, tmp_path) as (process, ranks):
+        if number is signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:  # as a scheduler's that reaches one process
+            os.kill(next(rank for rank in ranks if rank_of(rank) == 1), number)
+        asked, saved, line = lines_after(process)
+
+    assert asked == (
+        f"interrupted ({number.name}): saving after this step, then ending; once more to leave at once "
+        "(what was trained since step 0 would be lost)"
+    )
+    assert saved.startswith("checkpoint saved: ")
+    (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
+    begin = f"interrupted ({number.name}) after a step: the state is saved in {checkpoint}. To go on: "
+    assert line.startswith(begin)
+    words = shlex.split(line.removeprefix(begin))
+    assert words[0] == Path(sys.executable).name
+    assert words[-4:] == ["--save_dir", "out", "--resume_from_checkpoint", "true"]
+    assert process.returncode == 130
+    steps = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(step)["step"] for step in steps] == list(range(1, int(checkpoint.name[11:]) + 1))
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_ctrl_c_again_leaves_at_once_without_a_checkpoint(tmp_path: Path) -> None:
+    with in_step(3, tmp_path) as (process, ranks):
+        other = next(rank for rank in ranks if rank_of(rank) == 1)
+        os.kill(other, signal.SIGSTOP)  # the step that the first one waits for never ends
+        for _ in range(3):  # the third kills ranks that do not end
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(ANOTHER_PRESS)
+        asked, line = lines_after(process)
+
+    assert asked.startswith("interrupted (SIGINT): saving after this step, then ending; once more to leave at once")
+    assert re.match(
+        r"interrupted \(SIGINT\) after step \d+ of 100000: what was trained is lost: no checkpoint is complete; ", line
+    )
+    assert f"{tmp_path / 'out' / 'metrics.jsonl'}" in line
+    assert process.returncode == 130
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
