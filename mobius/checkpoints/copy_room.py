@@ -17,13 +17,15 @@ class CopyRoom:
     def __init__(self, stage_bytes: Mapping[int, int], num_bytes: int, *, pins: bool) -> None:
         """`stage_bytes` is what each stage's copy takes. `pins`: page-locked, for copies from a GPU.
 
-        At least one buffer of the largest stage is taken whatever `num_bytes` says. They are made by a thread.
+        Buffers are made by a thread. Where `num_bytes` are too few for the largest stage there is a single one without
+        memory: a turn to write a stage from where it is.
         """
         self._has_all = sum(stage_bytes.values()) <= num_bytes
         largest = max(stage_bytes.values())
+        self.has_memory = largest <= num_bytes
         sizes = dict(stage_bytes)
         if not self._has_all:
-            sizes = dict.fromkeys(range(max(1, num_bytes // max(largest, 1))), largest)
+            sizes = dict.fromkeys(range(num_bytes // largest), largest) if self.has_memory else {0: 0}
         self.num_bytes = sum(sizes.values())
         self._pins, self._free = pins, threading.Condition()
         self._buffers: dict[int, Tensor] = {}
@@ -70,7 +72,7 @@ class CopyRoom:
         """Give page-locked memory back; nothing may be copying any more."""
         self._maker.join()
         if self._pins:
-            for buffer in self._buffers.values():
+            for buffer in filter(Tensor.numel, self._buffers.values()):
                 unlock_pages(buffer)
         self._buffers = {}
 
@@ -78,7 +80,7 @@ class CopyRoom:
         try:
             for number, num_bytes in sizes.items():
                 buffer = map_zeros(num_bytes, torch.uint8)
-                if self._pins:
+                if self._pins and num_bytes:
                     lock_pages(buffer)
                 with self._free:
                     self._buffers[number] = buffer

@@ -5,8 +5,8 @@
     writing             write 3 ........ | write 2 ......... | ...
 
 A stage's state is that of step k from its update of that step on, until its next update begins. With a buffer for each
-stage an update waits for a copy of memory at the most. With fewer, down to one, it waits for the disk in the end: the
-state of a step is never half of another's.
+stage an update waits for a copy of memory at the most. With fewer it waits for the disk in the end, and without any
+a stage is written from where it is: the state of a step is never half of another's.
 """
 
 from __future__ import annotations
@@ -99,13 +99,16 @@ class Snapshots:
     ) -> None:
         """`order`: own stages as their updates come.
 
-        Copies take at most `room_bytes` of host memory, at least one stage's; `num_threads` make them.
+        Copies take at most `room_bytes` of host memory, but at least the largest stage's of those on a GPU;
+        `num_threads` make them.
         """
         self._stages, self._order, self._has_optimizer = stages, tuple(order), has_optimizer
         sizes = {stage: _num_bytes(self._flat(stage)) for stage in self._order}
         self.num_bytes = sum(sizes.values())
         self._device = device
-        self.room = CopyRoom(sizes, room_bytes, pins=device.type == "cuda") if self.num_bytes else None
+        on_gpu = [sizes[stage] for stage in self._order if self._is_on_gpu(stage)]
+        room_bytes = max(room_bytes, max(sizes.values(), default=0) if on_gpu else 0)
+        self.room = CopyRoom(sizes, room_bytes, pins=bool(on_gpu)) if self.num_bytes else None
         self._copiers = ThreadPoolExecutor(num_threads, thread_name_prefix="copying")
         self._save: _Save | None = None
 
@@ -172,10 +175,13 @@ class Snapshots:
                 return
             # With a buffer of its own the stage is known; else the most urgent one goes first, as it is by now.
             stage = number if self.room.has_all else save.next_stages()[0]
-            source, target = self._flat(stage), divided(self.room.buffer(number), self._flat(stage))
-            on_gpu = source[WEIGHTS].device.type == "cuda"
+            source = self._flat(stage)
             begun = save.begins(stage)
-            if on_gpu:
+            if not self.room.has_memory:
+                save.is_written_in_place((stage, number, source))
+                continue
+            target = divided(self.room.buffer(number), source)
+            if self._is_on_gpu(stage):
                 with stream.run():
                     begun.wait()
                     for kind, tensor in source.items():
@@ -186,6 +192,9 @@ class Snapshots:
             else:
                 self._copy_host(source, target)
             save.is_copied(stage, (stage, number, target))
+
+    def _is_on_gpu(self, stage: int) -> bool:
+        return self._stages[stage].memory.state.weights.device.type == "cuda"
 
     def _copy_host(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
         """Copy by several threads, none of which holds Python's lock meanwhile."""
@@ -291,6 +300,10 @@ class _Save:
             self._changed.notify_all()
         self._copies.put(copy)
 
+    def is_written_in_place(self, state: _Copy) -> None:
+        """The stage may not change before it is written."""
+        self._copies.put(state)
+
     def next_copy(self) -> _Copy | None:
         return None if self.has_failed else self._copies.get()
 
@@ -300,6 +313,7 @@ class _Save:
             self.outcome.num_bytes += num_bytes
             self.outcome.writing_seconds += seconds
             self.outcome.seconds = time.monotonic() - self._start
+            self._changed.notify_all()
             if set(self._phases.values()) == {_Phase.WRITTEN}:
                 self._copies.put(None)
 

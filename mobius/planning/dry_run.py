@@ -22,6 +22,7 @@ from mobius.models.families import load_planned_config
 from mobius.models.weights import check_model_weights
 from mobius.plan.budget import check_host_memory, estimated_layer
 from mobius.plan.cards import CARDS, find_card
+from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.plan.choice import Answer, answer, settle
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan_table import describe_gpus, describe_host, describe_stages, describe_step
@@ -126,6 +127,10 @@ def _log_host(found: Answer) -> bool:
         return True
     try:
         check_host_memory(found.host, available_bytes=available)
+        saving = found.request.config.saving
+        if saving.is_on:
+            need = checkpoint_need(found.request, found.plan, has_optimizer=not saving.save_only_model)
+            logger.info("%s", need.describe(available - found.host.total, None))
     except HostMemoryError as error:
         logger.error("does not fit: %s", error)
         return False

@@ -56,6 +56,8 @@ def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, model_fold
     What fails is told and ends nothing: the model is still to be saved. `model_folder` is the one that was trained.
     """
     log.finish()
+    if not blueprint.config.evaluation.do_train:
+        return
     losses = [float(str(entry["loss"])) for entry in log.state.log_history if "loss" in entry] or [math.nan]
     title = f"{blueprint.config.output.name}: {log.state.global_step} steps"
     facts = CardFacts(

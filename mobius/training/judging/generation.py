@@ -114,7 +114,7 @@ class Answerer:
             key=lambda index: -len(prompts[index]),
         )
         done = 0
-        with tqdm(desc="answering", total=len(order), unit=" samples", disable=not show_progress) as bar:
+        with tqdm(desc="answering", total=len(order), unit=" samples", disable=None if show_progress else True) as bar:
             while done < len(order):
                 batch = order[done : done + batch_size]
                 try:

@@ -114,7 +114,7 @@ def test_only_weights_are_written_where_no_optimizer_is_wanted_and_only_saved_na
     assert list(disk.files[0]) == ["a.bias"]
 
 
-@pytest.mark.parametrize("room_bytes", [0, 10**9])
+@pytest.mark.parametrize("room_bytes", [0, 50_000, 10**9])
 def test_what_is_written_is_one_step_however_soon_the_next_updates_come(room_bytes: int) -> None:
     stages = {number: make_stage() for number in range(4)}
     snapshots = make(stages, room_bytes)
@@ -146,9 +146,10 @@ def test_with_room_for_all_no_update_waits_for_the_disk() -> None:
 
 def test_without_room_an_update_waits_until_the_one_buffer_was_written_and_the_urgent_stage_is_next() -> None:
     stages = {number: make_stage() for number in range(4)}
-    snapshots, disk = make(stages, 0), Disk(held=True)
+    one = make(stages).num_bytes // 4
+    snapshots, disk = make(stages, 2 * one - 1), Disk(held=True)
     assert snapshots.room is not None
-    assert snapshots.room.num_bytes == snapshots.num_bytes // 4
+    assert snapshots.room.num_bytes == one
     snapshots.begin(disk.write)
     snapshots.before_update(3)  # it is in the buffer
     assert disk.begun.wait(PATIENCE)
@@ -162,6 +163,25 @@ def test_without_room_an_update_waits_until_the_one_buffer_was_written_and_the_u
     outcome = snapshots.wait()
     assert list(disk.files)[:2] == [3, 0]
     assert outcome.waited_seconds >= 0.1
+
+
+def test_without_any_memory_a_stage_is_written_from_where_it_is_and_its_update_waits_for_that() -> None:
+    stages = {number: make_stage() for number in range(4)}
+    snapshots, disk = make(stages, 0), Disk(held=True)
+    assert snapshots.room is not None
+    assert snapshots.room.num_bytes == 0
+    snapshots.begin(disk.write)
+    assert disk.begun.wait(PATIENCE)
+    waiting = [threading.Thread(target=snapshots.before_update, args=(number,)) for number in (3, 0)]
+    for thread in waiting:
+        thread.start()
+        time.sleep(0.1)
+        assert thread.is_alive()
+    disk.release.set()
+    for thread in waiting:
+        thread.join(PATIENCE)
+    snapshots.wait()
+    assert list(disk.files)[:2] == [3, 0]
 
 
 def test_a_stage_is_read_only_once_its_own_update_is_done() -> None:

@@ -1,0 +1,26 @@
+"""Measures how fast a folder's disk takes what is written and synced."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+CHUNK_BYTES = 2**26
+MOST_SECONDS = 1.0
+MOST_BYTES = 2**30
+
+
+def write_rate(folder: Path) -> float | None:
+    """Bytes per second of one file that is written, synced and removed, in some two seconds; None if it cannot be."""
+    chunk = os.urandom(2**20) * (CHUNK_BYTES // 2**20)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            start, num_bytes = time.monotonic(), 0
+            while num_bytes < MOST_BYTES and time.monotonic() - start < MOST_SECONDS:
+                num_bytes += file.write(chunk)
+                os.fsync(file.fileno())
+            return num_bytes / (time.monotonic() - start)
+    except OSError:
+        return None

@@ -1,0 +1,81 @@
+"""Checkpoints in the arithmetic of a plan: bytes on the disk, copies in host memory, and seconds of a save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mobius.plan.plan import Plan
+from mobius.plan.request import PlanRequest
+from mobius.units import bytes_text
+
+SPARED_SHARE = 0.2
+"""Share of the free host memory that copies leave alone: page cache of what is written, and neighbours."""
+USUAL_DISK_RATE = 1e9
+"""Bytes per second of a disk that nobody has measured."""
+
+
+@dataclass(frozen=True)
+class CheckpointNeed:
+    """Bytes of a checkpoint, and of its copies on each rank: while they are written, the next step goes on."""
+
+    disk_bytes: int
+    rank_bytes: tuple[int, ...]
+    """Copies of all stages of each rank."""
+    largest_stage: tuple[int, ...]
+    """The copy of each rank's largest stage."""
+    least: tuple[int, ...]
+    """Room that is taken in any case: a stage that stays on a GPU is written from a copy."""
+
+    def room(self, rank: int, free_bytes: float) -> int:
+        """Bytes that `rank` may take for copies where the machine has `free_bytes` of host memory left."""
+        share = self.rank_bytes[rank] / max(1, sum(self.rank_bytes))
+        return int(max(0.0, (1 - SPARED_SHARE) * free_bytes) * share)
+
+    def host_bytes(self, free_bytes: float) -> int:
+        """Host memory that the copies of all ranks take together."""
+        taken = 0
+        for rank, (own, largest) in enumerate(zip(self.rank_bytes, self.largest_stage, strict=True)):
+            room = self.room(rank, free_bytes)
+            taken += own if own <= room else max(self.least[rank], room // largest * largest)
+        return taken
+
+    def has_room(self, free_bytes: float) -> bool:
+        """Whether all stages of all ranks are copied at once, so that no step waits for the disk."""
+        return all(own <= self.room(rank, free_bytes) for rank, own in enumerate(self.rank_bytes))
+
+    def seconds(self, disk_rate: float) -> float:
+        """Time that a checkpoint takes on a disk of so many bytes per second."""
+        return self.disk_bytes / disk_rate
+
+    def describe(self, free_bytes: float, disk_rate: float | None) -> str:
+        """A line: bytes, copies, seconds, and whether steps wait; without a measured rate, for a usual disk."""
+        seconds = self.seconds(disk_rate or USUAL_DISK_RATE)
+        if disk_rate is None:
+            told = f"a save takes {seconds:.0f} s on a disk of {bytes_text(int(USUAL_DISK_RATE))}/s"
+        else:
+            told = f"a save takes about {seconds:.0f} s on this disk ({bytes_text(int(disk_rate))}/s)"
+        copies = f"{bytes_text(self.host_bytes(free_bytes))} of host memory for copies"
+        if self.has_room(free_bytes):
+            how = f"written beside training ({copies})"
+        else:
+            how = f"steps wait for the disk meanwhile: copies of all stages need {bytes_text(sum(self.rank_bytes))} of "
+            how += f"host memory, there is room for {bytes_text(self.host_bytes(free_bytes))}"
+        return f"checkpoints: {bytes_text(self.disk_bytes)} each; {told}; {how}"
+
+
+def checkpoint_need(request: PlanRequest, plan: Plan, *, has_optimizer: bool) -> CheckpointNeed:
+    """The need of `plan`; small files are left out."""
+    sizes = request.sizes
+    per_parameter = sizes.weight + (sizes.optimizer if has_optimizer else 0)
+    counts = [[plan.cuts[s].num_parameters(request.shape) for s in plan.stages_of(r)] for r in range(plan.num_ranks)]
+    on_gpu = set() if request.machine.on_cpu else plan.resident
+    resident = [
+        [plan.cuts[s].num_parameters(request.shape) for s in plan.stages_of(r) if s in on_gpu]
+        for r in range(plan.num_ranks)
+    ]
+    return CheckpointNeed(
+        disk_bytes=request.shape.num_parameters * per_parameter,
+        rank_bytes=tuple(sum(own.values()) * per_parameter for own in counts),
+        largest_stage=tuple(max(1, max(own.values()) * per_parameter) for own in counts),
+        least=tuple(max(own, default=0) * per_parameter for own in resident),
+    )
