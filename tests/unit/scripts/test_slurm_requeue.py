@@ -1,0 +1,240 @@
+"""The script for Slurm takes a run through its turns: which job is queued again, which is done, which goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+HANG_SECONDS = 120.0
+ENVIRONMENT = 'mobius_environment() { MOBIUS_PYTHON_BIN="$TEST_PYTHON"; }\n'
+TRAIN = """
+echo "train.sh $*" >>calls
+save() { mkdir -p "save_ckpt/checkpoint-$1" && echo "{}" >"save_ckpt/checkpoint-$1/checkpoint.json"; }
+model() { mkdir -p save_ckpt && echo "{}" >save_ckpt/new && mv save_ckpt/new save_ckpt/config.json; }
+waits() { echo ready >ready; while :; do sleep 0.05; done; }
+"""
+SCONTROL = '#!/usr/bin/env bash\necho "scontrol $*" >>"$TEST_PROJECT/calls"\nexit "${TEST_SCONTROL:-0}"\n'
+
+
+@dataclass
+class Job:
+    """A project whose train.sh is `body`, a Slurm of one command, and a job in them."""
+
+    project: Path
+
+    def write(self, body: str, yaml: str = "") -> None:
+        (self.project / "train.sh").write_text(TRAIN + body)
+        (self.project / "run.yaml").write_text(yaml or "num_iterations: 20\n")
+
+    def start(self, *options: str, **environment: str) -> subprocess.Popen[str]:
+        variables = {
+            **os.environ,
+            "PATH": f"{self.project / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "TEST_PYTHON": sys.executable,
+            "TEST_PROJECT": str(self.project),
+            "SLURM_JOB_ID": "77",
+            "SLURM_SUBMIT_DIR": str(self.project),
+            **environment,
+        }
+        return subprocess.Popen(
+            ["bash", self.project / "spool" / "slurm_script", "run.yaml", *options],
+            cwd=self.project / "spool",
+            env=variables,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def turn(self, *options: str, **environment: str) -> tuple[int, str]:
+        """Exit code and words of a turn that nobody disturbs."""
+        process = self.start(*options, **environment)
+        told = process.communicate(timeout=HANG_SECONDS)[1]
+        return process.returncode, told
+
+    def signalled_turn(self, *numbers: signal.Signals, **environment: str) -> tuple[int, str]:
+        """Exit code and words of a turn whose run is under way when the signals come, to the script alone."""
+        process = self.start(**environment)
+        end = time.monotonic() + HANG_SECONDS
+        while not (self.project / "ready").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.3)
+        told = process.communicate(timeout=HANG_SECONDS)[1]
+        return process.returncode, told
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.project / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def checkpoint(self, step: int, text: str = "{}", ending: str = "") -> None:
+        folder = self.project / "save_ckpt" / f"checkpoint-{step}{ending}"
+        folder.mkdir(parents=True)
+        (folder / "checkpoint.json").write_text(text)
+
+    def finished_model(self) -> None:
+        (self.project / "save_ckpt").mkdir(exist_ok=True)
+        (self.project / "save_ckpt" / "config.json").write_text("{}")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    for folder in ("scripts", "bin", "spool"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "scripts" / "environment.sh").write_text(ENVIRONMENT)
+    (tmp_path / "spool" / "slurm_script").write_text((ROOT / "scripts" / "slurm_requeue.sh").read_text())
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(SCONTROL)
+    scontrol.chmod(0o755)
+    return Job(tmp_path)
+
+
+def test_a_run_that_is_done_is_not_queued_again(job: Job) -> None:
+    job.write("save 20; model")
+
+    code, told = job.turn("--learning_rate", "1e-4")
+
+    assert (code, job.calls) == (0, ["train.sh run.yaml --learning_rate 1e-4"])
+    assert "the run is done" in told
+
+
+def test_before_the_limit_the_run_saves_and_the_job_is_queued_again(job: Job) -> None:
+    job.write("trap 'save 7; exit 130' TERM; waits")
+
+    code, told = job.signalled_turn(signal.SIGUSR1)
+
+    assert (code, job.calls) == (0, ["train.sh run.yaml", "scontrol requeue 77"])
+    assert "job 77 is queued again" in told
+
+
+def test_a_further_signal_leaves_the_run_to_save(job: Job) -> None:
+    job.write("trap 'echo heard >>calls; sleep 1.2; save 7; exit 130' TERM; waits")
+
+    code, _ = job.signalled_turn(signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1)
+
+    assert (code, job.calls) == (0, ["train.sh run.yaml", "heard", "scontrol requeue 77"])
+
+
+@pytest.mark.parametrize("ending", ["", ".partial", ".replaced"])
+def test_a_turn_goes_on_where_there_is_a_checkpoint(job: Job, ending: str) -> None:
+    """Also where a kill came before it had its name: the run settles that."""
+    job.write("model")
+    job.checkpoint(7, ending=ending)
+
+    job.turn("--num_stages", "4")
+
+    assert job.calls == ["train.sh run.yaml --num_stages 4 --resume_from_checkpoint true"]
+
+
+@pytest.mark.parametrize("ending", [".partial", ".removed"])
+def test_what_a_killed_save_left_is_no_checkpoint(job: Job, ending: str) -> None:
+    job.write("model")
+    job.checkpoint(7, text="" if ending == ".partial" else "{}", ending=ending)
+
+    job.turn()
+
+    assert job.calls == ["train.sh run.yaml"]
+
+
+@pytest.mark.parametrize("options", [["--overwrite_output_dir"], ["--resume_from_checkpoint", "elsewhere/checkpoint-3"]])
+def test_only_the_first_turn_starts_as_it_is_told(job: Job, options: list[str]) -> None:
+    job.write("model")
+    job.checkpoint(7)
+
+    job.turn(*options)
+    job.turn(*options, SLURM_RESTART_COUNT="1")
+
+    words = " ".join(["train.sh run.yaml", *options])
+    assert job.calls == [words, f"{words} --resume_from_checkpoint true"]
+
+
+def test_a_run_whose_time_is_over_is_queued_again_until_it_has_a_result(job: Job) -> None:
+    job.write('if [[ "$*" == *resume* ]]; then save 20; model; else save 7; fi', "max_run_time: 60\n")
+    job.finished_model()  # of an earlier run
+
+    turns = [job.turn()[0], job.turn(SLURM_RESTART_COUNT="1")[0]]
+
+    assert turns == [0, 0]
+    assert job.calls == ["train.sh run.yaml", "scontrol requeue 77", "train.sh run.yaml --resume_from_checkpoint true"]
+
+
+def test_an_evaluation_alone_is_done_when_it_ends(job: Job) -> None:
+    job.write("true", "max_run_time: 60\nval_size: 5\ndo_train: false\ndo_eval: true\n")
+
+    assert job.turn()[0] == 0
+    assert job.calls == ["train.sh run.yaml"]
+
+
+def test_a_run_that_stood_still_is_queued_again(job: Job) -> None:
+    job.write("save 7; exit 75")
+
+    assert job.turn()[0] == 0
+    assert job.calls[1:] == ["scontrol requeue 77"]
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 130, 137])
+def test_an_error_is_the_end(job: Job, code: int) -> None:
+    """Also code 130 without a signal to the script: somebody ended the run by hand."""
+    job.write(f"save 7; exit {code}")
+
+    assert job.turn()[0] == code
+    assert job.calls == ["train.sh run.yaml"]
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(job: Job) -> None:
+    job.write("trap 'save 7; exit 130' TERM; waits")
+
+    assert job.signalled_turn(signal.SIGTERM)[0] == 130
+    assert job.calls == ["train.sh run.yaml"]
+    assert (job.project / "save_ckpt" / "checkpoint-7").exists()
+
+
+def test_turns_too_short_for_a_checkpoint_do_not_go_on_for_ever(job: Job) -> None:
+    job.write("trap 'exit 130' TERM; waits")
+    job.checkpoint(7)
+
+    code, told = job.signalled_turn(signal.SIGUSR1)
+
+    assert (code, len(job.calls)) == (130, 1)
+    assert "no new checkpoint" in told
+    assert "--time" in told
+
+
+def test_a_job_that_slurm_does_not_queue_again_is_told_with_the_command_to_go_on(job: Job) -> None:
+    job.write("save 7; exit 75")
+
+    code, told = job.turn(TEST_SCONTROL="1")
+
+    assert code == 1
+    assert "To go on: sbatch scripts/slurm_requeue.sh run.yaml" in told
+
+
+@pytest.mark.parametrize("yaml", ["save_strategy: 'no'\n", "save_only_model: true\n", "num_iteration: x\n"])
+def test_a_run_that_no_turn_could_go_on_from_is_refused(job: Job, yaml: str) -> None:
+    job.write("model", yaml)
+
+    code, told = job.turn()
+
+    assert (code, job.calls) == (2, [])
+    assert "Traceback" not in told
+    assert yaml.split(":")[0] in told
+
+
+def test_it_is_started_by_sbatch_in_the_projects_folder(job: Job) -> None:
+    job.write("model")
+
+    without = job.turn(SLURM_JOB_ID="")
+    elsewhere = job.turn(SLURM_SUBMIT_DIR=str(job.project / "spool"))
+
+    assert (without[0], elsewhere[0], job.calls) == (2, 2, [])
+    assert "usage: sbatch" in without[1]
+    assert "is not the project's folder" in elsewhere[1]
