@@ -67,15 +67,15 @@ def checkpoint_need(request: PlanRequest, plan: Plan, *, has_optimizer: bool) ->
     """The need of `plan`; small files are left out."""
     sizes = request.sizes
     per_parameter = sizes.weight + (sizes.optimizer if has_optimizer else 0)
-    counts = [[plan.cuts[s].num_parameters(request.shape) for s in plan.stages_of(r)] for r in range(plan.num_ranks)]
-    on_gpu = set() if request.machine.on_cpu else plan.resident
-    resident = [
-        [plan.cuts[s].num_parameters(request.shape) for s in plan.stages_of(r) if s in on_gpu]
-        for r in range(plan.num_ranks)
-    ]
+    on_gpu = frozenset() if request.machine.on_cpu else plan.resident
+
+    def bytes_of(rank: int) -> dict[int, int]:
+        return {stage: plan.cuts[stage].num_parameters(request.shape) * per_parameter for stage in plan.stages_of(rank)}
+
+    copies = [bytes_of(rank) for rank in range(plan.num_ranks)]
     return CheckpointNeed(
         disk_bytes=request.shape.num_parameters * per_parameter,
-        rank_bytes=tuple(sum(own.values()) * per_parameter for own in counts),
-        largest_stage=tuple(max(1, max(own.values()) * per_parameter) for own in counts),
-        least=tuple(max(own, default=0) * per_parameter for own in resident),
+        rank_bytes=tuple(sum(own.values()) for own in copies),
+        largest_stage=tuple(max(1, *own.values()) for own in copies),
+        least=tuple(max((own[stage] for stage in own.keys() & on_gpu), default=0) for own in copies),
     )
