@@ -1,12 +1,13 @@
-"""One benchmark run of Mobius on random tokens, for benchmark.py or torchrun. Nothing is saved but the numbers.
+"""One benchmark run of Mobius on random tokens, for benchmark.py or torchrun. It leaves its numbers only, unless told.
 
 torchrun --nproc_per_node 4 benchmarks/worker.py OUTPUT.json [--torch_adamw] [--lengths FILE] [--evaluations NUMBER]
-    [the options of main.py]
+    [--saves] [--stored_weights] [--resume CHECKPOINT] [the options of main.py]
 
 Without --lengths rows are full; with it samples have these token counts (a JSON list) and share rows as --packing says.
 With --evaluations the trained model is evaluated so often, each time on as many tokens as some steps have.
+With --saves checkpoints go to --save_dir every --save_steps (checkpointing.py); --resume goes on from one of them.
 With --trace, the trace and its picture go to --save_dir. Weights are random and made on the GPU, which takes seconds
-where transformers' own initialization takes minutes. With `--serve FOLDER` it makes one run after the other without
+where transformers' own initialization takes minutes; with --stored_weights they are those of --model_path. With `--serve FOLDER` it makes one run after the other without
 starting anew, as the folder tells (service.py).
 """
 
@@ -31,6 +32,7 @@ prepare_environment()  # before torch is imported
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from checkpointing import Saves, TakenUp  # noqa: E402
 from launch import end_with  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import PretrainedConfig  # noqa: E402
@@ -132,21 +134,36 @@ def run(output: Path, words: Sequence[str]) -> None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
 
-    session = open_session(blueprint, folder, source=RandomWeights(device), recordings=recordings, passed=passed)
-    trainer = session.trainer(batches, has_kernel=not own.torch_adamw)
+    source, resume = None if own.stored_weights else RandomWeights(device), TakenUp(own.resume)
+    restore = resume.restoring(blueprint.parts)
+    session = open_session(blueprint, folder, source=source, recordings=recordings, passed=passed, restore=restore)
+    saves = Saves(session, folder) if own.saves else None
+    batches.seek(resume.steps_done)
+    trainer = session.trainer(
+        batches,
+        has_kernel=not own.torch_adamw,
+        steps_done=resume.steps_done,
+        counts=resume.counts,
+        before_update=None if saves is None else saves.before_update,
+    )
     clock.ends("trainer")
     load_seconds = seconds_since_launch()
-    steps = [dataclasses.asdict(metrics) for metrics in trainer.train()]
+    trained = list(trainer.train()) if saves is None else saves.train(trainer)
+    steps = [dataclasses.asdict(metrics) for metrics in trained]
+    saved = None if saves is None else saves.told()
     num_samples = round(EVALUATION_BATCHES * config.pipeline.batch_size * batches.facts.samples_per_row)
     evaluations = evaluate(session, samples, own.evaluations, num_samples=num_samples)
     if ranks.is_first:
         told: dict[str, object] = {"steps": steps, "load_seconds": load_seconds, "huge_page_share": huge_page_share()}
         told["start"], told["start_host_gib"] = clock.seconds, clock.host_gib
-        told["evaluations"] = evaluations
+        told["evaluations"], told["saved"] = evaluations, saved
+        told["planned_host_gib"] = session.blueprint.answer.host.total / GIB
         told["plan"] = dataclasses.asdict(facts_of(session.blueprint))
         output.write_text(json.dumps(told))
     session.write_recordings()
     session.transport.barrier()
+    if saves is not None:
+        saves.close()
     session.close()
 
 
@@ -156,6 +173,9 @@ def own_parser() -> argparse.ArgumentParser:
     parser.add_argument("--torch_adamw", action="store_true")
     parser.add_argument("--lengths", type=Path)
     parser.add_argument("--evaluations", type=int, default=0)
+    parser.add_argument("--saves", action="store_true")
+    parser.add_argument("--stored_weights", action="store_true")
+    parser.add_argument("--resume", type=Path)
     return parser
 
 

@@ -1,0 +1,138 @@
+"""Checkpoints of a benchmark's run: saved as main.py saves them, timed, and gone on from.
+
+Its steps are the trainer's own: a save begins behind each step that `--save_steps` names but the last.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mobius.checkpoints.folders import open_checkpoint
+from mobius.checkpoints.reading import CheckpointReader
+from mobius.checkpoints.snapshot import optimizer_tensors
+from mobius.errors import MobiusError
+from mobius.models.base_files import read_base_files
+from mobius.models.blocks import ModelParts
+from mobius.optim.stepper import StepCounts
+from mobius.output.metrics import StepMetrics
+from mobius.training.opening import run_texts
+from mobius.training.resuming import restore
+from mobius.training.saving import CheckpointSaver, SavedPoint
+from mobius.training.session import Session
+from mobius.training.stages import RankStages
+from mobius.training.trainer import Trainer, numbers_of_ranks
+from mobius.units import GIB
+
+
+class FailedSaveError(MobiusError):
+    """A save was given up; the log tells why."""
+
+
+class TakenUp:
+    """The checkpoint that a run goes on from; without one it begins at the first step."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Raises CheckpointError where `path` holds no checkpoint."""
+        self._reader: CheckpointReader | None = None if path is None else open_checkpoint(path)
+
+    @property
+    def steps_done(self) -> int:
+        """Steps before."""
+        return 0 if self._reader is None else self._reader.manifest.step
+
+    @property
+    def counts(self) -> StepCounts | None:
+        """Counts for the stepper."""
+        return None if self._reader is None else StepCounts(**self._reader.manifest.training)
+
+    def restoring(self, parts: ModelParts) -> Callable[[RankStages], None] | None:
+        """`restore` of `open_session`."""
+        return None if self._reader is None else partial(restore, parts=parts, reader=self._reader)
+
+
+class Saves:
+    """Owns a run's saves, and the seconds of each."""
+
+    def __init__(self, session: Session, model_folder: Path) -> None:
+        """Take memory for copies; collective. Whatever is in `--save_dir` stays beside the run's own."""
+        config = session.blueprint.config
+        texts = run_texts(session.blueprint, read_base_files(model_folder), "random tokens")
+        self._session = session
+        self._begun: list[tuple[int, float]] = []
+        self._ended: list[float] = []
+        self._saver = CheckpointSaver(
+            session,
+            Path(config.output.save_dir),
+            texts,
+            made_safe=lambda: self._ended.append(time.monotonic()),
+        )
+        self.before_update = self._saver.before_update
+
+    def train(self, trainer: Trainer) -> list[StepMetrics]:
+        """Run all steps, saving on the way; collective. Nothing is under way when it returns.
+
+        Raises FailedSaveError on all ranks where one of the saves failed on any.
+        """
+        config, steps = self._session.blueprint.config, list[StepMetrics]()
+        trainer.exchange = self._saver
+        for metrics in trainer.train():
+            steps.append(metrics)
+            if metrics.step % int(config.saving.save_steps) == 0 and metrics.step < config.optim.num_steps:
+                self._begun.append((metrics.step, time.monotonic()))
+                self._saver.save(_point(trainer, metrics))
+        trainer.drain()
+        self._saver.finish()
+        return steps
+
+    def told(self) -> dict[str, Any]:
+        """All saves, by the slowest rank of each; collective, on the first rank with the seconds until each was named.
+
+        `stage_gib` is what the largest stage of each rank takes, added up.
+        """
+        outcomes, transport = self._saver.outcomes, self._session.transport
+        failed = numbers_of_ranks(transport, [sum(each.error is not None for each in outcomes)]).sum()
+        if failed:
+            raise FailedSaveError(f"{int(failed)} parts of checkpoints are not saved; see above")
+        own = [
+            number
+            for each in outcomes
+            for number in (each.num_bytes, each.seconds, each.writing_seconds, each.waited_seconds)
+        ]
+        largest = max((_stage_bytes(self._session.stages, stage) for stage in self._session.stages.memory), default=0)
+        table = numbers_of_ranks(transport, [largest, *own])
+        saves = []
+        for number, (step, start) in enumerate(self._begun):
+            part = table[:, 1 + 4 * number : 5 + 4 * number]
+            _, written, writing, waited = part.amax(0).tolist()
+            told = {"step": step, "num_bytes": int(part[:, 0].sum()), "written_seconds": written}
+            told |= {"writing_seconds": writing, "waited_seconds": waited}
+            saves.append(told | ({"seconds": self._ended[number] - start} if transport.rank == 0 else {}))
+        return {
+            "saves": saves,
+            "describes": self._saver.describe(),
+            "stage_gib": float(table[:, 0].sum()) / GIB,
+            "newest": str(self._saver.newest),
+        }
+
+    def close(self) -> None:
+        """Give the memory of the copies back."""
+        self._saver.close()
+
+
+def _point(trainer: Trainer, metrics: StepMetrics) -> SavedPoint:
+    return SavedPoint(
+        step=metrics.step,
+        counts=trainer.counts,
+        epoch=metrics.epoch,
+        metric=None,
+        is_best=False,
+        position={},
+        trainer_state="{}\n",
+    )
+
+
+def _stage_bytes(stages: RankStages, stage: int) -> int:
+    state = stages.memory[stage].state
+    return sum(tensor.nbytes for tensor in (state.weights, *optimizer_tensors(state).values()))
