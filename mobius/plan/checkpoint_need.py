@@ -59,7 +59,7 @@ class CheckpointNeed:
             how = f"written beside training ({copies})"
         else:
             how = f"steps wait for the disk meanwhile: copies of all stages need {bytes_text(sum(self.rank_bytes))} of "
-            how += f"host memory, there is room for {bytes_text(self.host_bytes(free_bytes))}"
+            how += f"host memory, {bytes_text(self.host_bytes(free_bytes))} are taken"
         return f"checkpoints: {bytes_text(self.disk_bytes)} each; {told}; {how}"
 
 

@@ -283,9 +283,17 @@ class TrainingLoop:
         self.standing.becomes(f"{where}: {kept}; {numbers}")
         if step < total:
             saved = self.saver.newest_step
-            self.standing.offers_to_save(f"what was trained since step {saved} would be lost")
+            self.standing.offers_to_save(
+                f"what was trained since step {saved} would be lost", seconds=self._seconds_to_save()
+            )
         else:
             self.standing.no_longer_saves()
+
+    def _seconds_to_save(self) -> float | None:
+        """Time from a request to stop to the end of the save, where both are known."""
+        assert self.saver is not None, "nothing is saved"
+        seconds = self.saver.seconds
+        return None if seconds is None or not self.steps else seconds + self.steps[-1].step_seconds
 
     def _after_failure(self) -> str:
         numbers = f"the numbers of the steps before it are in {self.folder / METRICS_FILE}"

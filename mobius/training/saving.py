@@ -41,9 +41,11 @@ from mobius.config.long_runs import ALL_CHECKPOINTS
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.machine.available import available_host_bytes
 from mobius.machine.devices import optimizer_threads
+from mobius.machine.disk_rate import write_rate
 from mobius.models.base_files import BaseFiles
 from mobius.optim.stepper import StepCounts
 from mobius.output.hf_folder import write_model_files
+from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.training.export import saved_parameters
 from mobius.training.session import Session
 from mobius.training.trainer import numbers_of_ranks
@@ -51,8 +53,8 @@ from mobius.units import GIB, bytes_text
 
 logger = logging.getLogger(__name__)
 
-_SPARED_SHARE = 0.2
-"""Share of the free host memory that copies leave alone: page cache of the files that are written, and neighbours."""
+_WORTH_MEASURING = GIB
+"""Bytes of a checkpoint from which on the disk's rate is measured, in two seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,9 @@ class CheckpointSaver:
         self._parameters = saved_parameters(blueprint)
         self._files = plan_files(self._parameters, dtype=blueprint.dtype, has_optimizer=self._has_optimizer)
         self.num_bytes = space_needed(self._parameters, blueprint.dtype, self._has_optimizer)
+        self.need = checkpoint_need(blueprint.answer.request, blueprint.plan, has_optimizer=self._has_optimizer)
+        self.disk_rate = self._measure_disk()
+        """Bytes per second; None where a save takes no time to speak of."""
         self._snapshots = self._take_room()
         self._next_number = find_checkpoints(save_dir).next_save_number
         self._point: SavedPoint | None = None
@@ -129,15 +134,15 @@ class CheckpointSaver:
         self._snapshots.before_update(stage)
 
     def describe(self) -> str:
-        """A line for the log: what a checkpoint takes, and what training waits for."""
-        saving, room = self._config.saving, self._snapshots.room
-        kept = "all" if saving.save_total_limit == ALL_CHECKPOINTS else f"the newest {saving.save_total_limit}"
-        text = f"checkpoints: {bytes_text(self.num_bytes)} each in {self.save_dir}, {kept} are kept"
-        if room is None or room.has_all:
-            return f"{text}; they are written beside training, from copies in host memory"
-        return (
-            f"{text}; host memory has no room for copies of all stages, so steps wait for the disk while one is written"
-        )
+        """A line for the log: what a checkpoint takes, how long, and what training waits for."""
+        limit = self._config.saving.save_total_limit
+        kept = "all" if limit == ALL_CHECKPOINTS else f"the newest {limit}"
+        return f"{self.need.describe(self._free_bytes, self.disk_rate)}; {kept} are kept in {self.save_dir}"
+
+    @property
+    def seconds(self) -> float | None:
+        """Time that a save takes, where the disk was measured."""
+        return None if self.disk_rate is None else self.need.seconds(self.disk_rate)
 
     def save(self, point: SavedPoint) -> None:
         """Begin to save the state behind the last step; collective. Waits for the save before."""
@@ -289,24 +294,31 @@ class CheckpointSaver:
         )
         return complete(partial, manifest, parameters=self._parameters, dtype=self._blueprint.dtype)
 
+    def _measure_disk(self) -> float | None:
+        """The rate that the first rank measures, on all ranks."""
+        if self.need.disk_bytes < _WORTH_MEASURING:
+            return None
+        own = write_rate(self.save_dir.parent) if self._is_first else None
+        return float(numbers_of_ranks(self._transport, [own or 0.0]).sum()) or None
+
     def _take_room(self) -> Snapshots:
         plan, config = self._blueprint.plan, self._config
         own = self._session.stages.memory
         names = {stage: {p.name for p in self._parameters if p.stage == stage} for stage in own}
         stages = {stage: SavedStage(memory, names[stage]) for stage, memory in own.items()}
-        all_bytes = sum(p.num_elements for p in self._parameters)
-        share = sum(p.num_elements for p in self._parameters if p.stage in own) / all_bytes
-        free = float(numbers_of_ranks(self._transport, [float(available_host_bytes())]).amin())
-        if config.pipeline.host_memory_limit is not None:
-            free = min(free, config.pipeline.host_memory_limit * GIB - self._blueprint.answer.host.total)
-        room = max(0.0, (1 - _SPARED_SHARE) * free * share)
+        limit = config.pipeline.host_memory_limit
+        if limit is None:
+            free = float(numbers_of_ranks(self._transport, [float(available_host_bytes())]).amin())
+        else:  # memory that grows on demand is not there yet
+            free = limit * GIB - self._blueprint.answer.host.total
+        self._free_bytes = free
         # Clipping updates in forward order behind the step; else stages follow their backward.
         forward = config.optim.max_grad_norm > 0
         return Snapshots(
             stages,
             order=sorted(own, reverse=not forward),
             has_optimizer=self._has_optimizer,
-            room_bytes=int(room),
+            room_bytes=self.need.room(self._rank, free),
             device=self._blueprint.place.device,
             num_threads=optimizer_threads(plan.num_ranks),
         )
