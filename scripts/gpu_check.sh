@@ -31,7 +31,7 @@ run() {
     local start=$SECONDS
     if $PYTHON -m torch.distributed.run --nproc_per_node "$ranks" --master_port 29502 ./main.py "$@" "${host[@]}" \
         --dataset assets/docstrings/train.jsonl --save_dir "$WORK/$name" --save_params "$WORK/params.pt" \
-        --save_results "$WORK/$name.txt" --overwrite_output_dir >"$WORK/$name.log" 2>&1; then
+        --save_strategy no --save_results "$WORK/$name.txt" --overwrite_output_dir >"$WORK/$name.log" 2>&1; then
         echo "== $name: ended well after $((SECONDS - start)) s"
     else
         echo "== $name: FAILED after $((SECONDS - start)) s"

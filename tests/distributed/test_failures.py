@@ -19,11 +19,14 @@ ENDLESS = """--model_path model --dataset data.jsonl --fp32 --num_stages 4 --num
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """The folder of a run whose ranks are killed in a step; nothing was saved there in the end."""
+    """The folder of a run whose ranks are killed in a step before the first save: only its records are there."""
     make_checkpoint(tmp_path / "model")
     make_dataset(tmp_path / "data.jsonl")
     yield tmp_path
-    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out" / "metrics.jsonl").read_text().count("\n") >= 5
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} <= {".jsonl", ".yaml", ".json"}
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert not (tmp_path / "out.partial").exists()
     assert not (tmp_path / "finetune_params.pt").exists()
 
 
