@@ -20,6 +20,7 @@ them, and the slot is free as soon as backward is done.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,16 +60,23 @@ class SlotPool:
         self._slots = [
             _Slot(torch.empty(num_elements, dtype=dtype, device=device), new_stream(device)) for _ in range(num_slots)
         ]
+        self._free = deque(self._slots)
+        """In the order in which they become free on the device: a load waits for the first."""
         self.to_host = new_stream(device)
 
     def take(self, stage: int) -> _Slot:
         """A free slot, now `stage`'s. Raises ScheduleError if none is free, i.e. the schedule needs more slots."""
-        held = [slot.stage for slot in self._slots]
-        if None not in held:
+        if not self._free:
+            held = [slot.stage for slot in self._slots]
             raise ScheduleError(f"stage {stage} is to be loaded while all {len(held)} slots hold stages {held}")
-        slot = self._slots[held.index(None)]
+        slot = self._free.popleft()
         slot.stage = stage
         return slot
+
+    def give_back(self, slot: _Slot) -> None:
+        """Let another stage take the slot, behind its `free`."""
+        slot.stage, slot.views = None, {}
+        self._free.append(slot)
 
     def slot_of(self, stage: int) -> _Slot:
         """The slot that `stage` took. Raises ScheduleError if it has none."""
@@ -159,7 +167,8 @@ class StreamedStage:
 
     def offload(self, listener: GradientListener | None = None) -> None:
         slot, square = self._pool.slot_of(self._stage), self._square
-        slot.stage, slot.views, self._square = None, {}, None
+        self._pool.give_back(slot)
+        self._square = None
         done = slot.free = record_current(self._pool.device)
         if square is None:
             return

@@ -97,6 +97,7 @@ class CheckpointSaver:
         self._made_safe = made_safe
         blueprint = session.blueprint
         self._session, self.save_dir, self._texts = session, save_dir, texts
+        self._activity = session.activity
         self._config, self._blueprint, self._transport = blueprint.config, blueprint, session.transport
         self._rank, self._is_first = self._transport.rank, self._transport.rank == 0
         saving = blueprint.config.saving
@@ -146,6 +147,7 @@ class CheckpointSaver:
 
     def save(self, point: SavedPoint) -> None:
         """Begin to save the state behind the last step; collective. Waits for the save before."""
+        self._activity.begins(f"the begin of the save of step {point.step}")
         self.finish()
         self._point, self._number, self._is_written = point, self._next_number, False
         self._next_number += 1
@@ -166,7 +168,7 @@ class CheckpointSaver:
             if problem:
                 raise problem[0]
             if stage < len(self._files):
-                self._records += write_stage(partial, self._files[stage], tensors)
+                self._records += write_stage(partial, self._files[stage], tensors, progress=self._activity.progress)
 
         self._snapshots.begin(write)
 
@@ -187,17 +189,18 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Wait until no save is under way; collective."""
-        if not self._number:
+        if not self._number or self._point is None:
             return
-        if not self._is_written:
-            if self._snapshots.is_saving:
-                self._settled(self._snapshots.wait())
-            self.hear(numbers_of_ranks(self._transport, [self._report()]))
-        if self._finisher is not None:
-            self._finisher.join()
-            self._finisher = None
-        self._number = 0
-        self._transport.barrier()
+        with self._activity.waiting(f"the save of step {self._point.step} on all ranks"):
+            if not self._is_written:
+                if self._snapshots.is_saving:
+                    self._settled(self._snapshots.wait())
+                self.hear(numbers_of_ranks(self._transport, [self._report()]))
+            if self._finisher is not None:
+                self._finisher.join()
+                self._finisher = None
+            self._number = 0
+            self._transport.barrier()
 
     def close(self) -> None:
         """Give memory back; no save may be under way."""
@@ -241,6 +244,7 @@ class CheckpointSaver:
         point = self._point
         assert point is not None
         partial = partial_path(self.save_dir, point.step)
+        self._activity.works("writer", f"the end of the checkpoint of step {point.step}")
         try:
             if not is_good:
                 discard(partial)
@@ -254,9 +258,9 @@ class CheckpointSaver:
             logger.info(
                 "checkpoint saved: %s, %s in %.1f s (%s/s); updates waited %.2f s for copies",
                 self.newest,
-                bytes_text(self.num_bytes),
+                bytes_text(self.need.disk_bytes),
                 seconds,
-                bytes_text(int(self.num_bytes / max(seconds, 1e-3))),
+                bytes_text(int(self.need.disk_bytes / max(seconds, 1e-3))),
                 waited,
             )
             self._made_safe()
@@ -270,6 +274,8 @@ class CheckpointSaver:
                     discard(partial)
             except CheckpointError as problem:
                 logger.warning("%s", problem)
+        finally:
+            self._activity.rests("writer")
 
     def _complete(self, partial: Path, point: SavedPoint) -> Path:
         records = list(self._records)
@@ -321,6 +327,7 @@ class CheckpointSaver:
             room_bytes=self.need.room(self._rank, free),
             device=self._blueprint.place.device,
             num_threads=optimizer_threads(plan.num_ranks),
+            activity=self._activity,
         )
 
 
