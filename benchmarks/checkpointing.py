@@ -12,6 +12,7 @@ from typing import Any
 from mobius.checkpoints.folders import open_checkpoint
 from mobius.checkpoints.reading import CheckpointReader
 from mobius.checkpoints.snapshot import optimizer_tensors
+from mobius.data.batches import Batches
 from mobius.errors import MobiusError
 from mobius.models.base_files import read_base_files
 from mobius.models.blocks import ModelParts
@@ -37,19 +38,22 @@ class TakenUp:
         """Raises CheckpointError where `path` holds no checkpoint."""
         self._reader: CheckpointReader | None = None if path is None else open_checkpoint(path)
 
-    @property
-    def steps_done(self) -> int:
-        """Steps before."""
-        return 0 if self._reader is None else self._reader.manifest.step
-
-    @property
-    def counts(self) -> StepCounts | None:
-        """Counts for the stepper."""
-        return None if self._reader is None else StepCounts(**self._reader.manifest.training)
-
     def restoring(self, parts: ModelParts) -> Callable[[RankStages], None] | None:
         """`restore` of `open_session`."""
         return None if self._reader is None else partial(restore, parts=parts, reader=self._reader)
+
+    def trainer(self, session: Session, batches: Batches, saves: "Saves | None", *, has_kernel: bool) -> Trainer:
+        """The trainer behind the steps that are done."""
+        manifest = None if self._reader is None else self._reader.manifest
+        steps_done = 0 if manifest is None else manifest.step
+        batches.seek(steps_done)
+        return session.trainer(
+            batches,
+            has_kernel=has_kernel,
+            steps_done=steps_done,
+            counts=None if manifest is None else StepCounts(**manifest.training),
+            before_update=None if saves is None else saves.before_update,
+        )
 
 
 class Saves:

@@ -181,7 +181,8 @@ def tell_saves(
         rate = save["num_bytes"] / save["seconds"]
         print(
             f"save after step {save['step']}: {save['num_bytes'] / 1e9:.2f} GB in {save['seconds']:.2f} s, "
-            f"{rate / 1e9:.2f} GB/s, {rate / rates.write:.2f} of the disk's; updates waited {save['waited_seconds']:.3f} s"
+            f"{rate / 1e9:.2f} GB/s, {rate / rates.write:.2f} of the disk's; "
+            f"updates waited {save['waited_seconds']:.3f} s"
         )
     still = standstills([step["step_seconds"] for step in beside], median, every)
     noise = standstills([step["step_seconds"] for step in before], median, every)

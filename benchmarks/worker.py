@@ -7,8 +7,8 @@ Without --lengths rows are full; with it samples have these token counts (a JSON
 With --evaluations the trained model is evaluated so often, each time on as many tokens as some steps have.
 With --saves checkpoints go to --save_dir every --save_steps (checkpointing.py); --resume goes on from one of them.
 With --trace, the trace and its picture go to --save_dir. Weights are random and made on the GPU, which takes seconds
-where transformers' own initialization takes minutes; with --stored_weights they are those of --model_path. With `--serve FOLDER` it makes one run after the other without
-starting anew, as the folder tells (service.py).
+where transformers' own initialization takes minutes; with --stored_weights they are those of --model_path. With
+`--serve FOLDER` it makes one run after the other without starting anew, as the folder tells (service.py).
 """
 
 import argparse
@@ -138,28 +138,24 @@ def run(output: Path, words: Sequence[str]) -> None:
     restore = resume.restoring(blueprint.parts)
     session = open_session(blueprint, folder, source=source, recordings=recordings, passed=passed, restore=restore)
     saves = Saves(session, folder) if own.saves else None
-    batches.seek(resume.steps_done)
-    trainer = session.trainer(
-        batches,
-        has_kernel=not own.torch_adamw,
-        steps_done=resume.steps_done,
-        counts=resume.counts,
-        before_update=None if saves is None else saves.before_update,
-    )
+    trainer = resume.trainer(session, batches, saves, has_kernel=not own.torch_adamw)
     clock.ends("trainer")
     load_seconds = seconds_since_launch()
-    trained = list(trainer.train()) if saves is None else saves.train(trainer)
-    steps = [dataclasses.asdict(metrics) for metrics in trained]
-    saved = None if saves is None else saves.told()
+    steps = [dataclasses.asdict(metrics) for metrics in (trainer.train() if saves is None else saves.train(trainer))]
     num_samples = round(EVALUATION_BATCHES * config.pipeline.batch_size * batches.facts.samples_per_row)
     evaluations = evaluate(session, samples, own.evaluations, num_samples=num_samples)
+    saved = None if saves is None else saves.told()
     if ranks.is_first:
         told: dict[str, object] = {"steps": steps, "load_seconds": load_seconds, "huge_page_share": huge_page_share()}
-        told["start"], told["start_host_gib"] = clock.seconds, clock.host_gib
-        told["evaluations"], told["saved"] = evaluations, saved
+        told |= {"start": clock.seconds, "start_host_gib": clock.host_gib, "evaluations": evaluations, "saved": saved}
         told["planned_host_gib"] = session.blueprint.answer.host.total / GIB
         told["plan"] = dataclasses.asdict(facts_of(session.blueprint))
         output.write_text(json.dumps(told))
+    close(session, saves)
+
+
+def close(session: Session, saves: Saves | None) -> None:
+    """Leave what was recorded and end the run; collective."""
     session.write_recordings()
     session.transport.barrier()
     if saves is not None:

@@ -80,8 +80,8 @@ def test_measuring_the_disk_leaves_nothing(tmp_path: Path) -> None:
 def test_a_small_model_saves_beside_its_steps_in_two_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    words = "tiny --num_layers 2 --gpus 2 --batch_size 4 --seq_length 16 --steps 4 --seconds 0.1".split()
-    words += ["--folder", str(tmp_path), "--run_seconds", str(HANG_SECONDS), *kind.split()]
+    small = "--num_layers 2 --gpus 2 --batch_size 4 --seq_length 16 --steps 4 --seconds 0.1"
+    words = ["tiny", *small.split(), "--folder", str(tmp_path), "--run_seconds", str(HANG_SECONDS), *kind.split()]
     options = "--device cpu --compile off --num_stages 2 --num_chunks 2"
     saving.main([*words, "--", *options.split()])
     told = capsys.readouterr().out

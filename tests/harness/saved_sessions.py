@@ -1,0 +1,189 @@
+"""Runs of one rank on random tokens that save and go on, in this process, with every bit of their states at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from harness.sessions import random_samples
+from torch import Tensor
+
+from mobius.checkpoints.folders import open_checkpoint
+from mobius.checkpoints.reading import CheckpointReader
+from mobius.checkpoints.snapshot import SavedStage
+from mobius.config.cli import parse_args
+from mobius.data.batches import Batches
+from mobius.data.mixture import WeightedSamples
+from mobius.machine.devices import MemoryMeter
+from mobius.models.base_files import read_base_files
+from mobius.models.families import load_model_config
+from mobius.optim.stepper import StepCounts
+from mobius.planning.blueprint import Blueprint, draw_blueprint
+from mobius.ranks import Ranks
+from mobius.training.data import packed_rows
+from mobius.training.judging.evaluation import EvaluationSamples, Evaluator, make_evaluator
+from mobius.training.opening import run_texts
+from mobius.training.resuming import restore
+from mobius.training.saving import CheckpointSaver, SavedPoint
+from mobius.training.session import Session, open_session
+from mobius.units import GIB
+
+SAMPLES = 60
+State = dict[str, Tensor]
+"""Copies on the host of all that a checkpoint holds, by full name."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything that a run leaves."""
+
+    numbers: dict[int, tuple[float, float]]
+    """Loss and norm of each step."""
+    final: State
+    states: dict[int, State] = field(default_factory=dict)
+    """Behind steps, where they were asked for."""
+    had_room: bool | None = None
+    """Whether all stages' copies had memory of their own, where the run saved."""
+
+
+@dataclass(frozen=True)
+class SavedSession:
+    """One kind of run: a model's folder, and options of main.py without --model_path and --save_dir."""
+
+    model_folder: Path
+    options: str
+    longest: int
+    """Tokens of the longest sample."""
+
+    def run(
+        self,
+        *,
+        save_dir: Path | None = None,
+        saved_steps: tuple[int, ...] = (),
+        resumed: Path | None = None,
+        noted_steps: tuple[int, ...] = (),
+        is_tight: bool = False,
+        evaluates: bool = False,
+    ) -> Record:
+        """Train all steps; nothing waits for the device but behind `noted_steps`, whose states are copied.
+
+        `saved_steps` are saved into `save_dir`; `is_tight` leaves no host memory for copies. `resumed` is the
+        checkpoint to go on from. `evaluates` behind every step.
+        """
+        with self._opened(None if resumed is None else open_checkpoint(resumed), save_dir, is_tight) as opened:
+            session, batches, reader = opened
+            saver = _saver(session, save_dir) if save_dir is not None else None
+            manifest = None if reader is None else reader.manifest
+            batches.seek(0 if manifest is None else manifest.step)
+            trainer = session.trainer(
+                batches,
+                steps_done=0 if manifest is None else manifest.step,
+                counts=None if manifest is None else StepCounts(**manifest.training),
+                before_update=None if saver is None else saver.before_update,
+            )
+            trainer.exchange = saver
+            evaluator = self.evaluator(session) if evaluates else None
+            numbers, states = dict[int, tuple[float, float]](), dict[int, State]()
+            for metrics in trainer.train():
+                numbers[metrics.step] = metrics.loss, metrics.grad_norm
+                if evaluator is not None:
+                    evaluator.evaluate()
+                if metrics.step in noted_steps:
+                    trainer.drain()
+                    states[metrics.step] = state_of(session)
+                if saver is not None and metrics.step in saved_steps:
+                    point = {"epoch": metrics.epoch, "metric": None, "is_best": False, "position": {}}
+                    saver.save(
+                        SavedPoint(step=metrics.step, counts=trainer.counts, trainer_state="{}\n", **point)  # type: ignore[arg-type]
+                    )
+            trainer.drain()
+            had_room = None
+            if saver is not None:
+                saver.finish()
+                assert [outcome.error for outcome in saver.outcomes] == [None] * len(saved_steps)
+                assert saver._snapshots.room is not None
+                had_room = saver._snapshots.room.has_all
+                saver.close()
+            return Record(numbers, state_of(session), states, had_room)
+
+    def evaluator(self, session: Session) -> Evaluator:
+        """The evaluator on samples of another seed."""
+        given = [EvaluationSamples(name="held out", tokenized=random_samples(9, self.longest, seed=5))]
+        return make_evaluator(session, given, pad_token_id=0)
+
+    @contextmanager
+    def _opened(
+        self, reader: CheckpointReader | None, save_dir: Path | None, is_tight: bool
+    ) -> Iterator[tuple[Session, Batches, CheckpointReader | None]]:
+        words = [f"--model_path {self.model_folder} {self.options} --save_total_limit 0"]
+        words += [] if save_dir is None else [f"--save_dir {save_dir}"]
+        if is_tight:
+            needed = self._drawn(words)[0].answer.host.total
+            words.append(f"--host_memory_limit {needed / GIB + 1e-6:.9f}")
+        blueprint, batches = self._drawn(words)
+        threads = torch.get_num_threads()  # those of this process, which runs other tests too
+        session = open_session(
+            blueprint,
+            self.model_folder,
+            restore=None if reader is None else partial(restore, parts=blueprint.parts, reader=reader),
+        )
+        torch.set_num_threads(threads)
+        try:
+            yield session, batches, reader
+        finally:
+            MemoryMeter(session.blueprint.place.device).synchronize()
+            session.close()
+
+    def _drawn(self, words: list[str]) -> tuple[Blueprint, Batches]:
+        config = parse_args(" ".join(words).split())
+        batches = Batches(
+            [WeightedSamples(random_samples(SAMPLES, self.longest))],
+            batch_size=config.pipeline.batch_size,
+            seq_length=config.data.seq_length,
+            pad_token_id=0,
+            seed=config.optim.seed,
+            is_packed=config.data.packing.value != "off",
+        )
+        model_config = load_model_config(self.model_folder, config.model)
+        return draw_blueprint(config, Ranks(0, 1, 0), model_config, packed=packed_rows(batches)), batches
+
+
+def state_of(session: Session) -> State:
+    """Copies of all stages' states; the device has ended its work before they are taken."""
+    MemoryMeter(session.blueprint.place.device).synchronize()
+    found: State = {}
+    for memory in session.stages.memory.values():
+        stage = SavedStage(memory, memory.state.layout.offsets.keys())
+        found |= stage.named(stage.flat_tensors(has_optimizer=True))
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
+
+
+def saved_state(checkpoint: Path, like: Mapping[str, Tensor]) -> State:
+    """The tensors of `like` as a checkpoint has them."""
+    reader = open_checkpoint(checkpoint)
+    found: State = {}
+    for name, tensor in like.items():
+        parameter, _, key = name.rpartition(".")
+        is_state = key in ("exp_avg", "exp_avg_sq", "master_low", "master")
+        shape = tuple(tensor.shape)
+        found[name] = reader.read_state(parameter, key, shape) if is_state else reader.read_weight(name, shape)
+    return found
+
+
+def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """Names whose bits are not the same."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(_bits(one[name]), _bits(other[name]))]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _saver(session: Session, save_dir: Path) -> CheckpointSaver:
+    texts = run_texts(session.blueprint, read_base_files(Path(session.blueprint.config.model.model_path)), "random")
+    return CheckpointSaver(session, save_dir, texts)
