@@ -66,6 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="folder of the checkpoints' one (default: that of temporary files)")
     parser.add_argument("--steps", type=int, default=10, help=f"without saves, of which {WARMUP} are not timed")
     parser.add_argument("--seconds", type=float, default=100, help="of the steps beside saves, about; sets how many")
+    parser.add_argument("--saves", type=int, default=MOST_SAVES, help="at the most (default: %(default)s)")
     parser.add_argument("--no_room", action="store_true", help="for copies of all stages")
     parser.add_argument("--resume", action="store_true", help="time the start from a checkpoint, too")
     parser.add_argument("--run_seconds", type=float, default=400, help="after which a run is ended")
@@ -73,6 +74,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(own)
     if arguments.steps < WARMUP + 2:
         parser.error(f"--steps {arguments.steps}: at least {WARMUP + 2} are needed for a median")
+    if arguments.saves < 1:
+        parser.error(f"--saves {arguments.saves}: at least 1 is needed")
     if arguments.folder is not None and not arguments.folder.is_dir():
         parser.error(f"--folder {arguments.folder} is no folder: name one that is there")
     arguments.gpus = arguments.gpus or max(1, len(gpu_names()))
@@ -123,10 +126,10 @@ def forget(path: Path) -> None:
         os.close(descriptor)
 
 
-def spacing(num_bytes: float, rate: float, step_seconds: float, seconds: float) -> tuple[int, int]:
-    """Steps from a save to the next one, and the number of saves that `seconds` have time for, at least one."""
+def spacing(num_bytes: float, rate: float, step_seconds: float, seconds: float, most: int) -> tuple[int, int]:
+    """Steps from a save to the next one, and the number of saves that `seconds` have time for: one to `most`."""
     steps = max(LEAST_STEPS, math.ceil(SPARED * num_bytes / rate / step_seconds))
-    return steps, min(MOST_SAVES, max(1, int(seconds / (steps * step_seconds)) - 1))
+    return steps, min(most, max(1, int(seconds / (steps * step_seconds)) - 1))
 
 
 def standstills(steps: Sequence[float], median: float, every: int) -> list[float]:
@@ -265,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             plain = runs.run("without saves", model, arguments.steps, ["--save_strategy", "no"])
             print(plain["plan"])
             step_seconds = statistics.median(step["step_seconds"] for step in plain["steps"][WARMUP:])
-            every, number = spacing(num_bytes, rates.write, step_seconds, arguments.seconds)
+            every, number = spacing(num_bytes, rates.write, step_seconds, arguments.seconds, arguments.saves)
             print(f"a checkpoint has {num_bytes / 1e9:.2f} GB; {number} saves, one every {every} steps", flush=True)
             words = ["--saves", "--save_steps", str(every), "--save_total_limit", "1"]
             if arguments.no_room:

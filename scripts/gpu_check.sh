@@ -7,6 +7,9 @@
 #   7b         Llama-2-7B's shape, batch 64 x 512, 32 stages, under 24 GiB per GPU
 #   13b        Llama-2-13B's shape, batch 64 x 128, 40 stages, under 24 GiB per GPU
 #   size       what one GPU of 24 GiB trains without offload, and with it
+#   saves      7B's shape, 16 layers: what a save costs with room for copies and without, and the start of a resumed run;
+#              checkpoints go to SAVES (default WORK), which needs room for two of 41 GB
+#   kills      10 kills -9 at random moments on two GPUs, each resumed, against a run that was left alone
 #
 # PYTHON (default python3) must have the requirements installed; WORK (default a new folder in /tmp) takes the files.
 set -uo pipefail
@@ -87,6 +90,17 @@ part_size() {
     $PYTHON scripts/make_model.py 7b "$WORK/7b" --config_only
     run "7b-1-use_offload" 1 --model_path "$WORK/7b" $options --num_stages 32 ${MODES[streamed]}
 }
+
+part_saves() {
+    mkdir -p "${SAVES:=$WORK/saves}"
+    local how
+    for how in "--resume" "--no_room --saves 1"; do
+        $PYTHON benchmarks/saving.py "${SAVES_SIZE:-7b}" --num_layers "${SAVES_LAYERS:-16}" --folder "$SAVES" $how \
+            -- ${SAVES_MOBIUS:---num_stages 16 --num_chunks 4} || failed=1
+    done
+}
+
+part_kills() { $PYTHON scripts/kill_and_resume.py --device cuda --kills "${KILLS:-10}" --folder "$WORK" || failed=1; }
 
 for part in "$@"; do
     echo "==== $part"

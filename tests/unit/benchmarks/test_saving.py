@@ -22,10 +22,10 @@ def saved_run(*beside: float) -> dict[str, Any]:
 
 
 def test_saves_are_as_close_as_the_disk_allows_and_no_closer() -> None:
-    assert saving.spacing(90e9, 1e9, 2.0, 240.0) == (50, 1)
-    assert saving.spacing(90e9, 1e9, 2.0, 310.0) == (50, 2)
-    assert saving.spacing(90e9, 1e9, 2.0, 9999.0) == (50, saving.MOST_SAVES)
-    assert saving.spacing(1.0, 1e9, 2.0, 1.0) == (saving.LEAST_STEPS, 1)
+    assert saving.spacing(90e9, 1e9, 2.0, 240.0, 3) == (50, 1)
+    assert saving.spacing(90e9, 1e9, 2.0, 310.0, 3) == (50, 2)
+    assert saving.spacing(90e9, 1e9, 2.0, 9999.0, 3) == (50, 3)
+    assert saving.spacing(1.0, 1e9, 2.0, 1.0, 3) == (saving.LEAST_STEPS, 1)
 
 
 def test_a_standstill_is_the_time_above_the_median_of_each_save() -> None:
@@ -62,7 +62,7 @@ def test_a_resumed_start_is_compared_with_a_fresh_one_and_the_disk(
     assert f"first resumed step ends after, s: {seconds:.2f}, {word} 11.20" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", ["--steps 3", "--folder nowhere"])
+@pytest.mark.parametrize("words", ["--steps 3", "--saves 0", "--folder nowhere"])
 def test_mistyped_values_are_refused_with_what_is_allowed(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         saving.parse(["tiny", *words.split()])
