@@ -7,7 +7,7 @@ trained: devices, stages, saving, evaluation, logging. The rest is refused with 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from mobius.config.validation import ALTERNATIVES, validate
 from mobius.config.yaml_file import read_yaml
 from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError
 from mobius.memory.stage_state import StageState
-from mobius.messages.meeting import meet_at_store
+from mobius.messages.meeting import Meeting, meet_at_store
 from mobius.models.blocks import ModelParts
 from mobius.optim.stepper import StepCounts
 from mobius.output.output_folder import kept_free
@@ -62,6 +62,8 @@ class Resume:
 
     reader: CheckpointReader
     config: Config
+    meeting: Meeting | None = None
+    """Where ranks agreed on it. Without torchrun the first rank's process is the store, and others may still read."""
 
     @property
     def steps_done(self) -> int:
@@ -107,7 +109,8 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
     word = config.saving.resume_from_checkpoint
     if word is None and not is_restart():
         return None
-    path = _agreed(config, ranks)
+    meeting = meet_at_store(ranks) if ranks.num_ranks > 1 else None
+    path = _agreed(config, ranks, meeting)
     if path is None:
         logger.info("started again by the launcher, from the first step: there is no checkpoint yet")
         return None
@@ -121,13 +124,21 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
     validate(merged, ranks.num_ranks)
     merged = _with_saved_plan(merged, reader.path, ranks, given)
     logger.info("resumed from %s: %d steps are done", path, reader.manifest.step)
-    return Resume(reader=reader, config=merged)
+    return Resume(reader=reader, config=merged, meeting=meeting)
 
 
-def restore(stages: RankStages, parts: ModelParts, reader: CheckpointReader, *, weights_only: bool = False) -> None:
+def restore(
+    stages: RankStages,
+    parts: ModelParts,
+    reader: CheckpointReader,
+    *,
+    weights_only: bool = False,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
     """Set weights and the optimizer's state of all of a rank's stages, to the bit. Raises CheckpointError.
 
-    With `weights_only` only working weights: to evaluate or save them, not to train on.
+    With `weights_only` only working weights: to evaluate or save them, not to train on. `progress` is called with each
+    parameter that is set.
     """
     stored = parts.stored_names
 
@@ -138,7 +149,7 @@ def restore(stages: RankStages, parts: ModelParts, reader: CheckpointReader, *, 
     jobs = [(own.state, name) for own in stages.memory.values() for name in own.state.layout.offsets]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="reading") as threads:
         for _ in threads.map(set_one, jobs):
-            pass
+            progress()
 
 
 def _restore_parameter(
@@ -164,7 +175,7 @@ def _restore_parameter(
             read(tensor, key)
 
 
-def _agreed(config: Config, ranks: Ranks) -> Path | None:
+def _agreed(config: Config, ranks: Ranks, meeting: Meeting | None) -> Path | None:
     """Path of the checkpoint, chosen by the first rank: another one could see a folder at another moment."""
     problem, path = None, None
     if ranks.is_first:
@@ -172,8 +183,8 @@ def _agreed(config: Config, ranks: Ranks) -> Path | None:
             path = _chosen(config)
         except MobiusError as error:
             problem = str(error)
-    if ranks.num_ranks > 1:
-        told = meet_at_store(ranks).gather([problem, None if path is None else str(path)])[0]
+    if meeting is not None:
+        told = meeting.gather([problem, None if path is None else str(path)])[0]
         problem, path = told[0], None if told[1] is None else Path(told[1])
     if problem is not None:
         raise CheckpointError(problem)
