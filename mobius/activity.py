@@ -35,6 +35,8 @@ class Activity:
         self.device_position: Callable[[], object] | None = None
         """Tells what the device does, which a host that is ahead of it does not know; it is asked only when the host
         stands still, in a thread that may hang, and an answer that differs from the one before is progress."""
+        self.is_warming_up = False
+        """Whether code may be compiled now, of which nobody tells how far it is."""
 
     def begins_step(self, step: int) -> None:
         """From now on the rank works at `step`, counted from 1."""
@@ -58,6 +60,17 @@ class Activity:
         finally:
             self._waiting = before
             self._last_tick = self._clock()
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Within, code may be compiled: whoever watches has more patience."""
+        self.progress()
+        self.is_warming_up = True
+        try:
+            yield
+        finally:
+            self.progress()  # before: who looks in between sees that something was done
+            self.is_warming_up = False
 
     def works(self, worker: str, what: object) -> None:
         """From now on a thread beside the main one, such as the optimizer's, is at `what`."""

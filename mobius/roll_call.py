@@ -31,6 +31,8 @@ class Call(StrEnum):
     """I have said where I am."""
     END = "end"
     """All have been heard, or waited for long enough."""
+    GOES_ON = "goes on"
+    """Something was done here since my last look."""
     WAKE = "wake"
     """To the own rank, whose listening ends."""
 
@@ -71,7 +73,7 @@ class RollCall:
             for level, kind, data in extras
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(data) == _CREDENTIALS.size
         ]
-        word, _, number = text.decode("ascii", "replace").partition(" ")
+        word, _, number = text.decode("ascii", "replace").rpartition(" ")
         is_of_run = number.isdecimal() and int(number) in (self._rank, *self._others)
         return (Call(word), int(number)) if users == [os.getuid()] and word in set(Call) and is_of_run else None
 

@@ -5,6 +5,10 @@ A rank that hangs makes the others wait for it, so the first that notices calls 
     rank 0, waits    no progress for so long -> TELL to all -> tells -> TOLD to all --+-> all have told, or the patience
     rank 1, hangs                 hears TELL ----------------> tells -> TOLD to all --+   is over -> END to all -> exit
 
+A rank may well wait for long, for one that writes to a slow disk: ranks in which something is done tell the others so
+(GOES_ON), and the run stands still when all do. A first step or evaluation may compile, of which nobody sees how far it
+is; it gets ten times as long, but an hour at the most.
+
 Nets below that one: a rank whose interpreter is held by a call in C runs no thread of Python. faulthandler's own thread
 writes its stacks a little later, and the others say that it does not answer. Alone it stays, for nobody is there to end
 it. A process that was stopped (SIGSTOP, a frozen container) stood still for no reason of its own: time is counted only
@@ -31,6 +35,10 @@ from mobius.roll_call import Call, RollCall
 EXIT_CODE: Final = 75
 """Exit code of a rank that ends because the run stands still: "try again", as EX_TEMPFAIL of sysexits.h."""
 
+WARM_UP_FACTOR: Final = 10
+"""Times the allowed time without progress while code may be compiled."""
+_WARM_UP_SECONDS: Final = 3600.0
+"""Most that this factor makes of it."""
 _LOOK_SECONDS: Final = 5.0
 _LOOKS: Final = 10
 """At least so many looks in the time without progress that is allowed."""
@@ -55,7 +63,7 @@ class Watchdog:
         left: Callable[[], str] | None = None,
         patience_seconds: float = _PATIENCE_SECONDS,
     ) -> None:
-        """End the process after `minutes` without progress; 0: never, and `start` does nothing.
+        """End the process after `minutes` without progress of any rank; 0: never, and `start` does nothing.
 
         `left` clears up and returns what the run leaves, as a text that goes on from "all ranks end ": one rank has it.
         """
@@ -94,35 +102,46 @@ class Watchdog:
         interval = min(self._limit / _LOOKS, _LOOK_SECONDS)
         seen, idle, last = self._activity.last_progress, 0.0, time.monotonic()
         while not self._is_stopped.is_set():
+            limit = self._patience_for_now()
             # Later than this thread would notice it: it speaks only where this one cannot.
-            faulthandler.dump_traceback_later(self._limit - idle + 2 * interval, exit=False, file=2)
-            call = self._listen(roll_call, interval)
+            faulthandler.dump_traceback_later(max(limit - idle, 0) + 2 * interval, exit=False, file=2)
+            call, others_go_on = self._listen(roll_call, interval)
             now = time.monotonic()
             elapsed, last = now - last, now
             if call is None and elapsed > 2 * interval:  # held up meanwhile: what came since then comes first
-                call = self._listen(roll_call, 0)
+                call, others_go_on = self._listen(roll_call, 0)
             if self._is_stopped.is_set():
                 break
             if call is not None and call[0] is not Call.WAKE:
                 self._end(roll_call, f"rank {call[1]} has called all ranks", told=_told(call))
-            if elapsed > self._limit:
+            if elapsed > limit:
                 self._write(f"rank {self._rank} was stopped, or held up in C, for {duration_text(elapsed)}; it goes on")
             progress = self._activity.last_progress
-            idle = 0.0 if progress != seen else idle + min(elapsed, 2 * interval)
+            goes_on = progress != seen or (idle >= limit / 2 and self._device_has_moved())
+            if goes_on:
+                roll_call.call_all(Call.GOES_ON)
+            idle = 0.0 if goes_on or others_go_on else idle + min(elapsed, 2 * interval)
             seen = progress
-            if idle >= self._limit / 2 and self._device_has_moved():
-                idle = 0.0
-            if idle >= self._limit:
+            if idle >= limit:
                 reason = f"no progress for {duration_text(idle)} (--watchdog_minutes {self._limit / 60:g})"
                 roll_call.call_all(Call.TELL)
                 self._end(roll_call, reason, told=set())
         faulthandler.cancel_dump_traceback_later()
 
-    def _listen(self, roll_call: RollCall, seconds: float) -> tuple[Call, int] | None:
-        if roll_call.hears:
-            return roll_call.listen(seconds)
-        self._is_stopped.wait(seconds)
-        return None
+    def _patience_for_now(self) -> float:
+        if not self._activity.is_warming_up:
+            return self._limit
+        return max(self._limit, min(WARM_UP_FACTOR * self._limit, _WARM_UP_SECONDS))
+
+    def _listen(self, roll_call: RollCall, seconds: float) -> tuple[tuple[Call, int] | None, bool]:
+        """A call to do something, if one comes within so many seconds, and whether any other rank goes on."""
+        if not roll_call.hears:
+            self._is_stopped.wait(seconds)
+            return None, False
+        end, others_go_on = time.monotonic() + seconds, False
+        while (call := roll_call.listen(end - time.monotonic())) is not None and call[0] is Call.GOES_ON:
+            others_go_on = True
+        return call, others_go_on
 
     def _device_has_moved(self) -> bool:
         """Whether the device is elsewhere than when it was last asked; the first answer is none."""

@@ -30,6 +30,8 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C or SIGTERM, as that of the ranks."""
 FINAL = (2, 3, INTERRUPTED)
 """Exit codes of ranks that would be the same after a restart: a wrong option, nothing to save, an interruption."""
+STOOD_STILL = 75
+"""The exit code of ranks that ended because the run stood still; after a restart it may go on."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PRESS_SECONDS = 2.0
 """Longest time in which one press of Ctrl-C arrives twice, from the terminal and from a program that forwards it."""
@@ -158,6 +160,8 @@ def tell_end(rank: int, code: int, *, is_interrupted: bool) -> int:
 
 def describe_failure(rank: int, code: int) -> str:
     """The line for the user; `code` is negative where a signal ended the process."""
+    if code == STOOD_STILL:
+        return "the run stood still: above, each rank tells where it was; all ranks have ended"
     if code >= 0:
         return f"rank {rank} ended first, with exit code {code}; all ranks were stopped"
     line = f"rank {rank} ended first, by {signal.Signals(-code).name}; all ranks were stopped"

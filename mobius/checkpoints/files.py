@@ -16,7 +16,7 @@ import errno
 import math
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -164,8 +164,12 @@ def chunks_of(values: Tensor) -> Iterator[memoryview]:
         yield view[start : start + _CHUNK_BYTES]
 
 
-def write_stage(folder: Path, files: StageFiles, tensors: Mapping[str, Tensor]) -> list[FileRecord]:
+def write_stage(
+    folder: Path, files: StageFiles, tensors: Mapping[str, Tensor], *, progress: Callable[[], None] = lambda: None
+) -> list[FileRecord]:
     """Write the files of one stage into `folder`, synced to the disk; returns what they hold.
+
+    `progress` is called before each file is summed up, and before it is written.
 
     `tensors` has contiguous CPU tensors by their full names, best views of where they live: those are written without a
     copy. Each is asked for once. What the mapping allocates for it is held until its file is written. Raises
@@ -174,9 +178,11 @@ def write_stage(folder: Path, files: StageFiles, tensors: Mapping[str, Tensor]) 
     records = []
     for part in (*files.model, *files.optimizer):
         path = folder / part.file_name
+        progress()
         values = {name: tensors[name] for name in part.names}
         checksums = {name: checksum(value) for name, value in values.items()}
         num_bytes = sum(value.nbytes for value in values.values())
+        progress()
         with told_as("write", path, num_bytes):
             save_file(values, path, metadata={"format": "pt"})
             path.chmod(0o644)  # safetensors makes it readable for its owner alone

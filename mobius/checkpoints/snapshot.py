@@ -23,6 +23,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from mobius.activity import Activity
 from mobius.checkpoints.copy_room import CopyRoom, divided
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.stage_state import Remainder, StageState
@@ -96,8 +97,9 @@ class Snapshots:
         room_bytes: int,
         device: torch.device,
         num_threads: int,
+        activity: Activity | None = None,
     ) -> None:
-        """`order`: own stages as their updates come.
+        """`order`: own stages as their updates come; `activity` is told of each stage, and of updates that wait.
 
         Copies take at most `room_bytes` of host memory, but at least the largest stage's of those on a GPU;
         `num_threads` make them.
@@ -105,7 +107,7 @@ class Snapshots:
         self._stages, self._order, self._has_optimizer = stages, tuple(order), has_optimizer
         sizes = {stage: _num_bytes(self._flat(stage)) for stage in self._order}
         self.num_bytes = sum(sizes.values())
-        self._device = device
+        self._device, self._activity = device, activity or Activity()
         on_gpu = [sizes[stage] for stage in self._order if self._is_on_gpu(stage)]
         room_bytes = max(room_bytes, max(sizes.values(), default=0) if on_gpu else 0)
         self.room = CopyRoom(sizes, room_bytes, pins=bool(on_gpu)) if self.num_bytes else None
@@ -126,8 +128,12 @@ class Snapshots:
 
     def before_update(self, stage: int) -> None:
         """Return when the state of `stage` may change; on a GPU its current stream waits where the host need not."""
-        if (save := self._save) is not None:
-            save.let_go(stage)
+        if (save := self._save) is None:
+            return
+        # The optimizer's thread and the main one may both be here, but for different stages one after the other.
+        self._activity.works("updates", f"the wait for the copy of stage {stage}")
+        save.let_go(stage)
+        self._activity.rests("updates")
 
     @property
     def is_saving(self) -> bool:
@@ -177,6 +183,7 @@ class Snapshots:
             stage = number if self.room.has_all else save.next_stages()[0]
             source = self._flat(stage)
             begun = save.begins(stage)
+            self._activity.works("copies", f"stage {stage}")
             if not self.room.has_memory:
                 save.is_written_in_place((stage, number, source))
                 continue
@@ -191,6 +198,7 @@ class Snapshots:
                 copied.synchronize()
             else:
                 self._copy_host(source, target)
+            self._activity.rests("copies")
             save.is_copied(stage, (stage, number, target))
 
     def _is_on_gpu(self, stage: int) -> bool:
@@ -210,9 +218,11 @@ class Snapshots:
         while (given := save.next_copy()) is not None:
             stage, number, flat = given
             start = time.monotonic()
+            self._activity.works("writer", f"stage {stage}")
             try:
                 write(stage, self._stages[stage].named(flat))
             finally:
+                self._activity.rests("writer")
                 assert self.room is not None
                 self.room.give_back(number)
             save.is_written(stage, _num_bytes(flat), time.monotonic() - start)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from mobius.activity import Activity
+
 
 @dataclass
 class _Update:
@@ -32,7 +34,9 @@ class _Update:
 class UpdateQueue:
     """Owns the one thread that a rank has beside its main one; the thread starts with the first update."""
 
-    def __init__(self) -> None:
+    def __init__(self, activity: Activity | None = None) -> None:
+        """`activity` is told which stage is updated."""
+        self._activity = activity or Activity()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
         self._lock = threading.Lock()
         self._updates: dict[int, _Update] = {}
@@ -89,6 +93,7 @@ class UpdateQueue:
             piece = entry.pieces.popleft()
             if not entry.pieces:
                 del self._pending[stage]
+        self._activity.works("optimizer", f"stage {stage}")
         try:
             piece()
             if entry.pieces:
@@ -104,3 +109,5 @@ class UpdateQueue:
             entry.future.set_exception(error)
         else:
             entry.future.set_result(None)
+        finally:
+            self._activity.rests("optimizer")

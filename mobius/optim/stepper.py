@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mobius.activity import Activity
 from mobius.errors import NonFiniteLossError
 from mobius.memory.layout import FlatRange
 from mobius.memory.stage_memory import StageMemory, Update
@@ -72,13 +73,14 @@ class Stepper:
         max_grad_norm: float,
         tied: TiedPair | None,
         before_update: Callable[[int], None] | None = None,
+        activity: Activity | None = None,
     ) -> None:
         """`memory` is that of this rank's stages, which know where and in what pieces they are updated.
 
         `before_update` is called with a stage just before its state changes, in the thread that updates, perhaps
         several times.
         """
-        self._before_update = before_update
+        self._before_update, self._activity = before_update, activity or Activity()
         self._adamw, self._memory, self._transport, self._clock, self._tied = adamw, memory, transport, clock, tied
         self._num_stages, self._max_grad_norm = num_stages, max_grad_norm
         self.loss_scale = loss_scale
@@ -124,6 +126,7 @@ class Stepper:
             with self._clock.blocking(WaitCause.OPTIMIZER):
                 for stage, memory in sorted(self._memory.items()):
                     if stage not in self._begun | skipped:
+                        self._activity.begins(f"the update of stage {stage}")
                         memory.update(self._update_of(stage, self.num_updates, factor))
         if is_finite:
             self._skipped_in_a_row = 0
@@ -144,10 +147,11 @@ class Stepper:
         on_device = torch.stack([sums.loss, *sums.squared_norms.values()])
         own = torch.zeros(1 + self._num_stages, dtype=torch.float64)
         # sync: once per step, after the last backward
-        own[[0, *(1 + stage for stage in sums.squared_norms)]] = on_device.cpu().double()
+        with self._activity.waiting("the device"):
+            own[[0, *(1 + stage for stage in sums.squared_norms)]] = on_device.cpu().double()
         if tied_square is not None:
             own[1] += tied_square
-        with self._clock.blocking(WaitCause.NEIGHBOURS):
+        with self._clock.blocking(WaitCause.NEIGHBOURS), self._activity.waiting("the sums of all ranks"):
             summed = self._transport.sum_over_ranks(own).tolist()
         return summed[0], summed[1:]
 
@@ -181,8 +185,9 @@ class Stepper:
     def drain(self) -> None:
         """Wait for all updates: before the parameters are read, and at the end."""
         with self._clock.blocking(WaitCause.OPTIMIZER):
-            for memory in self._memory.values():
-                memory.wait_until_updated()
+            for stage, memory in self._memory.items():
+                with self._activity.waiting(f"the update of stage {stage}"):
+                    memory.wait_until_updated()
 
     def _report(self, step: int, loss: float, squares: Sequence[float]) -> None:
         for memory in self._memory.values():

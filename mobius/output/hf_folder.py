@@ -132,12 +132,13 @@ def write_model_files(folder: Path, base: BaseFiles, model_config: PretrainedCon
             path.write_bytes(contents)
 
 
-def write_params_file(path: Path, folder: Path) -> None:
+def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] = lambda: None) -> None:
     """Write all weights of `folder` to the single file `path`: a dict from name to tensor, as `torch.load` reads it.
 
     A tied head, which the folder does not store, gets its name too, because `load_state_dict` asks for it; the bytes
     are in the file once. Each other tensor has a storage of its own, so that `torch.load(path, weights_only=True,
-    mmap=True)` reads only what is asked for. The file appears whole, synced to the disk. Raises CheckpointError.
+    mmap=True)` reads only what is asked for. The file appears whole, synced to the disk. `progress` is called whenever
+    some of it is written. Raises CheckpointError.
     """
     files = [_map_file(folder / file_name) for file_name in dict.fromkeys(_weight_map(folder).values())]
     tensors = {name: tensor for _, part in files for name, tensor in part.items()}
@@ -146,7 +147,7 @@ def write_params_file(path: Path, folder: Path) -> None:
     with (
         _told_as("write", path),
         replaced_whole(path) as temporary,
-        _ReleasingFile(temporary, [mapped for mapped, _ in files]) as file,
+        _ReleasingFile(temporary, [mapped for mapped, _ in files], progress) as file,
     ):
         try:
             torch.save(tensors, file)
@@ -232,9 +233,9 @@ def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, torch.Tensor]]:
 class _ReleasingFile(io.BufferedWriter):
     """A file for `torch.save` that lets go of the mapped files as it writes them: a peak of one tensor, not of all."""
 
-    def __init__(self, path: Path, mapped: Sequence[mmap.mmap]) -> None:
+    def __init__(self, path: Path, mapped: Sequence[mmap.mmap], progress: Callable[[], None]) -> None:
         super().__init__(io.FileIO(path, "wb"))
-        self._mapped = mapped
+        self._mapped, self._progress = mapped, progress
         self._held_bytes = 0
         self.failure: OSError | None = None
 
@@ -245,6 +246,7 @@ class _ReleasingFile(io.BufferedWriter):
         except OSError as error:
             self.failure = error
             raise
+        self._progress()
         self._held_bytes += num_bytes
         if self._held_bytes > _MAX_HELD_BYTES:
             for mapped in self._mapped:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 
+from mobius.activity import Activity
 from mobius.limits import RECEIVES_AHEAD
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, StageMemory
@@ -21,6 +22,7 @@ from mobius.messages.transport import Messages
 from mobius.models.attention import Documents
 from mobius.models.blocks import LayerArguments
 from mobius.models.graph import Views
+from mobius.runtime.device_position import DevicePosition
 from mobius.runtime.stage import Kept, StageModule
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.action import Action, ActionKind, incoming
@@ -111,8 +113,9 @@ class Executor:
         unsealed_names: frozenset[str] = frozenset(),
         graph_stages: frozenset[int] = frozenset(),
         spans: Spans = NO_SPANS,
+        activity: Activity | None = None,
     ) -> None:
-        """`stages` and `memory` are this rank's.
+        """`stages` and `memory` are this rank's, and `activity` is told each action and wait.
 
         `unsealed_names` are parameters whose norm is taken later (tied weights). `graph_stages` keep their graphs from
         forward to backward instead of recomputing; their weights must stay where they are meanwhile.
@@ -122,7 +125,8 @@ class Executor:
         self._stages, self._memory, self._transport, self._clock = stages, memory, transport, clock
         self._layer_inputs = layer_inputs
         self._device, self._unsealed_names, self._graph_stages = device, unsealed_names, graph_stages
-        self._spans = spans
+        self._spans, self._activity = spans, activity or Activity()
+        self._position = DevicePosition(self._actions, device)
         self._to_device = new_stream(device)
         self._stash: dict[tuple[int, int], list[Kept]] = {}
         """Layer inputs or graphs by stage and microbatch, from forward to backward."""
@@ -176,17 +180,24 @@ class Executor:
 
     def _play_all(self) -> None:
         num_posted = num_received = 0
+        if self._position.is_on:
+            self._activity.device_position = self._position.__str__
+        self._position.begins()
         for index, action in enumerate(self._actions):
             try:
                 while num_posted < min(len(self._senders), num_received + RECEIVES_AHEAD):
                     self._transport.post_receive(self._senders[num_posted])
                     num_posted += 1
                 num_received += incoming(action, self._schedule.num_stages) is not None
+                self._activity.begins(action)
                 self._play(action)
+                self._position.enqueued(index)
             except Exception as error:
                 self._stash.clear()
                 error.add_note(render_text(self._schedule, failed=(self._rank, index)))
                 raise
+        self._position.ends()
+        self._activity.begins("the end of the messages")
         self._transport.finish_step()
 
     def _play(self, action: Action) -> None:
@@ -304,16 +315,21 @@ class Executor:
         memory = self._memory[stage]
         if memory.is_ready():  # waits are not measured where there are none: that takes the host time
             return memory.weights()
-        with self._waiting(WaitCause.OPTIMIZER):
+        with self._waiting(WaitCause.OPTIMIZER, stage=stage):
             memory.wait_until_updated()
-        with self._waiting(WaitCause.WEIGHTS):
+        with self._waiting(WaitCause.WEIGHTS, stage=stage):
             return memory.weights()
 
     def _receive(self, source_stage: int) -> Tensor:
-        with self._waiting(WaitCause.NEIGHBOURS):
-            return self._transport.receive(self._schedule.rank_of(source_stage))
+        rank = self._schedule.rank_of(source_stage)
+        with self._waiting(WaitCause.NEIGHBOURS, rank=rank, stage=source_stage):
+            return self._transport.receive(rank)
 
     @contextmanager
-    def _waiting(self, cause: WaitCause) -> Iterator[None]:
-        with self._clock.waiting(cause), self._spans.device_span(Lane.WAIT, cause.value):
+    def _waiting(self, cause: WaitCause, *, rank: int | None = None, stage: int | None = None) -> Iterator[None]:
+        with (
+            self._activity.waiting(cause, rank=rank, stage=stage),
+            self._clock.waiting(cause),
+            self._spans.device_span(Lane.WAIT, cause.value),
+        ):
             yield

@@ -7,6 +7,7 @@ In this order, so that nothing that is complete depends on what comes later:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -93,6 +94,7 @@ def export_model(session: Session, output: OutputFolder, *, base_files: BaseFile
     values = {name: view for state in states for name, view in state.layout.views(state.weights).items()}
 
     def read(name: str) -> Tensor:
+        session.activity.progress()
         return values[name].cpu()
 
     if rank == 0:
@@ -117,11 +119,14 @@ def export_model(session: Session, output: OutputFolder, *, base_files: BaseFile
     transport.barrier()
 
 
-def write_single_file(params_file: Path, output: OutputFolder) -> None:
-    """Make the single file from the committed folder; raises CheckpointError that tells how to do that later."""
+def write_single_file(params_file: Path, output: OutputFolder, *, progress: Callable[[], None] = lambda: None) -> None:
+    """Make the single file from the committed folder; raises CheckpointError that tells how to do that later.
+
+    `progress` is called whenever some of it is written.
+    """
     try:
         params_file.parent.mkdir(parents=True, exist_ok=True)
-        write_params_file(params_file, output.save_dir)
+        write_params_file(params_file, output.save_dir, progress=progress)
     except (CheckpointError, OSError) as error:
         names = f"Path({str(params_file.resolve())!r}), Path({str(output.save_dir)!r})"
         older = " The older file is as it was." if params_file.exists() else ""

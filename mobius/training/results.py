@@ -70,7 +70,9 @@ def take_best(session: Session, saver: CheckpointSaver) -> int | None:
         logger.warning("--load_best_model_at_end: no checkpoint was evaluated, so the last weights are the result")
         return None
     reader = open_checkpoint(checkpoint_path(saver.save_dir, step))
-    restore(session.stages, session.blueprint.parts, reader, weights_only=True)
+    session.activity.begins("the weights of the best checkpoint")
+    progress = session.activity.progress
+    restore(session.stages, session.blueprint.parts, reader, weights_only=True, progress=progress)
     logger.info("weights of the best checkpoint are taken: %s", reader.path)
     session.transport.barrier()
     return step
@@ -124,6 +126,7 @@ def save_model(session: Session, output: OutputFolder, base_files: BaseFiles, st
 
     Once the model has its name, nothing that fails may hide that.
     """
+    session.activity.begins("the export of the model")
     export_model(session, output, base_files=base_files, standing=standing)
     if session.transport.rank != 0:
         return []
@@ -137,7 +140,8 @@ def save_model(session: Session, output: OutputFolder, base_files: BaseFiles, st
     unfinished = params.with_name(f"{params.name}.partial")
     standing.becomes(f"{saved}; {params} was not written", clear=unfinished.unlink)
     try:
-        write_single_file(params, output)
+        session.activity.begins("the single file of all parameters")
+        write_single_file(params, output, progress=session.activity.progress)
     except CheckpointError as error:
         return [str(error)]
     standing.becomes(f"{saved} and in {params}; {config.output.save_results} was not written")
@@ -155,6 +159,7 @@ def finish(
     blueprint, meter = session.blueprint, MemoryMeter(session.blueprint.place.device)
     reading = meter.read()
     own = [reading.peak_allocated, reading.peak_reserved, reading.allocated, reading.peak_host]
+    session.activity.begins("the report")
     rows = numbers_of_ranks(session.transport, own).tolist()
     if session.transport.rank != 0:
         return

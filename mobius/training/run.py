@@ -44,6 +44,7 @@ from mobius.training.resuming import Resume, find_resume, restore
 from mobius.training.saving import CheckpointSaver
 from mobius.training.session import Session, open_session
 from mobius.training.trainer import Trainer
+from mobius.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -96,18 +97,31 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     _check_installed(config)
     resume = find_resume(config, ranks, given=given)
     run = _open(config if resume is None else resume.config, ranks, given, standing, resume)
+    watchdog = _watchdog(run, standing)
     try:
-        return _train_and_save(run, standing, timing)
+        return _train_and_save(run, standing, timing, watchdog)
     except MobiusError as error:
         if (older := run.output.older_results) is not None:
             error.add_note(f"The results that were to be replaced are in {older}; the next start puts them back.")
         raise
     finally:
+        watchdog.stop()
         run.output.close()
 
 
-def _train_and_save(run: _Opened, standing: Standing, timing: Timing) -> Prediction | None:
-    """Everything from the first step on."""
+def _watchdog(run: _Opened, standing: Standing) -> Watchdog:
+    transport = run.session.transport
+    return Watchdog(
+        run.session.activity,
+        rank=transport.rank,
+        num_ranks=transport.num_ranks,
+        minutes=run.config.saving.watchdog_minutes,
+        left=standing.clear if transport.rank == 0 else None,
+    )
+
+
+def _train_and_save(run: _Opened, standing: Standing, timing: Timing, watchdog: Watchdog) -> Prediction | None:
+    """Everything from the first step on; `watchdog` watches until connections are closed."""
     resume, is_first = run.resume, run.session.transport.rank == 0
     session, output, config = run.session, run.output, run.config
     trains = config.evaluation.do_train
@@ -119,11 +133,12 @@ def _train_and_save(run: _Opened, standing: Standing, timing: Timing) -> Predict
     log = open_log(session.blueprint, output.training_folder, state)
     loop = _loop(run, trainer, saver, evaluator, log, standing, timing)
     timing.ends_loading()
+    watchdog.start()
     try:
         ending = _train(run, loop) if trains else Ending.LAST_STEP
         timing.ends_training()
         if ending in (Ending.SIGNAL, Ending.TIME):
-            _leave_early(ending, run, saver, log)
+            _leave_early(ending, run, saver, log, watchdog)
             return None
         if trains and saver is not None and config.evaluation.load_best_model_at_end:
             loop.result_step = take_best(session, saver) or trainer.num_steps_done
@@ -140,6 +155,7 @@ def _train_and_save(run: _Opened, standing: Standing, timing: Timing) -> Predict
     elif is_first:
         output.commit()
     finish(session, output, loop.steps, timing.of_run(loop.steps), problems)
+    watchdog.stop()
     _close(run, saver)
     return _prediction(run) if config.evaluation.predicts and is_first else None
 
@@ -281,7 +297,9 @@ def _train(run: _Opened, loop: TrainingLoop) -> Ending:
     return ending
 
 
-def _leave_early(ending: Ending, run: _Opened, saver: CheckpointSaver | None, log: RunLog | None) -> None:
+def _leave_early(
+    ending: Ending, run: _Opened, saver: CheckpointSaver | None, log: RunLog | None, watchdog: Watchdog
+) -> None:
     """End a run before its last step: its state is saved as far as that worked. Raises SavedAndStopped after a signal.
 
     A run whose time is up ends well, or a launcher would start it again.
@@ -294,6 +312,7 @@ def _leave_early(ending: Ending, run: _Opened, saver: CheckpointSaver | None, lo
     if newest is not None:
         told = f"the state is saved in {newest}. To go on: {how_to_resume(command_words())}"
     run.session.transport.barrier()
+    watchdog.stop()
     if ending is Ending.SIGNAL:
         raise SavedAndStopped(f"after a step: {told}")
     logger.info("--max_run_time %g minutes are over: %s", run.config.saving.max_run_time, told)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mobius.activity import Activity
 from mobius.config.config import Dtype
 from mobius.data.batches import Batch, arrange
 from mobius.limits import max_sends_under_way
@@ -54,6 +55,8 @@ class Session:
     transport: Transport
     stages: RankStages
     recordings: Recordings | None
+    activity: Activity = field(default_factory=Activity)
+    """Told by every part what this rank does."""
 
     @property
     def spans(self) -> Spans:
@@ -92,6 +95,7 @@ class Session:
             max_grad_norm=optim.max_grad_norm,
             tied=tied,
             before_update=before_update,
+            activity=self.activity,
         )
         if counts is not None:
             stepper.restore(counts)
@@ -103,6 +107,7 @@ class Session:
                 clock,
                 unsealed_names=tied.names if tied else frozenset(),
                 spans=self.spans,
+                activity=self.activity,
             ),
             stepper=stepper,
             batches=_step_batches(batches, blueprint),
@@ -111,6 +116,7 @@ class Session:
             meter=MemoryMeter(device),
             watches=() if self.recordings is None else self.recordings.watches,
             steps_done=steps_done,
+            activity=self.activity,
         )
 
     def write_recordings(self) -> None:
@@ -146,6 +152,7 @@ def open_session(
 
     Raises PlanError if the ranks disagree, and what planning, memory and weights raise.
     """
+    activity = Activity()
     place, done = blueprint.place, passed or (lambda part: None)
     set_host_threads(place.ranks, place.device, place.device_order)
     spans = NO_SPANS if recordings is None else recordings.spans
@@ -164,7 +171,7 @@ def open_session(
         gradient_dtype=torch.float32 if pipeline.fp32_gradients else blueprint.dtype,
         loss_chunk_tokens=pipeline.loss_chunk_tokens,
         waiting=blueprint.answer.request.waiting,
-        updates=UpdateQueue() if pipeline.overlap_optimizer else None,
+        updates=UpdateQueue(activity) if pipeline.overlap_optimizer else None,
         spans=spans,
     )
     if restore is not None:
@@ -176,7 +183,7 @@ def open_session(
         _rehearse(blueprint, stages)
     transport.barrier()
     done("rehearsal")
-    return Session(blueprint=blueprint, transport=transport, stages=stages, recordings=recordings)
+    return Session(blueprint=blueprint, transport=transport, stages=stages, recordings=recordings, activity=activity)
 
 
 def _connect(blueprint: Blueprint, spans: Spans) -> Transport:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
+from mobius.activity import Activity
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.rank_memory import take_memory
@@ -90,6 +91,7 @@ class RankStages:
         *,
         unsealed_names: frozenset[str] = frozenset(),
         spans: Spans = NO_SPANS,
+        activity: Activity | None = None,
     ) -> Executor:
         """Player of this rank's actions of `schedule`, which is made for the same plan."""
         return Executor(
@@ -103,6 +105,7 @@ class RankStages:
             unsealed_names=unsealed_names,
             graph_stages=self.plan.kept,
             spans=spans,
+            activity=activity,
         )
 
     def close(self) -> None:

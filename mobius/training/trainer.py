@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mobius.activity import Activity
 from mobius.config.config import OptimConfig
 from mobius.machine.devices import MemoryMeter
 from mobius.messages.transport import Transport
@@ -51,9 +52,13 @@ class Trainer:
         meter: MemoryMeter,
         watches: Sequence[StepWatch] = (),
         steps_done: int = 0,
+        activity: Activity | None = None,
     ) -> None:
-        """Each step runs within what `watches` return for its number. `batches` begin behind `steps_done` steps."""
-        self._watches = watches
+        """Each step runs within what `watches` return for its number. `batches` begin behind `steps_done` steps.
+
+        `activity` is told of each part of a step; the first one may compile.
+        """
+        self._watches, self._activity, self._is_first = watches, activity or Activity(), True
         self._config = config
         self._executor, self._stepper, self._batches = executor, stepper, batches
         self._transport, self._clock, self._meter = transport, clock, meter
@@ -81,7 +86,9 @@ class Trainer:
             with ExitStack() as stack:
                 for watch in self._watches:
                     stack.enter_context(watch(self._step + 1))
+                stack.enter_context(self._activity.warming_up() if self._is_first else nullcontext())
                 metrics = self.train_step()
+            self._is_first = False
             yield metrics
 
     def leave_out_time(self) -> None:
@@ -94,6 +101,8 @@ class Trainer:
 
     def train_step(self) -> StepMetrics:
         """One optimizer step: M microbatches through all stages, then AdamW."""
+        self._activity.begins_step(self._step + 1)
+        self._activity.begins("the batch")
         batch = self._next_batch or next(self._batches)
         learning_rate = learning_rate_at(self._step, self._config)
         self._stepper.begin_step(learning_rate)
@@ -102,13 +111,16 @@ class Trainer:
         )
         self._step += 1
         is_last = self._step == self._config.num_steps
+        self._activity.begins("the next batch")
         self._next_batch = None if is_last else next(self._batches)  # while the device works
+        self._activity.begins("the update")
         outcome = self._stepper.apply(sums, step=self._step)
         if is_last:
             self._stepper.drain()
         return self._measure(batch, outcome, learning_rate)
 
     def _measure(self, batch: StepBatch, outcome: StepOutcome, learning_rate: float) -> StepMetrics:
+        self._activity.begins("the numbers of all ranks")
         memory, waits = self._meter.read(), self._clock.collect()
         own = [memory.peak_allocated, memory.peak_reserved, memory.peak_host, *(waits[cause] for cause in WaitCause)]
         told = () if self.exchange is None else self.exchange.own()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from mobius.activity import Activity
 from mobius.data.batches import Batch, EvaluationBatches, arrange
 from mobius.data.store import TokenizedDataset
 from mobius.errors import DataError
@@ -118,11 +120,16 @@ class Evaluator:
         blueprint: Blueprint,
         stages: RankStages,
         transport: Transport,
+        activity: Activity | None = None,
     ) -> None:
-        """`datasets` by name, in batches of the shape that `blueprint` is made for; at least one."""
+        """`datasets` by name, in batches of the shape that `blueprint` is made for; at least one.
+
+        `activity` is told of each pass; the first evaluation may compile.
+        """
         assert datasets, "without data there is no evaluator"
         self._datasets, self._blueprint = datasets, blueprint
         self._stages, self._transport = stages, transport
+        self._activity, self._is_first = activity or Activity(), True
         self._clock = WaitClock(blueprint.place.device)
         self._meter = MemoryMeter(blueprint.place.device)
         self._batches_per_pass = min(batches_per_pass(blueprint.plan), sum(map(len, datasets.values())))
@@ -134,7 +141,14 @@ class Evaluator:
 
         A bar is shown only on a terminal. Raises what a step raises.
         """
+        with self._activity.warming_up() if self._is_first else nullcontext():
+            result = self._evaluate(show_progress)
+        self._is_first = False
+        return result
+
+    def _evaluate(self, show_progress: bool) -> EvaluationResult:
         num_microbatches = self._blueprint.plan.num_microbatches
+        self._activity.begins("the start of the evaluation")
         self._transport.barrier()
         start = time.perf_counter()
         self._transport.bound_sends(max_sends_under_way(num_microbatches * self._batches_per_pass))
@@ -147,6 +161,7 @@ class Evaluator:
             disable=None if show_progress else True,
         ) as progress:
             for names, batches in self._passes():
+                self._activity.begins("the batches of the evaluation")
                 for name, batch in zip(names, batches, strict=True):
                     own = counts[name]
                     own.num_targets += batch.num_targets
@@ -155,7 +170,9 @@ class Evaluator:
                 made.append((names, self._executor(len(batches)).evaluate(join(batches, self._blueprint))))
                 progress.update(len(batches))
         self._transport.bound_sends(max_sends_under_way(num_microbatches))
-        self._add(made, counts)
+        self._activity.begins("the end of the evaluation")
+        with self._activity.waiting("the device"):
+            self._add(made, counts)
         self._clock.collect()
         return self._agree(counts, start)
 
@@ -190,7 +207,9 @@ class Evaluator:
     def _executor(self, num_batches: int) -> Executor:
         if num_batches not in self._executors:
             schedule = self._schedule(num_batches)
-            self._executors[num_batches] = self._stages.executor(schedule, self._transport, self._clock)
+            self._executors[num_batches] = self._stages.executor(
+                schedule, self._transport, self._clock, activity=self._activity
+            )
         return self._executors[num_batches]
 
     def _schedule(self, num_batches: int) -> Schedule:
@@ -256,7 +275,13 @@ def make_evaluator(session: Session, samples: Sequence[EvaluationSamples], *, pa
         )
         for name, each in _named(samples)
     }
-    evaluator = Evaluator(datasets, blueprint=blueprint, stages=session.stages, transport=session.transport)
+    evaluator = Evaluator(
+        datasets,
+        blueprint=blueprint,
+        stages=session.stages,
+        transport=session.transport,
+        activity=session.activity,
+    )
     if blueprint.place.device.type == "cuda" and blueprint.place.ranks.num_ranks > 1:
         evaluator.rehearse()
     return evaluator

@@ -113,10 +113,10 @@ def test_a_process_that_was_stopped_for_long_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_told_with_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
-    """Only rank 2 notices: the others go on, and are called."""
+    """Only rank 2 notices: the others have more patience, and are called."""
     processes = [
-        start(tmp_path, "watchdog.start(); go_on(100)", rank=0, num_ranks=3, seconds=60),
-        start(tmp_path, "watchdog.start(); go_on(100)", rank=1, num_ranks=3, seconds=60),
+        start(tmp_path, "watchdog.start(); hang()", rank=0, num_ranks=3, seconds=60),
+        start(tmp_path, "watchdog.start(); hang()", rank=1, num_ranks=3, seconds=60),
         start(tmp_path, f"time.sleep(1)\n{HANG}", rank=2, num_ranks=3),
     ]
     begin = time.monotonic()
@@ -129,8 +129,39 @@ def test_a_rank_that_hangs_is_told_with_the_ranks_that_wait_for_it(tmp_path: Pat
         assert f"rank {rank} (process {processes[rank].pid}" in texts[rank]
         assert "rank 2 has called all ranks" in texts[rank]
         assert f"in step 12, at F{4 + rank}.1 (stage {4 + rank}, microbatch 1)" in texts[rank]
-        assert " in go_on" in texts[rank]
+        assert " in hang" in texts[rank]
     assert not any("does not answer" in text for text in texts)
+
+
+def test_a_rank_waits_for_one_that_goes_on_and_ends_with_it_when_that_stands_still(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    processes = [
+        start(tmp_path, HANG, rank=0, num_ranks=2),
+        start(tmp_path, "watchdog.start(); go_on(8); hang()", rank=1, num_ranks=2),
+    ]
+    texts = outputs(*processes)
+
+    assert [process.returncode for process in processes] == [75, 75]
+    assert time.monotonic() - begin > 8
+    (waited,) = re.findall(r"waits for neighbours.* for (.*) s", texts[0])
+    assert float(waited) > 6  # from the start of the other one, which takes a moment
+    assert "does not answer" not in "".join(texts)
+
+
+def test_what_compiles_gets_ten_times_as_long_and_what_follows_does_not(tmp_path: Path) -> None:
+    warm_up = "watchdog.start()\nwith activity.warming_up(): time.sleep(3)\nprint('warm', flush=True)\n"
+    too_long = "watchdog.start()\nwith activity.warming_up(): hang()\n"
+    processes = [
+        start(tmp_path, warm_up + "go_on(1); print('done')", rank=0, seconds=1),
+        start(tmp_path, warm_up + "hang()", rank=1, seconds=1),
+        start(tmp_path, too_long, rank=2, seconds=0.4),
+    ]
+    texts = outputs(*processes)
+
+    assert [process.returncode for process in processes] == [0, 75, 75]
+    assert texts[0] == "warm\ndone\n"
+    assert re.search(r"rank 1 .*: no progress for 1\.\d s", texts[1])
+    assert re.search(r"rank 2 .*: no progress for 4\.\d s", texts[2])
 
 
 def test_a_call_in_c_that_holds_the_interpreter_is_told_by_the_second_net(tmp_path: Path) -> None:
