@@ -13,12 +13,16 @@ Mobius itself neither needs nor loads one; from-dcp has torch load this one, and
 
 import argparse
 import contextlib
+import importlib.util
 import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+
+if importlib.util.find_spec("mobius") is None:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from safetensors import safe_open

@@ -61,6 +61,8 @@ def test_a_command_that_cannot_run_here_takes_its_options(command: Command) -> N
         "python scripts/show_schedule.py --num_rank_s 4",
         "bash train.sh configs/none.yaml",
         "docker run --rm mobius --batch_size 3 --num_chunks 2",
+        "sbatch --time 1:00:00 scripts/slurm_requeue.sh configs/long_run.yaml --num_epoch_s 3",
+        "sbatch scripts/slurm_none.sh configs/long_run.yaml",
         "pytest -m gpu tests/gpu/test_none.py",
         "python benchmarks/benchmark.py 7b -- --num_stage_s 4",
     ],

@@ -177,6 +177,9 @@ def _problems(words: Sequence[str]) -> list[str]:
             return _missing([file]) or _option_problems(["--config", str(ROOT / file), *options])
         case ["bash", script, *_]:
             return _missing([script]) or _failure(["bash", "-n", script])
+        case ["sbatch", *rest]:
+            (place,) = (index for index, word in enumerate(rest) if word.endswith(".sh"))
+            return _missing([rest[place]]) or _problems(["bash", "train.sh", *rest[place + 1 :]])
         case ["docker", "run", *rest]:
             return _option_problems(rest[rest.index("mobius") + 1 :])
         case ["docker", "build", *_]:

@@ -23,7 +23,7 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_there_are_configs() -> None:
-    assert {"fine_tune.yaml", "quickstart.yaml"} <= {file.name for file in FILES}
+    assert {"evaluate.yaml", "fine_tune.yaml", "long_run.yaml", "quickstart.yaml"} <= {file.name for file in FILES}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -145,7 +145,9 @@ def test_what_a_killed_save_left_is_no_checkpoint(job: Job, ending: str) -> None
     assert job.calls == ["train.sh run.yaml"]
 
 
-@pytest.mark.parametrize("options", [["--overwrite_output_dir"], ["--resume_from_checkpoint", "elsewhere/checkpoint-3"]])
+@pytest.mark.parametrize(
+    "options", [["--overwrite_output_dir"], ["--resume_from_checkpoint", "elsewhere/checkpoint-3"]]
+)
 def test_only_the_first_turn_starts_as_it_is_told(job: Job, options: list[str]) -> None:
     job.write("model")
     job.checkpoint(7)
