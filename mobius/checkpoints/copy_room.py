@@ -14,25 +14,35 @@ from mobius.memory.host_arena import lock_pages, map_zeros, unlock_pages
 class CopyRoom:
     """Host memory for copies: one buffer for each stage or, if `num_bytes` are not enough for that, some to share."""
 
-    def __init__(self, stage_bytes: Mapping[int, int], num_bytes: int, *, pins: bool) -> None:
-        """`stage_bytes` is what each stage's copy takes. `pins`: page-locked, for copies from a GPU.
+    def __init__(self, stage_bytes: Mapping[int, int], num_bytes: int, *, pinned: Collection[int]) -> None:
+        """Take the memory; `stage_bytes` is what each stage's copy takes, `pinned` the stages that a GPU copies.
 
-        Buffers are made by a thread. Where `num_bytes` are too few for the largest stage there is a single one without
-        memory: a turn to write a stage from where it is.
+        It is taken here and not beside training: while CUDA page-locks memory nothing else can be enqueued, and two
+        GPUs that wait for each other's messages would wait for good. Where `num_bytes` are too few for the largest
+        stage there is a single buffer without memory: a turn to write a stage from where it is. Raises HostMemoryError.
         """
         self._has_all = sum(stage_bytes.values()) <= num_bytes
         largest = max(stage_bytes.values())
         self.has_memory = largest <= num_bytes
-        sizes = dict(stage_bytes)
+        sizes, locked = dict(stage_bytes), set(pinned)
         if not self._has_all:
             sizes = dict.fromkeys(range(num_bytes // largest), largest) if self.has_memory else {0: 0}
+            locked = set(sizes) if pinned else set()
         self.num_bytes = sum(sizes.values())
-        self._pins, self._free = pins, threading.Condition()
+        self._free = threading.Condition()
         self._buffers: dict[int, Tensor] = {}
+        self._locked: list[Tensor] = []
         self._taken: set[int] = set()
-        self._error: BaseException | None = None
-        self._maker = threading.Thread(target=self._make, args=(sizes,), name="copy room", daemon=True)
-        self._maker.start()
+        for number, size in sizes.items():
+            self._buffers[number] = buffer = map_zeros(size, torch.uint8)
+            if number in locked and size:
+                lock_pages(buffer)
+                self._locked.append(buffer)
+
+    @property
+    def num_buffers(self) -> int:
+        """Copies that can be there at once."""
+        return len(self._buffers)
 
     @property
     def has_all(self) -> bool:
@@ -43,8 +53,6 @@ class CopyRoom:
         """Number of a free buffer that takes one of `stages`; waits for it. None once `gives_up` says yes."""
         with self._free:
             while not gives_up():
-                if self._error is not None:
-                    raise self._error
                 ready = self._buffers.keys() - self._taken
                 if usable := (ready & set(stages) if self._has_all else ready):
                     number = next((stage for stage in stages if stage in usable), min(usable))
@@ -70,25 +78,9 @@ class CopyRoom:
 
     def close(self) -> None:
         """Give page-locked memory back; nothing may be copying any more."""
-        self._maker.join()
-        if self._pins:
-            for buffer in filter(Tensor.numel, self._buffers.values()):
-                unlock_pages(buffer)
+        while self._locked:
+            unlock_pages(self._locked.pop())
         self._buffers = {}
-
-    def _make(self, sizes: Mapping[int, int]) -> None:
-        try:
-            for number, num_bytes in sizes.items():
-                buffer = map_zeros(num_bytes, torch.uint8)
-                if self._pins and num_bytes:
-                    lock_pages(buffer)
-                with self._free:
-                    self._buffers[number] = buffer
-                    self._free.notify_all()
-        except BaseException as error:
-            with self._free:
-                self._error = error
-                self._free.notify_all()
 
 
 def divided(buffer: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

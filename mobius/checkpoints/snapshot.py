@@ -31,11 +31,14 @@ from mobius.memory.streams import Event, new_stream, record_current
 
 COPIED_AT_ONCE = 2**24
 """Bytes that one thread copies at a time."""
+MOST_WRITERS = 3
+"""Threads that write: while one waits for the disk, another one sums up and hands over."""
 
 WEIGHTS = "weights"
 
 Write = Callable[[int, Mapping[str, Tensor]], None]
-"""Writes a stage's tensors, by the names they are saved under, to the disk."""
+"""Writes a stage's tensors, by the names they are saved under, to the disk; several threads call it, each for another
+stage."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,10 @@ class Snapshots:
         sizes = {stage: _num_bytes(self._flat(stage)) for stage in self._order}
         self.num_bytes = sum(sizes.values())
         self._device, self._activity = device, activity or Activity()
-        on_gpu = [sizes[stage] for stage in self._order if self._is_on_gpu(stage)]
+        on_gpu = [stage for stage in self._order if self._is_on_gpu(stage)]
         room_bytes = max(room_bytes, max(sizes.values(), default=0) if on_gpu else 0)
-        self.room = CopyRoom(sizes, room_bytes, pins=bool(on_gpu)) if self.num_bytes else None
+        self.room = CopyRoom(sizes, room_bytes, pinned=on_gpu) if self.num_bytes else None
+        self._stream = new_stream(device)
         self._copiers = ThreadPoolExecutor(num_threads, thread_name_prefix="copying")
         self._save: _Save | None = None
 
@@ -121,7 +125,9 @@ class Snapshots:
         for stage in self._order:
             memory = self._stages[stage].memory
             memory.when_updated(lambda stage=stage: save.is_updated(stage, record_current(self._device)))  # type: ignore[misc]
-        for name, run in (("saving: copies", self._copy), ("saving: writes", self._write)):
+        num_writers = min(MOST_WRITERS, 1 if self.room is None else self.room.num_buffers)
+        works = [("saving: copies", self._copy), *[("saving: writes", self._write)] * num_writers]
+        for name, run in works:
             thread = threading.Thread(target=self._guarded, args=(run, save, write), name=name, daemon=True)
             save.threads.append(thread)
             thread.start()
@@ -174,7 +180,6 @@ class Snapshots:
             save.fail(error)
 
     def _copy(self, save: _Save, write: Write) -> None:
-        stream = new_stream(self._device)
         while (wanted := save.next_stages()) and self.room is not None:
             number = self.room.take(wanted, gives_up=lambda: save.has_failed)
             if number is None:
@@ -189,17 +194,16 @@ class Snapshots:
                 continue
             target = divided(self.room.buffer(number), source)
             if self._is_on_gpu(stage):
-                with stream.run():
+                with self._stream.run():
                     begun.wait()
                     for kind, tensor in source.items():
                         target[kind].copy_(tensor, non_blocking=True)
-                    copied = stream.record()
-                save.is_on_its_way(stage, copied)
-                copied.synchronize()
+                    copied = self._stream.record()
+                save.is_on_its_way(stage, copied, (stage, number, target))
             else:
                 self._copy_host(source, target)
+                save.is_copied(stage, (stage, number, target))
             self._activity.rests("copies")
-            save.is_copied(stage, (stage, number, target))
 
     def _is_on_gpu(self, stage: int) -> bool:
         return self._stages[stage].memory.state.weights.device.type == "cuda"
@@ -217,12 +221,13 @@ class Snapshots:
     def _write(self, save: _Save, write: Write) -> None:
         while (given := save.next_copy()) is not None:
             stage, number, flat = given
-            start = time.monotonic()
-            self._activity.works("writer", f"stage {stage}")
+            start, worker = time.monotonic(), f"writer of stage {stage}"
+            self._activity.works(worker, "its files")
             try:
+                save.wait_for_copy(stage)
                 write(stage, self._stages[stage].named(flat))
             finally:
-                self._activity.rests("writer")
+                self._activity.rests(worker)
                 assert self.room is not None
                 self.room.give_back(number)
             save.is_written(stage, _num_bytes(flat), time.monotonic() - start)
@@ -299,10 +304,12 @@ class _Save:
             self._phases[stage] = _Phase.COPYING
             return self._events[stage]
 
-    def is_on_its_way(self, stage: int, copied: Event) -> None:
+    def is_on_its_way(self, stage: int, copied: Event, copy: _Copy) -> None:
+        """`copy` is complete behind `copied`."""
         with self._changed:
             self._events[stage], self._phases[stage] = copied, _Phase.ON_ITS_WAY
             self._changed.notify_all()
+        self._copies.put(copy)
 
     def is_copied(self, stage: int, copy: _Copy) -> None:
         with self._changed:
@@ -315,7 +322,17 @@ class _Save:
         self._copies.put(state)
 
     def next_copy(self) -> _Copy | None:
-        return None if self.has_failed else self._copies.get()
+        copy = None if self.has_failed else self._copies.get()
+        if copy is None:
+            self._copies.put(None)  # for the next thread that writes
+        return copy
+
+    def wait_for_copy(self, stage: int) -> None:
+        """Return when what is on its way from a GPU is there."""
+        if self._phases[stage] is _Phase.ON_ITS_WAY:
+            self._events[stage].synchronize()
+            with self._changed:
+                self._phases[stage] = _Phase.COPIED
 
     def is_written(self, stage: int, num_bytes: int, seconds: float) -> None:
         with self._changed:
