@@ -279,7 +279,8 @@ class _Save:
     def let_go(self, stage: int) -> None:
         with self._changed:
             start = time.monotonic()
-            while not self.has_failed and self._phases[stage].value < _Phase.ON_ITS_WAY.value:
+            # While it is UPDATING, the update that asks is the saved step's own, or a piece of it.
+            while not self.has_failed and self._phases[stage] in (_Phase.READY, _Phase.COPYING):
                 if stage not in self._urgent:
                     self._urgent.append(stage)
                 self._changed.wait()

@@ -197,6 +197,26 @@ def test_a_stage_is_read_only_once_its_own_update_is_done() -> None:
     assert disk.values() == {0: {5.0}}
 
 
+def test_the_saved_step_s_own_update_does_not_wait_for_the_save_that_waits_for_it() -> None:
+    """Its pieces run in the optimizer's thread, and the save of the step may begin before them."""
+    stage = make_stage(pending=True)
+    snapshots, disk = make({0: stage}), Disk()
+    snapshots.begin(disk.write)
+    own = threading.Thread(target=snapshots.before_update, args=(0,), daemon=True)
+    own.start()
+    own.join(PATIENCE)
+    assert not own.is_alive(), "the update waits for its own end"
+    set_all(stage, 5)
+    assert isinstance(stage.memory, FakeMemory)
+    for action in stage.memory.waiting or ():
+        action()
+    snapshots.before_update(0)
+    set_all(stage, 6)
+    assert snapshots.wait().error is None
+    assert disk.values() == {0: {5.0}}
+    snapshots.close()
+
+
 def test_a_failure_frees_updates_and_buffers_and_the_next_save_works() -> None:
     stages = {number: make_stage() for number in range(3)}
     snapshots = make(stages, 0)
