@@ -60,7 +60,7 @@ def checkpoints_in(folder: Path) -> list[str]:
     found = []
     for name in names_in(folder):
         match, mark = _CHECKPOINT.fullmatch(name), folder / name / CHECKPOINT_MARK
-        if match is not None and mark.is_file():
+        if match is not None and mark.is_file() and mark.stat().st_size:  # it is empty until all else is written
             found.append((match[2] is None, _save_number(mark), int(match[1]), name))
     return [name for *_, name in sorted(found, reverse=True)]
 
