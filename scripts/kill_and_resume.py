@@ -1,0 +1,315 @@
+"""Kills a small training at random moments, lets it go on each time, and compares it with one that was left alone.
+
+Losses, norms, evaluations, final weights and every checkpoint must be equal to the bit, and nothing may be left: no
+process, no unfinished file, nothing in shared memory. Linux only.
+
+    python scripts/kill_and_resume.py --kills 60 --seed 1
+    python scripts/kill_and_resume.py --kills 10 --device cuda -- --num_stages 8     # options of main.py after `--`
+
+A start is either by the launcher, and then a rank or the launcher is killed and the rest has to end by itself; or its
+ranks are forked from here, where everything is imported already, and those that live are killed a moment later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from started_ranks import (
+    NUM_RANKS,
+    ROOT,
+    SHARED_MEMORY,
+    Started,
+    comes,
+    descendants,
+    end_descendants,
+    import_everything,
+    inherit_orphans,
+    left_in_shared_memory,
+    start,
+)
+
+STEPS, SAVE_STEPS, KEPT = 12, 3, 2
+OPTIONS = f"""--model_path model --dataset data.jsonl --num_stages 4 --num_chunks 2 --batch_size 4 --seq_length 32
+    --learning_rate 1e-3 --num_iterations {STEPS} --save_steps {SAVE_STEPS} --val_size 6 --eval_strategy steps
+    --eval_steps 4 --save_params none --save_results results.txt --save_dir out"""
+OF_A_DEVICE = {"cpu": "--fp32", "cuda": "--compile off --resident_stages 1 --recompute full"}
+"""Nothing that is measured may decide on the plan: a run that begins anew has to decide as the first one did."""
+PHASES = ("starting", "tokenizing", "training", "saving", "exporting")
+SHARE_AT_A_SAVE = 0.4
+"""Share of the kills that wait for a checkpoint to be under way, which is a small part of a run's time."""
+END_SECONDS = 60.0
+HANG_SECONDS = 1200.0
+
+
+class TrialError(Exception):
+    """A difference, or something left."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Kill and resume as asked; returns 1 if anything differs or is left."""
+    words = sys.argv[1:] if argv is None else argv
+    arguments, more = parse_arguments(words)
+    inherit_orphans()
+    import_everything()
+    folder = Path(tempfile.mkdtemp(prefix="kills-", dir=arguments.folder))
+    options = [*f"--device {arguments.device} {OPTIONS} {OF_A_DEVICE[arguments.device]}".split(), *more]
+    trial = Trial(folder, options, random.Random(arguments.seed), arguments.launched)
+    try:
+        trial.run(arguments.kills)
+    except TrialError as failure:
+        print(f"{failure}\nThe run is in {folder}.")
+        return 1
+    finally:
+        print(trial.table())
+        end_descendants()
+    shutil.rmtree(folder)
+    return 0
+
+
+def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of this script, and the words after `--`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=60, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and victims (default: %(default)s)")
+    parser.add_argument("--device", choices=OF_A_DEVICE, default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="where to make the folder of the runs (default: the system's)")
+    parser.add_argument(
+        "--launched", type=float, default=0.3, help="share of starts by the launcher (default: %(default)s)"
+    )
+    place = words.index("--") if "--" in words else len(words)
+    return parser.parse_args(words[:place]), words[place + 1 :]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """A digest of each tensor in the safetensors files of a folder."""
+    import torch
+    from safetensors import safe_open
+
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 it is no mapping
+                values = file.get_tensor(name).reshape(-1).view(torch.uint8)
+                found[name] = hashlib.sha256(values.numpy().data).hexdigest()
+    return found
+
+
+def state_of(checkpoint: Path) -> dict[str, object]:
+    """Everything in a checkpoint that a run goes on with."""
+    manifest = json.loads((checkpoint / "checkpoint.json").read_text())
+    names = ("step", "num_parameters", "dtype", "has_optimizer", "training", "data", "metric")
+    return {**{name: manifest[name] for name in names}, **digests(checkpoint)}
+
+
+def results_of(out: Path) -> dict[str, object]:
+    """Numbers and weights of a whole run that have to be the same in another one."""
+    measured = ("step_seconds", "tokens_per_second", "wait_seconds")
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    judged = ("step", "epoch", "eval_loss", "eval_perplexity", "eval_token_accuracy")
+    exact = [{k: v for k, v in step.items() if k not in measured and "memory" not in k} for step in steps]
+    evaluations = [{name: entry[name] for name in judged} for entry in history if "eval_loss" in entry]
+    return {"steps": exact, "evaluations": evaluations, **digests(out)}
+
+
+def compare(name: str, expected: Mapping[str, object], found: Mapping[str, object]) -> None:
+    """Raise TrialError with the first things that differ."""
+    differing = [key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)]
+    if differing:
+        shown = "\n".join(f"  {key}: {expected.get(key)} expected, {found.get(key)} found" for key in differing[:5])
+        raise TrialError(f"{name}: {len(differing)} of {len(expected)} things differ:\n{shown}")
+
+
+class Trial:
+    """Owns the runs of one call, in `folder`: the one that is left alone, and lives that are killed till they end."""
+
+    def __init__(self, folder: Path, options: list[str], draw: random.Random, launched: float) -> None:
+        self._folder, self._options, self._draw, self._launched = folder, options, draw, launched
+        self._shared = {path.name for path in SHARED_MEMORY.iterdir()}
+        self._seconds = {False: 0.0, True: 0.0}
+        self._expected: dict[str, object] = {}
+        self._checkpoints: dict[str, dict[str, object]] = {}
+        self._kills: Counter[tuple[str, str]] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._begun = time.monotonic()
+
+    def run(self, num_kills: int) -> None:
+        """Kill `num_kills` times; raises TrialError."""
+        self._make_inputs()
+        for is_launched in (False, True) if self._launched > 0 else (False,):
+            self._leave_alone(is_launched)
+        while (killed := self._kills.total()) < num_kills:
+            self._live(num_kills - killed)
+
+    def table(self) -> str:
+        """What was killed in which phase, and what came of it."""
+        victims = [*(f"rank {rank}" for rank in range(NUM_RANKS)), *(["launcher"] if self._launched > 0 else [])]
+        lines = ["killed while  " + "".join(f"{name:>10}" for name in [*victims, "all"])]
+        for phase in (*PHASES, "all"):
+            row = [
+                sum(n for (p, v), n in self._kills.items() if phase in (p, "all") and name in (v, "all"))
+                for name in (*victims, "all")
+            ]
+            lines.append(f"{phase:<14}" + "".join(f"{number:>10}" for number in row))
+        told = ", ".join(f"{number} {name}" for name, number in self._counts.items())
+        return "\n".join([*lines, f"{told}; {time.monotonic() - self._begun:.0f} s"])
+
+    def _make_inputs(self) -> None:
+        model, source = self._folder / "model", ROOT / "assets" / "tiny-llama"
+        shutil.copytree(source, model)
+        config = json.loads((source / "config.json").read_text())
+        config |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+        (model / "config.json").write_text(json.dumps({**config, "head_dim": 16}))
+        numbers = [" ".join(str(first + i) for i in range(1 + first % 40)) for first in range(2000)]
+        lines = [json.dumps({"prompt": f"Count from {i}.", "completion": text}) for i, text in enumerate(numbers)]
+        (self._folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+
+    def _new_life(self, name: str) -> Path:
+        life = self._folder / name
+        life.mkdir()
+        for entry in ("model", "data.jsonl"):
+            (life / entry).symlink_to(self._folder / entry)
+        return life
+
+    def _leave_alone(self, is_launched: bool) -> None:
+        """Train to the end once, with all checkpoints kept: what the others are compared with."""
+        life = self._new_life("launched" if is_launched else "forked")
+        begin = time.monotonic()
+        started = start(life, [*self._options, "--save_total_limit", "0"], is_launched=is_launched)
+        if not comes(started.is_over, HANG_SECONDS) or started.code():
+            raise TrialError(f"the run that was left alone failed:\n{started.output}")
+        self._seconds[is_launched] = time.monotonic() - begin
+        found = {path.name: state_of(path) for path in (life / "out").glob("checkpoint-*")}
+        if len(found) != STEPS // SAVE_STEPS:
+            raise TrialError(f"the run that was left alone has the checkpoints {sorted(found)}")
+        if self._expected:
+            compare("the launched run", self._expected, results_of(life / "out"))
+        self._expected, self._checkpoints = results_of(life / "out"), found
+
+    def _live(self, num_kills: int) -> None:
+        """One run from its first start to its end, killed up to `num_kills` times."""
+        self._counts["runs"] += 1
+        life = self._new_life(f"life-{self._counts['runs']}")
+        out, refused = life / "out", ""
+        while True:
+            resumes = self._has_checkpoint(out) if not refused else refused == "anew"
+            self._counts["resumed" if resumes else "begun anew"] += not refused
+            words = [*self._options, "--save_total_limit", str(KEPT)]
+            words += ["--resume_from_checkpoint", "true"] if resumes else []
+            started = start(life, words, is_launched=self._draw.random() < self._launched)
+            was_killed = num_kills > 0 and self._kill_at_random(started, out)
+            self._see_the_end(started)
+            self._check_checkpoints(out)
+            if was_killed:
+                num_kills, refused = num_kills - 1, ""
+            elif started.code() == 0:
+                break
+            elif not refused and "--resume_from_checkpoint true" in started.output:  # it says how to go on, or not
+                refused = "resumed" if resumes else "anew"
+                self._counts["told the other way"] += 1
+            else:
+                raise TrialError(f"{life}: a start failed with code {started.code()}:\n{started.output}")
+        compare(str(life), self._expected, results_of(out))
+        self._check_leftovers(life)
+        shutil.rmtree(life)
+
+    def _has_checkpoint(self, out: Path) -> bool:
+        from mobius.checkpoints.folders import find_checkpoints
+
+        return bool(find_checkpoints(out).good)
+
+    def _kill_at_random(self, started: Started, out: Path) -> bool:
+        """Kill one process at a random moment; False if the run ends before."""
+        draw = self._draw
+        if draw.random() < SHARE_AT_A_SAVE:
+            for _ in range(draw.randint(1, STEPS // SAVE_STEPS)):
+                for wanted in (False, True):
+                    comes(lambda: started.is_over() or is_saving(out, started) is wanted, HANG_SECONDS)  # noqa: B023
+            time.sleep(draw.uniform(0, 0.2))
+        else:
+            end = time.monotonic() + draw.uniform(0, self._seconds[started.is_launched])
+            comes(lambda: started.is_over() or time.monotonic() > end, HANG_SECONDS)
+        if started.is_over():
+            return False
+        name, process = draw.choice(sorted(started.victims().items()))
+        phase = phase_of(out, started)
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        self._kills[phase, name] += 1
+        print(f"{self._kills.total():>4} killed: {name} while {phase}", flush=True)
+        if not started.is_launched:
+            time.sleep(draw.choice([0, draw.uniform(0, 0.5)]))
+            for other in started.processes.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
+        return True
+
+    def _see_the_end(self, started: Started) -> None:
+        """Wait for the end of the run; all of it has to end with it."""
+        if not comes(started.is_over, HANG_SECONDS):
+            raise TrialError(f"a run hangs:\n{started.output}")
+        if not comes(lambda: not descendants(), END_SECONDS, pause=0.02):
+            raise TrialError(f"a minute after the end these processes live: {descendants()}\n{started.output}")
+
+    def _check_checkpoints(self, out: Path) -> None:
+        """Compare every checkpoint that is there with the one of its step."""
+        from mobius.checkpoints.folders import find_checkpoints
+
+        found = find_checkpoints(out)
+        if found.bad:
+            raise TrialError(f"a checkpoint that is not complete has its name: {found.bad}")
+        for path, _ in found.good:
+            expected, own = dict(self._checkpoints[path.name]), state_of(path)
+            compare(str(path), expected, own)
+            self._counts["checkpoints compared"] += 1
+
+    def _check_leftovers(self, life: Path) -> None:
+        endings = (".partial", ".replaced", ".removed", ".moving", ".unchecked", ".replaces_older")
+        left = [str(path) for path in life.rglob("*") if path.name.endswith(endings) and "cache" not in path.parts]
+        if left:
+            raise TrialError(f"left behind: {', '.join(left)}")
+        # Programs beside this one leave files there, too, for a moment.
+        if not comes(lambda: not left_in_shared_memory(self._shared), END_SECONDS, pause=0.5):
+            raise TrialError(f"left in shared memory: {', '.join(left_in_shared_memory(self._shared))}")
+
+
+def is_saving(out: Path, started: Started) -> bool:
+    """Whether a checkpoint is being written, named or removed; what an earlier start left there is none."""
+    with contextlib.suppress(OSError):
+        names = os.listdir(out)
+        return any(re.match(r"checkpoint-\d+\.", name) for name in names) and "start of training" in started.output
+    return False
+
+
+def phase_of(out: Path, started: Started) -> str:
+    """Whatever a run does now."""
+    output = started.output
+    if is_saving(out, started):
+        return "saving"
+    if (out / "final.partial").exists() or f"step {STEPS}/{STEPS} " in output:
+        return "exporting"
+    if "start of training" in output:
+        return "training"
+    if "tokenizing" in output and "dataset loaded" not in output:
+        return "tokenizing"
+    return "starting"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
