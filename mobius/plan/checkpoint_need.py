@@ -47,20 +47,27 @@ class CheckpointNeed:
         """Time that a checkpoint takes on a disk of so many bytes per second."""
         return self.disk_bytes / disk_rate
 
-    def describe(self, free_bytes: float, disk_rate: float | None) -> str:
-        """A line: bytes, copies, seconds, and whether steps wait; without a measured rate, for a usual disk."""
+    def describe(self, free_bytes: float | None, disk_rate: float | None) -> str:
+        """A line: bytes, seconds, copies, and whether steps wait.
+
+        None: it is not known how much memory is left, or the disk was not measured, which then counts as a usual one.
+        """
         seconds = self.seconds(disk_rate or USUAL_DISK_RATE)
+        text = f"checkpoints: {bytes_text(self.disk_bytes)} each; a save takes "
         if disk_rate is None:
-            told = f"a save takes {seconds:.0f} s on a disk of {bytes_text(int(USUAL_DISK_RATE))}/s"
+            text += f"{seconds:.0f} s on a disk of {USUAL_DISK_RATE / 1e9:g} GB/s"
         else:
-            told = f"a save takes about {seconds:.0f} s on this disk ({bytes_text(int(disk_rate))}/s)"
-        copies = f"{bytes_text(self.host_bytes(free_bytes))} of host memory for copies"
+            text += f"about {seconds:.0f} s on this disk ({bytes_text(int(disk_rate))}/s)"
+        every = bytes_text(sum(self.rank_bytes))
+        if free_bytes is None:
+            return f"{text}; beside training where host memory has room for copies of all stages, {every}"
+        taken = bytes_text(self.host_bytes(free_bytes))
         if self.has_room(free_bytes):
-            how = f"written beside training ({copies})"
-        else:
-            how = f"steps wait for the disk meanwhile: copies of all stages need {bytes_text(sum(self.rank_bytes))} of "
-            how += f"host memory, {bytes_text(self.host_bytes(free_bytes))} are taken"
-        return f"checkpoints: {bytes_text(self.disk_bytes)} each; {told}; {how}"
+            return f"{text}; written beside training ({taken} of host memory for copies)"
+        return (
+            f"{text}; steps wait for the disk meanwhile: copies of all stages need {every} of host memory, {taken} are "
+            "taken"
+        )
 
 
 def checkpoint_need(request: PlanRequest, plan: Plan, *, has_optimizer: bool) -> CheckpointNeed:

@@ -76,6 +76,7 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
         if config.data.packing in (Packing.AUTO, Packing.ON):
             logger.info("  %s", ROWS_AS_PLANNED)
     fits = _log_host(found)
+    _log_checkpoints(found)
     _save(found)
     logger.info("%s", "the run fits" if fits else "the run does not fit")
     return fits
@@ -127,14 +128,18 @@ def _log_host(found: Answer) -> bool:
         return True
     try:
         check_host_memory(found.host, available_bytes=available)
-        saving = found.request.config.saving
-        if saving.is_on:
-            need = checkpoint_need(found.request, found.plan, has_optimizer=not saving.save_only_model)
-            logger.info("%s", need.describe(available - found.host.total, None))
     except HostMemoryError as error:
         logger.error("does not fit: %s", error)
         return False
     return True
+
+
+def _log_checkpoints(found: Answer) -> None:
+    """Print what saving takes, if the run saves."""
+    saving, available = found.request.config.saving, _host_bytes(found.request.config)
+    if saving.is_on:
+        need = checkpoint_need(found.request, found.plan, has_optimizer=not saving.save_only_model)
+        logger.info("%s", need.describe(None if available is None else available - found.host.total, None))
 
 
 def _host_bytes(config: Config) -> int | None:

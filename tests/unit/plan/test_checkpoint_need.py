@@ -28,6 +28,7 @@ def test_ranks_share_by_what_they_have() -> None:
 
 def test_seconds_are_those_of_the_measured_disk_or_told_as_a_usual_ones() -> None:
     assert NEED.seconds(50) == 20
-    assert "about 20 s on this disk (50.0 bytes/s)" in NEED.describe(2000, 50).replace("50 bytes", "50.0 bytes")
+    assert "a save takes about 20 s on this disk" in NEED.describe(2000, 50)
+    assert "on a disk of 1 GB/s; beside training where" in NEED.describe(None, None)
     assert "written beside training" in NEED.describe(2000, None)
     assert "steps wait for the disk" in NEED.describe(500, None)
