@@ -24,9 +24,11 @@ from mobius.messages.mailboxes import Mailboxes
 from mobius.messages.transport import ring_edges
 from mobius.schedule.lanes import Lane
 
-TIMEOUT = timedelta(minutes=10)
-SCALARS_TIMEOUT = timedelta(hours=12)
-"""Ranks also meet here around loading and saving, which may be slow; a dead rank is seen at once all the same."""
+MEETING_TIMEOUT = timedelta(minutes=10)
+MESSAGES_TIMEOUT = timedelta(hours=12)
+"""Ranks wait for one another's loading, saving and disks, too. A dead rank is seen at once all the same, and one that
+stands still is the watchdog's business.
+"""
 EXCHANGE_ELEMENTS = 2**24
 """Elements per message when two ranks exchange a large tensor: bounds the memory that the received parts take."""
 MESSAGE_CTAS = 4
@@ -72,10 +74,10 @@ class DistributedTransport:
         self.rank, self.num_ranks = rank, num_ranks
         self._device, self._shape, self._dtype = device, shape, dtype
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, device_id=device if backend == "nccl" else None, timeout=TIMEOUT)
-        self._scalars = dist.new_group(backend="gloo", timeout=SCALARS_TIMEOUT)
+        dist.init_process_group(backend, device_id=device if backend == "nccl" else None, timeout=MEETING_TIMEOUT)
+        self._scalars = dist.new_group(backend="gloo", timeout=MESSAGES_TIMEOUT)
         self._edges = {
-            edge: dist.new_group(list(edge), backend=backend, timeout=TIMEOUT, pg_options=_edge_options(backend))
+            edge: dist.new_group(list(edge), backend=backend, timeout=MESSAGES_TIMEOUT, pg_options=_edge_options(backend))
             for edge in ring_edges(num_ranks)
         }
         self._posted: defaultdict[int, deque[tuple[Tensor, _Message]]] = defaultdict(deque)

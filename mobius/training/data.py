@@ -98,7 +98,7 @@ def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) 
     if batches.num_steps is not None:
         config = resolve_epochs(config, batches.num_steps)
         logger.info("--num_train_epochs %g: steps to run: %d", config.optim.num_train_epochs, batches.num_steps)
-    else:
+    elif config.evaluation.do_train:
         logger.info("%d steps make %.3g epochs", config.optim.num_steps, batches.num_epochs_of(config.optim.num_steps))
     return config, data, batches
 

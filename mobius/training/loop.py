@@ -97,8 +97,9 @@ def numbers_of(result: EvaluationResult) -> dict[str, float]:
 
 def evaluation_line(step: int, result: EvaluationResult) -> str:
     """An evaluation for the log."""
+    when = f"evaluation after step {step}" if step else "evaluation without training"
     return (
-        f"evaluation after step {step}: loss {result.loss:.4f}, perplexity {result.perplexity:.4g}, token accuracy "
+        f"{when}: loss {result.loss:.4f}, perplexity {result.perplexity:.4g}, token accuracy "
         f"{result.token_accuracy:.2%}, {result.num_samples:,} samples in {result.seconds:.2f} s "
         f"({result.tokens_per_second:,.0f} tokens/s)"
     )
