@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import yaml
 
 from mobius.checkpoints.folders import find_checkpoints, open_checkpoint, remove_leftovers
 from mobius.checkpoints.reading import CheckpointReader
@@ -21,7 +22,7 @@ from mobius.checkpoints.snapshot import optimizer_tensors
 from mobius.config.config import Config
 from mobius.config.options import OptionValue, config_from, option_values, options
 from mobius.config.validation import ALTERNATIVES, validate
-from mobius.config.yaml_file import read_yaml
+from mobius.config.yaml_file import read_yaml, to_yaml
 from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError
 from mobius.memory.stage_state import StageState
 from mobius.messages.meeting import Meeting, meet_at_store
@@ -229,9 +230,7 @@ def _merged(config: Config, path: Path, given: Collection[str] | None) -> Config
     merged = {name: own[name] if name in taken else saved[name] for name in own}
     if "save_dir" not in names and config.saving.resume_from_checkpoint != _NEWEST and not is_restart():
         merged["save_dir"] = str(path.parent)
-    _refuse_changes(
-        {name: (merged[name], file.values.get(name, options()[name].default)) for name in own}, config, path
-    )
+    _refuse_changes(merged, {name: file.values.get(name, options()[name].default) for name in own}, config, path)
     return config_from(merged)
 
 
@@ -245,12 +244,15 @@ def _decides(name: str) -> bool:
     return is_part or name in _TRAINED_BY_TOO
 
 
-def _refuse_changes(values: Mapping[str, tuple[OptionValue, OptionValue]], config: Config, path: Path) -> None:
+def _refuse_changes(
+    values: Mapping[str, OptionValue], saved: Mapping[str, OptionValue], config: Config, path: Path
+) -> None:
     allowed = set(config.saving.changes)
-    wrong = {name: both for name, both in values.items() if both[0] != both[1] and _decides(name)}
+    wrong = [name for name, value in values.items() if value != saved[name] and _decides(name)]
+    own_text, saved_text = (yaml.safe_load(to_yaml(config_from(each))) for each in (values, saved))
     problems = [
-        f"`--{name}` is {_shown(own)}, {path.name} has {_shown(saved)}"
-        for name, (own, saved) in wrong.items()
+        f"`--{name}` is {_shown(own_text[name])}, {path.name} has {_shown(saved_text[name])}"
+        for name in wrong
         if name not in allowed
     ]
     if problems:
@@ -262,8 +264,8 @@ def _refuse_changes(values: Mapping[str, tuple[OptionValue, OptionValue]], confi
         )
 
 
-def _shown(value: OptionValue) -> str:
-    return "not given" if value is None else str(getattr(value, "value", value))
+def _shown(value: object) -> str:
+    return "not given" if value is None else str(value)
 
 
 def _with_saved_plan(config: Config, path: Path, ranks: Ranks, given: Collection[str] | None) -> Config:

@@ -178,7 +178,7 @@ def _open(
     config: Config, ranks: Ranks, given: Collection[str] | None, standing: Standing, resume: Resume | None
 ) -> _Opened:
     """Read, plan, tokenize, meet and load; a run that is refused leaves nothing behind."""
-    config = settle_dtype(config, ranks, given=given)
+    config = settle_dtype(config, ranks, given=given if resume is None else None)  # a checkpoint's format stays
     model_folder = locate_model(config.model.model_path) if resume is None else resume.reader.model_folder
     model_config = load_model_config(model_folder, config.model)
     tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
