@@ -75,7 +75,8 @@ def lay_out(made: FuzzedInput, base: Path, folder: Path) -> None:
             (folder / "model" / path.name).symlink_to(path)
     for name, content in made.files.items():
         if content is not None:
-            place = folder / name if name.endswith(".yaml") else folder / "model" / name
+            place = Path(os.path.normpath(folder / name if name == "fuzzed.yaml" else folder / "model" / name))
+            place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(content)
 
 

@@ -1,20 +1,20 @@
-"""Seeded inputs as a careless or a hostile hand would make them: options, YAML, model files, weights, data, plans.
+"""Seeded inputs as a careless or a hostile hand would make them: options, YAML, files of models, data and runs.
 
 Input number n of a kind is the same in every run. Each is a folder's files and a command line; some are in order.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
+from harness.broken_contents import TEXTS, VALUES, changed_json, spoiled
+from harness.fuzzed_checkpoints import CHECKPOINT, RUN, break_checkpoint, make_run
 from harness.runs import make_checkpoint, make_dataset
 from safetensors.torch import load_file
 from safetensors.torch import save as as_safetensors
@@ -29,23 +29,6 @@ SMALL = (
 )
 """A run of one step on the base folder's files; what is appended goes before it."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
-RAW = {
-    "@digits@": "9" * 5000,
-    "@nan@": "NaN",
-    "@infinity@": "-Infinity",
-    "@huge@": "1e999",
-    "@deep@": "[" * 20_000 + "]" * 20_000,
-    "@open@": "[" * 100_000,
-    "@surrogate@": '"\\ud800"',
-    "@nul@": '"\\u0000"',
-}
-"""Marks in JSON that are replaced, quotes included, by what Python would not write itself."""
-VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2, 3, 7, 64, 1.5, -0.5, 1e-300, 1e300, 10**9, 10**12, 10**30, -(10**30)),
-    *("", " ", "a", "8", "silu", "nonsense", "full_attention", "\x1b[2J\x07", "é模型", "x" * 5000, "../../etc/passwd"),
-    *([], {}, [[]], [1, 2], ["a"], {"a": 1}, {"": []}, [None] * 50),
-    *RAW,
-)
 CONTENTS = (
     "",
     " ",
@@ -57,29 +40,6 @@ CONTENTS = (
     "@surrogate@",
     "@nul@",
     None,
-)
-TEXTS = (
-    *("", " ", "0", "1", "2", "3", "-1", "1.5", "1e5", "1e-400", "1e400", "9" * 5000, "10" * 20, "1000000000000"),
-    *("nan", "inf", "-inf", "１２", "٣", "1_000", "0x10", "auto", "all", "none", "true", "False", "null", "[]", "{}"),
-    *(
-        "--",
-        "-",
-        "---",
-        "--x",
-        "%s%n%d",
-        "{0}",
-        "$(id)",
-        "`id`",
-        "a\nb",
-        "\t",
-        "\x1b[31m",
-        "\x00",
-        "\udcff\udc80",
-        "é模型",
-    ),
-    *("a" * 300, "a" * 5000, "/", ".", "..", "~", "~nobody-there/x", "/dev/null", "/proc/self/mem", "nowhere/at/all"),
-    *("H200", "4090", "bf16", "3-4", "4-3", "1-1000000000000", "0-0", "GPU-1", "0,0", "0,1", "7b", "gpt2", "model"),
-    *("data.jsonl", "model/config.json", "meta-llama/Llama-2-7b-hf"),
 )
 NODES = (
     *(
@@ -158,10 +118,11 @@ class FuzzedInput:
 
 
 def make_base(folder: Path) -> None:
-    """Write what inputs start from: a model folder of each family with weights and tokenizer, and a dataset."""
+    """Write what inputs start from: a model folder of each family with weights and tokenizer, data, a checkpoint."""
     make_dataset(folder / "data.jsonl", 8)
     for family in FAMILIES:
         make_checkpoint(folder / family, num_layers=2, family=family, is_tied=family == "gemma3_text")
+    make_run(folder, folder / FAMILIES[0], ["--num_iterations", "2", *SMALL[:-2]])
 
 
 def fuzzed_input(kind: str, number: int, base: Path) -> FuzzedInput:
@@ -199,7 +160,7 @@ def _yaml(made: FuzzedInput, rng: random.Random, model: Path) -> None:
             lines = [line for line in lines if not line.startswith("dataset:")]
         if name not in _NOT_TYPED | _OUTPUTS:
             lines.insert(rng.randrange(len(lines) + 1), f"{' ' * (rng.random() < 0.05)}{name}: {value}")
-    made.files["fuzzed.yaml"] = _spoiled("\n".join(lines).encode(errors="surrogatepass"), rng, share=0.15)
+    made.files["fuzzed.yaml"] = spoiled("\n".join(lines).encode(errors="surrogatepass"), rng, share=0.15)
 
 
 def _config(made: FuzzedInput, rng: random.Random, model: Path) -> None:
@@ -209,7 +170,7 @@ def _config(made: FuzzedInput, rng: random.Random, model: Path) -> None:
     full = json.loads(AutoConfig.from_pretrained(model).to_json_string(use_diff=False))
     stored = json.loads((model / "config.json").read_text())
     fields = stored if rng.random() < 0.5 else full
-    made.files["config.json"] = _changed_json(fields, rng)
+    made.files["config.json"] = changed_json(fields, rng)
 
 
 def _weights(made: FuzzedInput, rng: random.Random, model: Path) -> None:
@@ -242,12 +203,12 @@ def _weights(made: FuzzedInput, rng: random.Random, model: Path) -> None:
     turn = rng.random()
     if turn < 0.2:  # the header: its length, then JSON
         length = int.from_bytes(whole[:8], "little")
-        header = _changed_json(json.loads(whole[8 : 8 + length]), rng)
+        header = changed_json(json.loads(whole[8 : 8 + length]), rng)
         whole = len(header).to_bytes(8, "little") + header + whole[8 + length :]
-    made.files["model.safetensors"] = _spoiled(whole, rng, share=0.15)
+    made.files["model.safetensors"] = spoiled(whole, rng, share=0.15)
     if turn > 0.7:
         index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
-        made.files["model.safetensors.index.json"] = _changed_json(index, rng)
+        made.files["model.safetensors.index.json"] = changed_json(index, rng)
 
 
 def _data(made: FuzzedInput, rng: random.Random, model: Path) -> None:
@@ -265,11 +226,11 @@ def _data(made: FuzzedInput, rng: random.Random, model: Path) -> None:
     lines = [json.dumps(record).encode() for record in records]
     for _ in range(rng.randint(1, 2)):
         place = rng.randrange(len(lines))
-        lines[place] = _changed_json(records[place], rng, VALUES if rng.random() < 0.3 else CONTENTS)
+        lines[place] = changed_json(records[place], rng, VALUES if rng.random() < 0.3 else CONTENTS)
     suffix = rng.choice([".jsonl", ".jsonl", ".jsonl", ".json", ".json", ".JSONL", ".csv", ".parquet", ""])
     joined = b"[" + b",".join(lines) + b"]" if suffix == ".json" and rng.random() < 0.7 else b"\n".join(lines)
     name = f"fuzzed{suffix}"
-    made.files[f"../{name}"] = _spoiled(joined, rng, share=0.25)
+    made.files[f"../{name}"] = spoiled(joined, rng, share=0.25)
     made.arguments = [*SMALL, "--dataset", name]
 
 
@@ -291,7 +252,7 @@ def _tokenizer(made: FuzzedInput, rng: random.Random, model: Path) -> None:
             fields["chat_template"] = rng.choice(templates)
         if rng.random() < 0.2:
             fields["auto_map"] = {"AutoTokenizer": ["code.Tokenizer", None]}
-    made.files[name] = _changed_json(fields, rng) if rng.random() < 0.8 else _spoiled(json.dumps(fields).encode(), rng)
+    made.files[name] = changed_json(fields, rng) if rng.random() < 0.8 else spoiled(json.dumps(fields).encode(), rng)
 
 
 def _plan(made: FuzzedInput, rng: random.Random, model: Path) -> None:
@@ -319,9 +280,25 @@ def _plan(made: FuzzedInput, rng: random.Random, model: Path) -> None:
         "resident": [],
         "kept_activations": [],
     }
-    made.files["../fuzzed.json"] = _spoiled(_changed_json(fields, rng), rng, share=0.1)
+    made.files["../fuzzed.json"] = spoiled(changed_json(fields, rng), rng, share=0.1)
     made.arguments = [*SMALL[:4], "--device", "cpu", "--dtype", "fp32", "--save_dir", "out"]
     made.arguments += ["--plan", "fuzzed.json", "--num_iterations", "1"]
+
+
+def _checkpoint(made: FuzzedInput, rng: random.Random, model: Path) -> None:
+    made.family = FAMILIES[0]
+    broken = break_checkpoint(model.parent / RUN, rng)
+    made.files |= {f"../out/{CHECKPOINT}/{name}": content for name, content in broken.items()}
+    given = rng.choice(["true", "true", f"out/{CHECKPOINT}"])
+    made.arguments = ["--resume_from_checkpoint", given, "--device", "cpu", "--save_dir", "out"]
+    if rng.random() < 0.3:
+        name, value = rng.choice([("learning_rate", "1"), ("num_iterations", "3"), ("batch_size", "2"), ("seed", "7")])
+        made.arguments += [f"--{name}", value]
+        if rng.random() < 0.7:
+            made.arguments += [
+                "--resume_changes",
+                rng.choice([name, name, "seed", "dataset," + name, rng.choice(TEXTS)]),
+            ]
 
 
 KINDS: Mapping[str, Callable[[FuzzedInput, random.Random, Path], None]] = {
@@ -332,57 +309,10 @@ KINDS: Mapping[str, Callable[[FuzzedInput, random.Random, Path], None]] = {
     "dataset lines": _data,
     "tokenizer files": _tokenizer,
     "plans": _plan,
+    "checkpoints": _checkpoint,
 }
 
 
 @cache
 def _tensors(model: Path) -> dict[str, Tensor]:
     return {name: value for shard in model.glob("*.safetensors") for name, value in load_file(shard).items()}
-
-
-def _changed_json(value: Any, rng: random.Random, values: Sequence[Any] = VALUES) -> bytes:
-    """The JSON of `value` with one to three places changed, which are removed, replaced, doubled or renamed."""
-    value = copy.deepcopy(value)
-    for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        parent, key = value, None
-        while isinstance(parent, dict | list) and len(parent):
-            keys = list(parent) if isinstance(parent, dict) else range(len(parent))
-            key = rng.choice(keys)
-            if not isinstance(parent[key], dict | list) or not len(parent[key]) or rng.random() < 0.3:
-                break
-            parent = parent[key]
-        if key is None:
-            return json.dumps(rng.choice(values)).encode()
-        turn = rng.random()
-        if turn < 0.1:
-            del parent[key]
-        elif turn < 0.15 and isinstance(parent, dict):
-            parent[str(rng.choice(TEXTS))] = parent.pop(key)
-        elif turn < 0.2 and isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
-            parent[key] = parent[key] * rng.choice([-1, 0, 2, 0.5])
-        else:
-            parent[key] = copy.deepcopy(rng.choice(values))
-    text = json.dumps(value)
-    for mark, raw in RAW.items():
-        text = text.replace(json.dumps(mark), raw)
-    return text.encode(errors="surrogatepass")
-
-
-def _spoiled(content: bytes, rng: random.Random, *, share: float = 1.0) -> bytes:
-    """`content`, of which a `share` of all inputs is cut, overwritten, doubled, emptied or in another encoding."""
-    if rng.random() >= share:
-        return content
-    place = rng.randrange(len(content) + 1)
-    noise = rng.choice([b"\0", b"\xff\xfe", b"\x80", b"\x1b[2J", b"\n", b'"', b"}", rng.randbytes(20)])
-    return rng.choice(
-        [
-            content[:place],
-            content[:place] + noise + content[place:],
-            content[:place] + noise + content[place + len(noise) :],
-            content + content,
-            b"",
-            b"\xef\xbb\xbf" + content,
-            content.decode(errors="replace").encode("utf-16"),
-            rng.randbytes(200),
-        ]
-    )
