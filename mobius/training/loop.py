@@ -17,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -97,7 +98,7 @@ def numbers_of(result: EvaluationResult) -> dict[str, float]:
 
 def evaluation_line(step: int, result: EvaluationResult) -> str:
     """An evaluation for the log."""
-    when = f"evaluation after step {step}" if step else "evaluation without training"
+    when = f"evaluation after step {step}" if step else "evaluation before any step"
     return (
         f"{when}: loss {result.loss:.4f}, perplexity {result.perplexity:.4g}, token accuracy "
         f"{result.token_accuracy:.2%}, {result.num_samples:,} samples in {result.seconds:.2f} s "
@@ -182,7 +183,7 @@ class TrainingLoop:
                 if (found := self._after_step(metrics, exchange)) is not None:
                     ending = found
                     break
-        except NonFiniteLossError as error:
+        except (NonFiniteLossError, torch.OutOfMemoryError) as error:
             error.add_note(self._after_failure())
             raise
         finally:

@@ -16,7 +16,7 @@ from mobius.config.launch import how_to_resume
 from mobius.config.long_runs import EvalStrategy
 from mobius.data.batches import Batches
 from mobius.data.chat_templates import resolve_template
-from mobius.errors import CheckpointError, GpuMemoryError, MobiusError, first_line
+from mobius.errors import CheckpointError, MobiusError
 from mobius.interruption import SavedAndStopped, Standing
 from mobius.machine.cpu_dtype import settle_dtype
 from mobius.models.base_files import BaseFiles, read_base_files
@@ -38,6 +38,7 @@ from mobius.training.judging.prediction import PromptAndAnswer, prompts_of
 from mobius.training.loop import BestSoFar, Ending, TrainingLoop
 from mobius.training.milestones import log_model, log_start, warn_of_small_pages
 from mobius.training.opening import prepare_output, run_texts, tell_plan
+from mobius.training.out_of_memory import out_of_memory
 from mobius.training.records import leave_records, open_log
 from mobius.training.results import Prediction, Timing, finish, save_model, take_best
 from mobius.training.resuming import Resume, find_resume, restore
@@ -67,11 +68,7 @@ def run_training(
         if prediction is not None:
             prediction.run()  # the stages' memory is free by now
     except torch.OutOfMemoryError as error:
-        raise GpuMemoryError(
-            f"rank {ranks.rank} ran out of GPU memory: {first_line(error)} To fit: raise --num_stages "
-            "(smaller stages), raise --num_chunks (smaller microbatches), lower --resident_stages, --batch_size or "
-            "--seq_length, or use --use_offload if it is off."
-        ) from error
+        raise out_of_memory(error, ranks.rank) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +97,8 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     watchdog = _watchdog(run, standing)
     try:
         return _train_and_save(run, standing, timing, watchdog)
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(error, ranks.rank, run.session.blueprint) from error
     except MobiusError as error:
         if (older := run.output.older_results) is not None:
             error.add_note(f"The results that were to be replaced are in {older}; the next start puts them back.")

@@ -1,0 +1,52 @@
+"""The message of a run whose GPU has no memory left: its plan, and the smallest change that leaves more free."""
+
+from __future__ import annotations
+
+import torch
+
+from mobius.config.config import Recompute
+from mobius.errors import GpuMemoryError, first_line
+from mobius.planning.blueprint import Blueprint
+
+
+def out_of_memory(error: torch.OutOfMemoryError, rank: int, blueprint: Blueprint | None = None) -> GpuMemoryError:
+    """The error to raise in place of `error`, with its notes; `blueprint` is the run's where that got so far."""
+    told = f"rank {rank} ran out of GPU memory: {first_line(error)}"
+    if blueprint is None:
+        told += (
+            " To fit: raise --num_stages (smaller stages), raise --num_chunks (smaller microbatches), lower "
+            "--resident_stages, --batch_size or --seq_length, or use --use_offload if it is off."
+        )
+    else:
+        told += f"\nThe plan was: {_plan_text(blueprint, rank)}. The smallest change: {smallest_change(blueprint)}."
+    failure = GpuMemoryError(told)
+    for note in getattr(error, "__notes__", ()):
+        failure.add_note(note)
+    return failure
+
+
+def smallest_change(blueprint: Blueprint) -> str:
+    """The change that costs a step least, as it is typed; none of the first five changes what is trained."""
+    config, plan = blueprint.config.pipeline, blueprint.plan
+    num_resident = max(plan.use_of(rank).num_resident for rank in range(plan.num_ranks))
+    chunks = [n for n in range(plan.num_microbatches + 1, config.batch_size + 1) if config.batch_size % n == 0]
+    stages = range(plan.num_stages + plan.num_ranks, blueprint.shape.num_layers + 1, plan.num_ranks)
+    if config.recompute is not Recompute.FULL and (plan.kept or not config.use_offload):
+        return "--recompute full, so that no stage keeps its activations"
+    if not config.use_offload:
+        return "--use_offload"
+    if num_resident:
+        return f"--resident_stages {num_resident - 1}"
+    if chunks:
+        return f"--num_chunks {chunks[0]} (smaller microbatches)"
+    if stages:
+        return f"--num_stages {stages[0]} (smaller stages)"
+    return "a lower --seq_length"
+
+
+def _plan_text(blueprint: Blueprint, rank: int) -> str:
+    plan, use = blueprint.plan, blueprint.plan.use_of(rank)
+    return (
+        f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.num_microbatches} microbatches; on rank {rank} "
+        f"{use.num_resident} stage(s) resident, {use.num_kept} keep their activations, {use.num_slots} slot(s)"
+    )
