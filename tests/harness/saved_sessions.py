@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from harness.sessions import random_samples
@@ -22,6 +23,7 @@ from mobius.machine.devices import MemoryMeter
 from mobius.models.base_files import read_base_files
 from mobius.models.families import load_model_config
 from mobius.optim.stepper import StepCounts
+from mobius.plan.checkpoint_need import CheckpointNeed
 from mobius.planning.blueprint import Blueprint, draw_blueprint
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
@@ -30,7 +32,6 @@ from mobius.training.opening import run_texts
 from mobius.training.resuming import restore
 from mobius.training.saving import CheckpointSaver, SavedPoint
 from mobius.training.session import Session, open_session
-from mobius.units import GIB
 
 SAMPLES = 60
 State = dict[str, Tensor]
@@ -74,9 +75,10 @@ class SavedSession:
         `saved_steps` are saved into `save_dir`; `is_tight` leaves no host memory for copies. `resumed` is the
         checkpoint to go on from. `evaluates` behind every step.
         """
-        with self._opened(None if resumed is None else open_checkpoint(resumed), save_dir, is_tight) as opened:
+        with self._opened(None if resumed is None else open_checkpoint(resumed), save_dir) as opened:
             session, batches, reader = opened
-            saver = _saver(session, save_dir) if save_dir is not None else None
+            with patch.object(CheckpointNeed, "room", lambda *_: 0) if is_tight else nullcontext():
+                saver = _saver(session, save_dir) if save_dir is not None else None
             manifest = None if reader is None else reader.manifest
             batches.seek(0 if manifest is None else manifest.step)
             trainer = session.trainer(
@@ -117,13 +119,10 @@ class SavedSession:
 
     @contextmanager
     def _opened(
-        self, reader: CheckpointReader | None, save_dir: Path | None, is_tight: bool
+        self, reader: CheckpointReader | None, save_dir: Path | None
     ) -> Iterator[tuple[Session, Batches, CheckpointReader | None]]:
         words = [f"--model_path {self.model_folder} {self.options} --save_total_limit 0"]
         words += [] if save_dir is None else [f"--save_dir {save_dir}"]
-        if is_tight:
-            needed = self._drawn(words)[0].answer.host.total
-            words.append(f"--host_memory_limit {needed / GIB + 1e-6:.9f}")
         blueprint, batches = self._drawn(words)
         threads = torch.get_num_threads()  # those of this process, which runs other tests too
         session = open_session(
