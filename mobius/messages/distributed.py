@@ -77,7 +77,9 @@ class DistributedTransport:
         dist.init_process_group(backend, device_id=device if backend == "nccl" else None, timeout=MEETING_TIMEOUT)
         self._scalars = dist.new_group(backend="gloo", timeout=MESSAGES_TIMEOUT)
         self._edges = {
-            edge: dist.new_group(list(edge), backend=backend, timeout=MESSAGES_TIMEOUT, pg_options=_edge_options(backend))
+            edge: dist.new_group(
+                list(edge), backend=backend, timeout=MESSAGES_TIMEOUT, pg_options=_edge_options(backend)
+            )
             for edge in ring_edges(num_ranks)
         }
         self._posted: defaultdict[int, deque[tuple[Tensor, _Message]]] = defaultdict(deque)
