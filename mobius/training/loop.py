@@ -183,7 +183,12 @@ class TrainingLoop:
                 if (found := self._after_step(metrics, exchange)) is not None:
                     ending = found
                     break
-        except (NonFiniteLossError, torch.OutOfMemoryError) as error:
+        except NonFiniteLossError as error:
+            if self.saver is not None:
+                self.saver.finish()  # all ranks are here
+            error.add_note(self._after_failure())
+            raise
+        except torch.OutOfMemoryError as error:
             error.add_note(self._after_failure())
             raise
         finally:

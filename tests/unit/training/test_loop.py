@@ -1,0 +1,171 @@
+"""Ends of a run before its last step: each leaves what it promises, and says it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.compared_runs import (
+    assert_equal_tensors,
+    assert_goes_on_exactly,
+    evaluations_of,
+    steps_of,
+    tensors_of,
+)
+
+from mobius.config.cli import given_options, parse_args
+from mobius.errors import GpuMemoryError
+from mobius.interruption import SavedAndStopped, Standing
+from mobius.ranks import Ranks
+from mobius.runtime.executor import Executor
+from mobius.training import saving
+from mobius.training.run import run_training
+
+Run = Callable[..., None]
+OPTIONS = "--num_iterations 12 --save_steps 4 --save_total_limit 0 --learning_rate 1e-3 --save_params none"
+SMALL = """--model_path model --dataset data.jsonl --device cpu --dtype fp32 --num_stages 2 --num_chunks 2
+    --batch_size 4 --seq_length 16 --save_dir out"""
+
+
+def start(text: str, standing: Standing | None = None) -> None:
+    words = text.split()
+    config = parse_args(words, num_ranks=1)
+    run_training(config, Ranks(0, 1, 0), given=given_options(words), standing=standing)
+
+
+def go_on(save_dir: str, more: str = "") -> None:
+    start(
+        f"--device cpu --save_params none --save_results resumed.txt --resume_from_checkpoint true {more} "
+        f"--save_dir {save_dir}"
+    )
+
+
+def test_a_run_whose_time_is_up_saves_and_ends_well(
+    run: Run, workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="mobius")
+    run(*OPTIONS.split(), "--save_dir", "whole", "--save_results", "whole.txt")
+
+    start(f"{SMALL} {OPTIONS} --max_run_time 0.0001")
+
+    assert [path.name for path in Path("out").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert not (workplace / "out" / "config.json").exists()
+    told = [message for message in caplog.messages if message.startswith("--max_run_time 0.0001 minutes are over")]
+    assert f"the state is saved in {workplace / 'out' / 'checkpoint-1'}. To go on: " in told[0]
+    go_on("out")
+    assert_goes_on_exactly(Path("whole"), Path("out"), step=1)
+
+
+@pytest.mark.parametrize("at", ["in a step", "while a save is under way"])
+def test_a_signal_saves_the_step_and_the_run_goes_on_from_there(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    run(*OPTIONS.split(), "--save_dir", "whole", "--save_results", "whole.txt")
+    standing = Standing()
+    stepped, written, calls = Executor.run, saving.write_stage, list[int]()
+
+    def step(self: Executor, *arguments: Any, **more: Any) -> Any:
+        calls.append(0)
+        if at == "in a step" and len(calls) == 6:
+            standing.request_stop("SIGTERM")
+        return stepped(self, *arguments, **more)
+
+    def write(folder: Path, *arguments: Any, **more: Any) -> Any:
+        if at != "in a step" and "checkpoint-4" in folder.name:
+            standing.request_stop("SIGTERM")
+        return written(folder, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "run", step)
+        patch.setattr(saving, "write_stage", write)
+        with pytest.raises(SavedAndStopped) as raised:
+            start(f"{SMALL} {OPTIONS}", standing)
+
+    newest = max((path for path in Path("out").glob("checkpoint-*")), key=lambda path: int(path.name[11:]))
+    last = int(newest.name[11:])
+    assert len(steps_of(Path("out"))) == last == (6 if at == "in a step" else last) < 12
+    assert last > 4, "the step that was under way is saved, too"
+    assert f"the state is saved in {newest.resolve()}" in str(raised.value)
+    assert not (workplace / "out" / "config.json").exists()
+    go_on("out")
+    assert_goes_on_exactly(Path("whole"), Path("out"), step=last)
+
+
+GROWS_WORSE = f"""{SMALL} {OPTIONS} --save_steps 2 --save_total_limit 1 --val_size 4 --eval_strategy steps
+    --eval_steps 2 --learning_rate 0.3 --warmup_steps 1 --lr_scheduler_type constant"""
+
+
+def test_a_run_that_gets_worse_ends_by_its_patience_and_its_best_weights_are_the_result(
+    workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="mobius")
+
+    start(f"{GROWS_WORSE} --early_stopping_patience 2 --load_best_model_at_end --do_eval")
+
+    losses = {step: loss for step, loss, _ in evaluations_of(Path("out"))}
+    last, first = max(losses), min(losses, key=lambda step: losses[step])
+    assert last == first + 4 < 12, losses
+    assert [row["step"] for row in steps_of(Path("out"))] == list(range(1, last + 1))
+    assert {path.name for path in Path("out").glob("checkpoint-*")} == {f"checkpoint-{first}", f"checkpoint-{last}"}
+    best, result = tensors_of(Path(f"out/checkpoint-{first}")), tensors_of(Path("out"))
+    assert all(torch.equal(best[name], value) for name, value in result.items())
+    assert json.loads(Path("out/eval_results.json").read_text())["eval_loss"] == losses[first]
+    state = json.loads(Path("out/trainer_state.json").read_text())
+    assert (state["best_global_step"], state["best_metric"]) == (first, losses[first])
+    assert state["best_model_checkpoint"].endswith(f"out/checkpoint-{first}")
+
+
+def test_patience_is_counted_across_a_resume(workplace: Path) -> None:
+    start(f"{GROWS_WORSE} --early_stopping_patience 2 --save_dir whole --save_results whole.txt")
+    whole = evaluations_of(Path("whole"))
+    start(f"{GROWS_WORSE} --early_stopping_patience 2 --num_iterations {whole[-2][0]}")
+    for path in [*Path("out").glob("model*"), Path("out/config.json")]:
+        path.unlink()
+
+    go_on("out", "--num_iterations 12 --resume_changes num_iterations")
+
+    assert evaluations_of(Path("out")) == whole
+    assert_equal_tensors(Path("whole"), Path("out"))
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ("--no_offload --recompute none", "--recompute full"),
+        ("--no_offload --recompute full", "--use_offload"),
+        ("--resident_stages 1 --recompute full", "--resident_stages 0"),
+        ("--resident_stages 0 --recompute full", "--num_chunks 4"),
+        ("--resident_stages 0 --recompute full --num_chunks 4", "--num_stages 3"),
+        ("--resident_stages 0 --recompute full --num_chunks 4 --num_stages 4", "a lower --seq_length"),
+    ],
+)
+def test_a_gpu_without_memory_in_a_step_tells_plan_change_and_checkpoint(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, options: str, change: str
+) -> None:
+    stepped, calls = Executor.run, list[int]()
+
+    def step(self: Executor, *arguments: Any, **more: Any) -> Any:
+        calls.append(0)
+        if len(calls) == 10:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
+        return stepped(self, *arguments, **more)
+
+    monkeypatch.setattr(Executor, "run", step)
+    with pytest.raises(GpuMemoryError) as raised:
+        start(f"{SMALL} {OPTIONS} {options}")
+
+    first, second = str(raised.value).splitlines()
+    assert first == "rank 0 ran out of GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert second.startswith("The plan was: ")
+    assert "stages on 1 rank(s)" in second
+    assert f"The smallest change: {change}" in second
+    (note,) = raised.value.__notes__
+    newest = re.match(r"The newest checkpoint is (.*/out/checkpoint-[48]); ", note)
+    assert newest, note
+    assert (Path(newest[1]) / "checkpoint.json").stat().st_size

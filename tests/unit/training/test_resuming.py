@@ -1,0 +1,230 @@
+"""A run that goes on from a checkpoint is the run that was never interrupted, or it is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness.compared_runs import assert_equal_tensors, assert_goes_on_exactly, steps_of, tensors_of
+from harness.runs import make_checkpoint
+
+from mobius.config.cli import given_options, parse_args
+from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
+from mobius.optim.stepper import Stepper
+from mobius.ranks import Ranks
+from mobius.runtime.executor import StepSums
+from mobius.training.run import run_training
+
+Run = Callable[..., None]
+OPTIONS = """--num_iterations 8 --save_steps 4 --save_total_limit 0 --learning_rate 1e-3 --warmup_steps 1
+    --save_params none"""
+EIGHT = OPTIONS.split()
+IN_EPOCHS = """--model_path model --dataset data.jsonl --device cpu --dtype fp32 --num_stages 2 --num_chunks 2
+    --batch_size 4 --seq_length 16 --num_train_epochs 3 --save_steps 4 --save_total_limit 0 --learning_rate 1e-3
+    --save_params none --val_size 4 --eval_strategy epoch --save_dir out"""
+
+
+def resume(checkpoint: str, *arguments: str) -> None:
+    """Go on from a checkpoint with these options and no others."""
+    words = f"--device cpu --resume_from_checkpoint {checkpoint} --save_params none".split()
+    words += ["--save_results", "resumed.txt", *arguments]
+    run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
+
+
+VARIANTS = {
+    "streamed, clipped": "",
+    "streamed, updates in the middle of backward": "--max_grad_norm 0",
+    "one slot": "--no_prefetch",
+    "resident": "--no_offload",
+    "one stage resident": "--resident_stages 1 --max_grad_norm 0",
+    "bf16": "--dtype bf16",
+    "bf16, resident, not clipped": "--dtype bf16 --no_offload --max_grad_norm 0",
+    "fp16, whose loss scale is found by steps that are not taken": "--dtype fp16",
+    "packed rows of several samples": "--seq_length 64",
+    "evaluated": "--val_size 4 --eval_strategy steps --eval_steps 2",
+    "a dropped tail of the schedule": "--lr_scheduler_type cosine --warmup_steps 6",
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: Path, options: str) -> None:
+    run(*EIGHT, *options.split())
+
+    resume("out/checkpoint-4", "--save_dir", "resumed")
+
+    assert_goes_on_exactly(Path("out"), Path("resumed"), step=4)
+    assert len({row["loss"] for row in steps_of(Path("out"))}) > 4, "the loss moves"
+
+
+def test_epochs_go_on_in_their_middle(workplace: Path) -> None:
+    words = IN_EPOCHS.split()
+    run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
+    rows = steps_of(Path("out"))
+    assert rows[-1]["epoch"] == pytest.approx(3, abs=0.2)
+    assert 0.1 < rows[3]["epoch"] % 1 < 0.9
+
+    resume("out/checkpoint-4", "--save_dir", "resumed")
+
+    assert_goes_on_exactly(Path("out"), Path("resumed"), step=4)
+
+
+def test_a_tied_matrix_is_resumed_to_the_bit(run: Run, workplace: Path) -> None:
+    make_checkpoint(workplace / "tied", is_tied=True)
+    run(*EIGHT, "--model_path", "tied", "--num_stages", "4")
+
+    resume("out/checkpoint-4", "--save_dir", "resumed")
+
+    assert_goes_on_exactly(Path("out"), Path("resumed"), step=4)
+    assert "lm_head.weight" not in tensors_of(Path("out"))
+
+
+def test_a_run_goes_on_in_its_own_folder_as_if_nothing_had_been(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+    shutil.copytree("out", "killed")
+    for path in [*Path("killed").glob("model*"), Path("killed/config.json")]:
+        path.unlink()
+    shutil.rmtree("killed/checkpoint-8")
+
+    resume("true", "--save_dir", "killed")
+
+    assert_goes_on_exactly(Path("out"), Path("killed"), step=4)
+    assert len(steps_of(Path("killed"))) == 8
+    state = json.loads(Path("killed/trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, 9))
+
+
+def test_stages_chunks_and_residency_may_change(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+
+    words = "--save_dir resumed --num_stages 4 --num_chunks 4 --no_offload"
+    resume("out/checkpoint-4", *words.split())
+
+    pairs = list(zip(steps_of(Path("out"))[4:], steps_of(Path("resumed")), strict=True))
+    assert all(found["loss"] == pytest.approx(expected["loss"], rel=1e-5) for expected, found in pairs)
+    assert all(found["num_tokens"] == expected["num_tokens"] for expected, found in pairs)
+
+
+def test_a_run_that_is_at_its_end_only_saves_the_model(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+
+    resume("out/checkpoint-8", "--save_dir", "resumed")
+
+    assert_equal_tensors(Path("out"), Path("resumed"))
+    assert (workplace / "resumed" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("--learning_rate 1", "`--learning_rate` is 1.0, checkpoint-4 has 0.001"),
+        ("--batch_size 8", "`--batch_size` is 8, checkpoint-4 has 4"),
+        ("--seq_length 32", "`--seq_length` is 32, checkpoint-4 has 16"),
+        ("--dtype bf16", "`--dtype` is bf16, checkpoint-4 has fp32"),
+        ("--dataset other.jsonl", "`--dataset` is other.jsonl, checkpoint-4 has data.jsonl"),
+    ],
+)
+def test_what_would_train_something_else_is_refused_with_both_values(
+    run: Run, workplace: Path, change: str, told: str
+) -> None:
+    run(*EIGHT, "--num_iterations", "4")
+
+    with pytest.raises(ConfigError) as raised:
+        resume("out/checkpoint-4", "--save_dir", "resumed", *change.split())
+
+    assert told in str(raised.value)
+    assert f"--resume_changes {change.split()[0][2:]}" in str(raised.value)
+    assert not (workplace / "resumed").exists()
+
+
+def test_a_change_that_is_allowed_by_name_is_taken(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+
+    words = "--save_dir resumed --learning_rate 2e-3 --num_iterations 6 --resume_changes learning_rate,num_iterations"
+    resume("out/checkpoint-4", *words.split())
+
+    rows = steps_of(Path("resumed"))
+    assert [row["step"] for row in rows] == [5, 6]
+    assert rows[0]["loss"] == steps_of(Path("out"))[4]["loss"], "the weights are the checkpoint's"
+    assert rows[0]["learning_rate"] != steps_of(Path("out"))[4]["learning_rate"]
+
+
+def test_other_data_under_the_same_name_are_refused(run: Run, workplace: Path) -> None:
+    run(*EIGHT, "--num_iterations", "4")
+    lines = (workplace / "data.jsonl").read_text().splitlines()
+    (workplace / "data.jsonl").unlink()
+    (workplace / "data.jsonl").write_text("\n".join(lines[1:]) + "\n")
+
+    with pytest.raises(CheckpointError, match=r"trained on other data, .*--resume_changes dataset"):
+        resume("out/checkpoint-4", "--save_dir", "resumed")
+
+
+def test_weights_alone_are_no_state_to_go_on_from(run: Run, workplace: Path) -> None:
+    run(*EIGHT, "--save_only_model")
+    assert not list((workplace / "out" / "checkpoint-4").glob("optimizer*"))
+
+    with pytest.raises(
+        CheckpointError, match=r"holds weights only \(--save_only_model\).*--model_path out/checkpoint-4"
+    ):
+        resume("out/checkpoint-4", "--save_dir", "resumed")
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut", "missing"])
+def test_a_damaged_shard_is_refused_and_the_newest_good_checkpoint_named(
+    run: Run, workplace: Path, damage: str
+) -> None:
+    run(*EIGHT)
+    shard = next(iter(sorted(Path("out/checkpoint-8").glob("optimizer*.safetensors"))))
+    content = bytearray(shard.read_bytes())
+    if damage == "missing":
+        shard.unlink()
+    else:
+        content[-1] ^= 1
+        shard.write_bytes(content[:-8] if damage == "cut" else content)
+
+    with pytest.raises(CheckpointError) as raised:
+        resume("out/checkpoint-8", "--save_dir", "resumed")
+
+    text = str(raised.value)
+    assert shard.name in text
+    assert re.search(r"newest good checkpoint there is (\S*/)?out/checkpoint-4: --resume_from_checkpoint", text)
+
+
+def test_true_passes_over_a_torn_checkpoint(run: Run, workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(*EIGHT)
+    shutil.copytree("out", "whole")
+    next(Path("out/checkpoint-8").glob("model*.safetensors")).unlink()
+    for path in [*Path("out").glob("model*"), Path("out/config.json")]:
+        path.unlink()
+    caplog.set_level(logging.INFO, logger="mobius")
+
+    resume("true", "--save_dir", "out")
+
+    assert any("checkpoint-8 is passed over" in message for message in caplog.messages)
+    assert_goes_on_exactly(Path("whole"), Path("out"), step=4)
+
+
+def test_steps_in_a_row_that_are_not_finite_are_counted_across_a_resume(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four before the checkpoint and six behind it are ten, which end a run."""
+    taken = Stepper.apply
+
+    def overflow_from_step_5(self: Stepper, sums: StepSums, *, step: int) -> object:
+        return taken(self, replace(sums, loss=sums.loss * float("nan")) if step >= 5 else sums, step=step)
+
+    monkeypatch.setattr(Stepper, "apply", overflow_from_step_5)
+    with pytest.raises(NonFiniteLossError, match=r"10 steps in a row, the last of them step 14") as raised:
+        run(*EIGHT, "--num_iterations", "20")
+    assert "out/checkpoint-12" in "".join(raised.value.__notes__)
+
+    with pytest.raises(NonFiniteLossError, match=r"10 steps in a row, the last of them step 14"):
+        resume("out/checkpoint-8", "--save_dir", "resumed")
+
+    manifest = json.loads(Path("out/checkpoint-8/checkpoint.json").read_text())
+    assert manifest["training"]["skipped_in_a_row"] == 4
