@@ -16,7 +16,6 @@ from mobius.models.attention import (
     BlockMasks,
     DocumentAttention,
     Documents,
-    _cap,
     _flex,
     attend_documents,
     choose_attention,
@@ -88,12 +87,14 @@ def test_two_byte_formats_are_attended_in_their_format() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 1, 7, 128, 200])
-def test_block_masks_show_each_token_its_document(window: int | None, softcap: float | None) -> None:
-    """FlexAttention without its kernel, which only GPUs have, but with the masks and the cap that it gets there."""
+def test_block_masks_show_each_token_its_document(
+    window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlexAttention without its kernel, which only GPUs have, but with the masks, blocks and cap that it gets there."""
+    monkeypatch.setattr("mobius.models.attention._compiled_flex", lambda: flex_attention)
     query, key, value = tensors()
     mask = make_block_mask(Documents(POSITIONS, BOUNDS), window)
-    cap = None if softcap is None else partial(_cap, softcap)
-    output = flex_attention(query, key, value, score_mod=cap, block_mask=mask, enable_gqa=True).transpose(1, 2)
+    output = _flex(query, key, value, mask, 1 / math.sqrt(WIDTH), softcap).transpose(1, 2)
     expected = dense(query, key, value, window=window, softcap=softcap)
     assert (output - expected).abs().max() <= 2e-6 * expected.abs().max()
 
