@@ -88,10 +88,15 @@ def is_started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def is_restart() -> bool:
-    """Whether torchrun has started this rank again after one of the ranks had died (`--max_restarts`)."""
+def num_restarts() -> int:
+    """How often torchrun has started this rank again after one of the ranks had died (`--max_restarts`)."""
     text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return text.isdecimal() and int(text) > 0
+    return int(text) if text.isdecimal() else 0
+
+
+def is_restart() -> bool:
+    """Whether torchrun has started this rank again."""
+    return num_restarts() > 0
 
 
 def launcher_waits() -> None:

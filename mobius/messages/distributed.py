@@ -21,6 +21,7 @@ from mobius.errors import TransportError, first_line
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.streams import Event
 from mobius.messages.mailboxes import Mailboxes
+from mobius.messages.meeting import open_store
 from mobius.messages.transport import ring_edges
 from mobius.schedule.lanes import Lane
 
@@ -74,7 +75,14 @@ class DistributedTransport:
         self.rank, self.num_ranks = rank, num_ranks
         self._device, self._shape, self._dtype = device, shape, dtype
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, device_id=device if backend == "nccl" else None, timeout=MEETING_TIMEOUT)
+        dist.init_process_group(
+            backend,
+            store=open_store(rank, num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            device_id=device if backend == "nccl" else None,
+            timeout=MEETING_TIMEOUT,
+        )
         self._scalars = dist.new_group(backend="gloo", timeout=MESSAGES_TIMEOUT)
         self._edges = {
             edge: dist.new_group(

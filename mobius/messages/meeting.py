@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mobius.errors import TransportError, first_line
-from mobius.ranks import Ranks
+from mobius.ranks import Ranks, num_restarts
 
 Told: TypeAlias = "bool | int | float | str | Sequence[Told] | Mapping[str, Told] | None"
 """A value that a rank may tell: JSON's. Numbers are finite, names are texts, and a tuple arrives as a list; bytes go as
@@ -117,17 +117,25 @@ class Meeting:
         return values
 
 
+def open_store(rank: int, num_ranks: int) -> Store:
+    """The store that the launcher's MASTER_ADDR and MASTER_PORT name; raises TransportError.
+
+    torchrun may keep one store when it starts the ranks again: what was told there before is out of sight.
+    """
+    try:
+        store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=TIMEOUT))
+    except (RuntimeError, ValueError) as error:
+        raise TransportError(f"rank {rank} cannot meet the others, start with torchrun: {error}") from error
+    store.set_timeout(TIMEOUT)
+    return PrefixStore(f"start {num_restarts()}", store)
+
+
 def meet_at_store(ranks: Ranks) -> Meeting:
-    """Connect to the store that the launcher's MASTER_ADDR and MASTER_PORT name; raises TransportError.
+    """Connect to the launcher's store; raises TransportError.
 
     Process groups that are made later use the same store, under other keys.
     """
-    try:
-        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.num_ranks, timeout=TIMEOUT))
-    except (RuntimeError, ValueError) as error:
-        raise TransportError(f"rank {ranks.rank} cannot meet the others, start with torchrun: {error}") from error
-    store.set_timeout(TIMEOUT)
-    return Meeting(store, rank=ranks.rank, num_ranks=ranks.num_ranks)
+    return Meeting(open_store(ranks.rank, ranks.num_ranks), rank=ranks.rank, num_ranks=ranks.num_ranks)
 
 
 @dataclass(frozen=True)
