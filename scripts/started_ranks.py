@@ -219,8 +219,9 @@ def left_in_shared_memory(before: set[str]) -> list[str]:
             with contextlib.suppress(OSError):
                 used |= set(re.findall(rf"{SHARED_MEMORY}/(\S+)", Path(f"/proc/{process}/maps").read_text()))
             with contextlib.suppress(OSError):
-                links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()]
-                used |= {Path(link).name for link in links if link.startswith(str(SHARED_MEMORY))}
+                for link in Path(f"/proc/{process}/fd").iterdir():
+                    with contextlib.suppress(FileNotFoundError):  # of this very listing, for one
+                        used.add(os.path.basename(os.readlink(link)))
     return sorted(name for name in new - used if (SHARED_MEMORY / name).exists())
 
 
