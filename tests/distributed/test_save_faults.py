@@ -1,0 +1,97 @@
+"""Kills at random moments, as the script for them makes them: nothing differs and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kill_and_resume
+import pytest
+from harness.forked import HANG_SECONDS, ROOT
+from harness.runs import environment
+from kill_and_resume import TrialError, compare
+from started_ranks import Started, comes, descendants, forked, left_in_shared_memory
+
+
+def test_a_run_that_is_killed_four_times_is_the_one_that_was_left_alone(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "kill_and_resume.py"
+    words = ["--kills", "4", "--seed", "3", "--launched", "0", "--folder", str(tmp_path)]
+    finished = subprocess.run(
+        [sys.executable, str(script), *words],
+        env=environment(tmp_path / "cache"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+
+    output = finished.stdout
+    assert finished.returncode == 0, output
+    assert re.search(r"^all( +\d+)+ +4$", output, re.MULTILINE), output
+    compared = re.search(r"(\d+) checkpoints compared", output)
+    assert compared
+    assert int(compared[1]) >= 2
+    assert not list(tmp_path.glob("kills-*")), "what was equal is removed"
+
+
+def test_the_script_tells_what_differs() -> None:
+    compare("a run", {"steps": [1], "a.weight": "00"}, {"steps": [1], "a.weight": "00"})
+
+    with pytest.raises(TrialError, match=r"a run: 1 of 2 things differ:\n  a.weight: 00 expected, 01 found"):
+        compare("a run", {"steps": [1], "a.weight": "00"}, {"steps": [1], "a.weight": "01"})
+    with pytest.raises(TrialError, match=r"b: None expected, 1 found"):
+        compare("a run", {}, {"b": 1})
+
+
+def test_the_script_finds_a_process_that_outlives_its_parent(tmp_path: Path) -> None:
+    """In a process of its own: from then on it inherits orphans."""
+    output = tmp_path / "output.txt"
+    output.touch()
+
+    def work() -> None:
+        from started_ranks import inherit_orphans
+
+        inherit_orphans()
+        parent = forked(lambda: forked(lambda: time.sleep(60), tmp_path, output), tmp_path, output)
+        codes: dict[int, int] = {}
+        started = Started(output, {"rank 0": parent}, codes)
+        assert comes(started.is_over, 20)
+        (orphan,) = descendants()
+        os.kill(orphan, signal.SIGKILL)
+        assert comes(lambda: not descendants(), 20)
+
+    _, status = os.waitpid(forked(work, tmp_path, output), 0)
+    assert os.waitstatus_to_exitcode(status) == 0, output.read_text()
+
+
+def test_the_script_finds_what_is_left_in_shared_memory_unless_somebody_has_it_open() -> None:
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    path = Path("/dev/shm", f"mobius-test-{os.getpid()}")
+    try:
+        with path.open("w"):
+            assert path.name not in left_in_shared_memory(before)
+        assert path.name in left_in_shared_memory(before)
+    finally:
+        path.unlink()
+
+
+def test_the_script_tells_a_save_of_now_from_what_an_earlier_start_left(tmp_path: Path) -> None:
+    out, started = tmp_path / "out", Started(tmp_path / "output.txt")
+    (out / "checkpoint-3.partial").mkdir(parents=True)
+    phases = []
+    for line in ("", "tokenizing: 1 %", "dataset loaded", "start of training"):
+        with started.output_file.open("a") as file:
+            file.write(f"{line}\n")
+        phases.append(kill_and_resume.phase_of(out, started))
+    (out / "checkpoint-3.partial").rename(out / "checkpoint-3")
+    phases.append(kill_and_resume.phase_of(out, started))
+    (out / "final.partial").mkdir()
+    phases.append(kill_and_resume.phase_of(out, started))
+
+    assert phases == ["starting", "tokenizing", "starting", "saving", "training", "exporting"]
