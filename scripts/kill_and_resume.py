@@ -40,6 +40,7 @@ from started_ranks import (
     inherit_orphans,
     left_in_shared_memory,
     start,
+    take_own_shared_memory,
 )
 
 STEPS, SAVE_STEPS, KEPT = 12, 3, 2
@@ -64,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     arguments, more = parse_arguments(words)
     inherit_orphans()
+    take_own_shared_memory()
     import_everything()
     folder = Path(tempfile.mkdtemp(prefix="kills-", dir=arguments.folder))
     options = [*f"--device {arguments.device} {OPTIONS} {OF_A_DEVICE[arguments.device]}".split(), *more]

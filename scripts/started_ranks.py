@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS = 2
 SHARED_MEMORY = Path("/dev/shm")
 PR_SET_CHILD_SUBREAPER = 36
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
 GRACE_SECONDS = 5.0
 """Time for the other ranks to tell their part once one has failed."""
 
@@ -37,6 +38,19 @@ GRACE_SECONDS = 5.0
 def inherit_orphans() -> None:
     """From now on processes whose parent has ended become children of this one, however deep in the tree they were."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def take_own_shared_memory() -> bool:
+    """Give this process, and those it starts from now on, a /dev/shm where nobody else leaves anything.
+
+    Returns whether the system lets it, which takes the rights of root (CAP_SYS_ADMIN).
+    """
+    libc = ctypes.CDLL(None)
+    return (
+        libc.unshare(CLONE_NEWNS) == 0
+        and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+        and libc.mount(b"tmpfs", bytes(SHARED_MEMORY), b"tmpfs", 0, b"mode=1777") == 0
+    )
 
 
 def import_everything() -> None:

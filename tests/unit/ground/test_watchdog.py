@@ -99,7 +99,13 @@ def test_the_clock_on_the_wall_may_jump(tmp_path: Path) -> None:
 
 
 def test_a_process_that_was_stopped_for_long_goes_on(tmp_path: Path) -> None:
-    then = "watchdog.start(); print('ready', flush=True); time.sleep(6.5); print('done')"
+    then = """
+watchdog.start()
+end = time.monotonic() + 6.5  # before anybody stops it
+print('ready', flush=True)
+time.sleep(end - time.monotonic())
+print('done')
+"""
     process = start(tmp_path, then, seconds=4)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
