@@ -46,10 +46,10 @@ def take_own_shared_memory() -> bool:
     Returns whether the system lets it, which takes the rights of root (CAP_SYS_ADMIN).
     """
     libc = ctypes.CDLL(None)
-    return (
-        libc.unshare(CLONE_NEWNS) == 0
-        and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
-        and libc.mount(b"tmpfs", bytes(SHARED_MEMORY), b"tmpfs", 0, b"mode=1777") == 0
+    return not (
+        libc.unshare(CLONE_NEWNS)
+        or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+        or libc.mount(b"tmpfs", bytes(SHARED_MEMORY), b"tmpfs", 0, b"mode=1777")
     )
 
 
