@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
+from typing import Any
 
 import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from harness.packed_rows import LENGTH, ROWS, make_packed_batch
-from harness.pipelines import CPU, FAMILIES, ModelWeights, Pipeline, make_batch, make_model
+from harness.pipelines import CPU, FAMILIES, ModelWeights, Pipeline, _on_one_core, _parts, make_batch, make_model
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mobius.models.attention import IMPLEMENTATION, register
-from mobius.models.blocks import ModelParts
 from mobius.runtime.executor import EvaluationSums, StepBatch
 from mobius.schedule.build import build_schedule
 from mobius.training.stages import RankStages
@@ -27,6 +27,8 @@ CASES: dict[str, tuple[int | None, frozenset[int]]] = {  # number of slots, resi
     "streamed, prefetched": (2, frozenset()),
     "first and last resident": (2, frozenset({0, 1, 5, 6, 7})),
 }
+CUTS = [*product((1, 2, 3), (1, 2, 5), CASES)]  # v, M, and which case
+PACKED_CUTS = [*product((1, 2, 3), (1, 2, 4), ((1, None), (2, 2)))]  # N, M, v and its slots
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,9 @@ def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> Evaluation
         sizes=case.sizes,
     )
     packed = None if batch.documents is None else torch.float32
-    parts = [ModelParts(model.config, CPU, packed=packed) for _ in range(case.num_ranks)]
 
     def work(transport: LocalTransport) -> EvaluationSums:
-        own = parts[transport.rank]
+        own = _parts(model.config, CPU, transport.rank, packed, compiled=False)
         plan = settings._plan(len(own.layers))
         stages = RankStages.take(
             own,
@@ -89,7 +90,8 @@ def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> Evaluation
         stages.close()
         return sums
 
-    sums = run_rank_threads(case.num_ranks, work)
+    with _on_one_core():
+        sums = run_rank_threads(case.num_ranks, work)
     for other in sums[: (num_stages - 1) % case.num_ranks] + sums[(num_stages - 1) % case.num_ranks + 1 :]:
         assert not other.losses.any()
         assert not other.num_correct.any()
@@ -120,23 +122,34 @@ def learned(batch: StepBatch, model: PreTrainedModel) -> StepBatch:
     return StepBatch(batch.input_ids, labels, batch.num_targets, batch.num_tokens, batch.num_samples)
 
 
+def share_of(family: str, cuts: Sequence[Any], num_shares: int) -> list[Any]:
+    """Cuts that `family` is compared on: each of `cuts` is some family's."""
+    return [*islice(cuts, sorted(FAMILIES).index(family) % num_shares, None, num_shares)]
+
+
+def test_each_cut_is_met_by_a_family() -> None:
+    for cuts, num_shares in ((CUTS, len(FAMILIES)), (PACKED_CUTS, 5)):
+        assert {cut for family in FAMILIES for cut in share_of(family, cuts, num_shares)} == {*cuts}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_evaluation_equals_the_plain_model_bit_by_bit(family: str, num_ranks: int) -> None:
     """Each microbatch's loss and hits, over N, v, M, tied and not, streamed and resident."""
     model = make_model(family, 12 if num_ranks > 2 else 6)
-    for turn, (stages_per_rank, num_microbatches) in enumerate(product((1, 2, 3), (1, 2, 5))):
+    own = share_of(family, CUTS, len(FAMILIES))
+    met, every = ([{*kinds} for kinds in zip(*cuts, strict=True)] for cuts in (own, CUTS))
+    assert met == every, "each family meets each v, each M and each case"
+    for num_microbatches in (1, 2, 5):
         batch = learned(make_batch(num_microbatches), model)
         losses, hits = plain(model, batch, num_microbatches)
         assert 0 < int(hits.sum()) < batch.num_targets, "the comparison sees hits and misses"
-        for number, (name, (num_slots, resident)) in enumerate(CASES.items()):
-            if (number + turn) % 2 and num_ranks > 1:  # each pair is met with one of the numbers
-                continue
-            case = Case(num_ranks, stages_per_rank, num_microbatches, num_slots, resident)
-            sums = evaluate(model, batch, case)
-            where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} {name}"
-            assert torch.equal(sums.losses, losses), where
-            assert torch.equal(sums.num_correct, hits), where
+        for stages_per_rank, number, name in own:
+            if number == num_microbatches:
+                sums = evaluate(model, batch, Case(num_ranks, stages_per_rank, number, *CASES[name]))
+                where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} {name}"
+                assert torch.equal(sums.losses, losses), where
+                assert torch.equal(sums.num_correct, hits), where
 
 
 def test_several_rows_in_a_microbatch_and_stages_without_layers_make_the_same_bits() -> None:
@@ -211,12 +224,12 @@ def test_packed_rows_equal_the_plain_model_with_the_same_attention_bit_by_bit(fa
     """Bit for bit by transformers' own forward, and within rounding what each document gives alone."""
     model = make_model(family, 6)
     reference = packed_model(model)
-    for num_ranks, num_microbatches in product((1, 2, 3), (1, 2, 4)):
+    total = alone(model, ROWS, make_packed_batch(ROWS, LENGTH, 1))
+    for num_ranks, num_microbatches, (stages_per_rank, num_slots) in share_of(family, PACKED_CUTS, 5):
         batch = make_packed_batch(ROWS, LENGTH, num_microbatches)
         losses, hits = plain_packed(reference, batch, num_microbatches)
-        for stages_per_rank, num_slots in ((1, None), (2, 2)):
-            sums = evaluate(model, batch, Case(num_ranks, stages_per_rank, num_microbatches, num_slots))
-            where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches}"
-            assert torch.equal(sums.losses, losses), where
-            assert torch.equal(sums.num_correct, hits), where
-        assert float(losses.sum()) == pytest.approx(alone(model, ROWS, batch), rel=1e-5)
+        sums = evaluate(model, batch, Case(num_ranks, stages_per_rank, num_microbatches, num_slots))
+        where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches}"
+        assert torch.equal(sums.losses, losses), where
+        assert torch.equal(sums.num_correct, hits), where
+        assert float(losses.sum()) == pytest.approx(total, rel=1e-5)
