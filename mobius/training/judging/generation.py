@@ -25,6 +25,7 @@ from mobius.config.config import Device
 from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, first_line
 from mobius.machine.available import available_host_bytes
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
+from mobius.models.weights import CheckpointWeights
 from mobius.units import bytes_text
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,9 @@ def _without_bars() -> Iterator[None]:
 
 
 def _weight_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    """Size of the model's files; the optimizer's, which a checkpoint has too, are not read to answer."""
+    files = {tensor.path for tensor in CheckpointWeights(folder, {}).stored.values()}
+    return sum(path.stat().st_size for path in files)
 
 
 def _fitting_device(folder: Path, device: torch.device) -> torch.device:

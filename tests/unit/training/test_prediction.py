@@ -319,6 +319,20 @@ def test_a_model_larger_than_the_gpu_answers_on_the_cpu(
     assert len(caplog.records) == 1
 
 
+def test_the_optimizers_files_of_a_checkpoint_need_no_memory_to_answer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_bytes = (folder / "model.safetensors").stat().st_size
+    checkpoint = with_settings(folder, tmp_path / "checkpoint-4")
+    (checkpoint / "optimizer-00001-of-00001.safetensors").write_bytes(b"0" * 6 * num_bytes)
+    monkeypatch.setattr(generation, "available_host_bytes", lambda: num_bytes)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * num_bytes, 2 * num_bytes))
+    gpu = torch.device("cuda", 0)
+
+    assert generation._fitting_device(checkpoint, gpu) == gpu
+    assert generation._fitting_dtype(checkpoint, SimpleNamespace(dtype=torch.float32), CPU) is torch.float32
+
+
 def test_a_gpu_answers_where_there_is_one_and_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     found = []
