@@ -6,7 +6,7 @@ Only options and numbers go in. Of a path on this machine its last name is told,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePath
@@ -64,8 +64,9 @@ def model_card(facts: CardFacts) -> str:
         "tokens without padding": f"{state.num_input_tokens_seen:,}",
         "loss, first step": f"{facts.first_loss:.4f}",
         "loss, last step": f"{facts.last_loss:.4f}",
-        **{name: f"{value:.4f}" for name, value in facts.evaluation.items() if isinstance(value, float)},
     }
+    judged = [*(config.data.eval_dataset or ()), *entries]
+    rows = [*results.items(), *_evaluation_rows(facts.evaluation, [entry.name for entry in judged])]
     options = {name: getattr(getattr(config, section), name) for section, names in _OPTIONS.items() for name in names}
     options |= {"num_iterations": optim.num_steps, "num_train_epochs": optim.num_train_epochs}
     versions = {"mobius": mobius.__version__, **{name: metadata.version(name) for name in _PACKAGES}}
@@ -77,9 +78,9 @@ def model_card(facts: CardFacts) -> str:
             f"# {_plain(config.output.name)}",
             f"{start} {_shown(base)} on {data}, with Mobius. The curves are in `training_loss.png`, every step in "
             "`metrics.jsonl`.",
-            _table("result", results),
-            _table("option", {name: value for name, value in options.items() if value is not None}),
-            _table("version", versions),
+            _table("result", rows),
+            _table("option", [(name, value) for name, value in options.items() if value is not None]),
+            _table("version", versions.items()),
         )
     )
 
@@ -88,15 +89,28 @@ def _is_on_hub(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
-def _table(title: str, rows: Mapping[str, object]) -> str:
-    return "\n".join((f"| {title} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items()))) + "\n"
+def _table(title: str, rows: Iterable[tuple[str, object]]) -> str:
+    return "\n".join((f"| {title} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows))) + "\n"
+
+
+def _evaluation_rows(evaluation: Mapping[str, object], datasets: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Numbers of an evaluation, those of a dataset by the name that it has everywhere in the card."""
+    longest_first = sorted(datasets, key=len, reverse=True)
+    for name, value in evaluation.items():
+        if isinstance(value, float):
+            of_dataset = next((each for each in longest_first if name.startswith(f"eval_{each}")), "")
+            yield _plain(name.replace(of_dataset, _public(of_dataset), 1)), f"{value:.4f}"
 
 
 def _shown(name: str) -> str:
-    """A model or dataset by name, as code; of an absolute path, or one from a home folder, the last part."""
+    """A model or dataset by name, as code."""
+    return f"`{_plain(_public(name))}`"
+
+
+def _public(name: str) -> str:
+    """A name; of an absolute path, or one from a home folder, the last part."""
     path = PurePath(name)
-    is_private = path.is_absolute() or name.startswith("~") or ".." in path.parts
-    return f"`{_plain(path.name if is_private else name)}`"
+    return path.name if path.is_absolute() or name.startswith("~") or ".." in path.parts else name
 
 
 def _plain(text: str) -> str:

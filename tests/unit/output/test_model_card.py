@@ -74,6 +74,19 @@ def test_a_local_model_and_data_are_told_by_their_last_name_and_are_no_ids_of_th
     assert ".." not in text
 
 
+def test_datasets_that_were_evaluated_on_are_told_by_their_last_name_too(tmp_path: Path) -> None:
+    names = [str(tmp_path / "clients" / "a.jsonl"), str(tmp_path / "others" / "a.jsonl"), "../b|<i>.jsonl"]
+    told = {f"eval_{name}_loss": 1.0 + number for number, name in enumerate(names)}
+    given = facts()
+    data = replace(given.config.data, eval_dataset=tuple(map(DatasetEntry, names)))
+
+    text = model_card(replace(given, config=replace(given.config, data=data), evaluation={"eval_loss": 2.0, **told}))
+
+    for row in ("eval_loss | 2.0", "eval_a.jsonl_loss | 1.0", "eval_a.jsonl_loss | 2.0", "eval_b i .jsonl_loss | 3.0"):
+        assert f"\n| {row}000 |\n" in text, row
+    assert str(tmp_path) not in text
+
+
 def test_a_shape_without_weights_is_no_base_model() -> None:
     text = model_card(replace(facts(), is_pretrained=False))
 
