@@ -17,6 +17,7 @@ import importlib.util
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -99,15 +100,18 @@ def main(argv: Sequence[str]) -> int:
     # Only now: Ctrl-C may come into the seconds that the imports take.
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher import api
-    from torch.distributed.run import main as run_torchrun
+    from torch.distributed.run import get_args_parser, run
 
     from mobius.ranks import launcher_waits
 
+    arguments = get_args_parser().parse_args(list(argv))
+    if arguments.master_port == 0:
+        arguments.master_port = free_port()
     logging.disable(logging.ERROR)
     launcher_waits()
     api.LocalElasticAgent = patient_agent(api.LocalElasticAgent, interruptions)  # type: ignore[assignment,attr-defined]
     try:
-        run_torchrun(list(argv))
+        run(arguments)
     except RanksEndedError as end:
         interruptions.ignore()
         return tell_end(end.rank, end.code, is_interrupted=interruptions.count > 0)
@@ -115,6 +119,13 @@ def main(argv: Sequence[str]) -> int:
         interruptions.ignore()
         return tell_end(0, -error.sigval, is_interrupted=True)
     return 0
+
+
+def free_port() -> int:
+    """A port that the system chooses, for ranks that all must know it; another program may take it before they do."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def patient_agent(agent_class: type, interruptions: Interruptions) -> type:
