@@ -51,6 +51,10 @@ _being_started: Final = threading.Lock()
 """Held while a worker process is started."""
 
 
+Text = str | Callable[[], str]
+"""A text, or what makes it when it is wanted."""
+
+
 class SavedAndStopped(BaseException):
     """The end of a run that was asked to stop and has saved; its text goes on from "interrupted (SIGINT) "."""
 
@@ -64,15 +68,16 @@ class Standing:
 
     def __init__(self) -> None:
         self._announce: Callable[[str], None] = lambda _: None
-        self._offer: tuple[str, float | None] | None = None
+        self._offer: tuple[Text, float | None] | None = None
+        self._is_alone = False
         self._stop: str | None = None
         self._stop_time = 0.0
         self.becomes("before the first step: nothing was trained, and nothing is left")
 
-    def becomes(self, text: str, *, clear: Callable[[], None] | None = None) -> None:
+    def becomes(self, text: Text, *, clear: Callable[[], None] | None = None) -> None:
         """From now on an interruption calls `clear` and says `text`, which goes on from "interrupted (SIGINT) ".
 
-        `clear` runs in another thread, while the run's own goes on.
+        `clear` runs in another thread, while the run's own goes on, and so does a `text` that is a function.
         """
         self._now = text, clear  # one assignment: the other thread never sees half of it
 
@@ -82,9 +87,18 @@ class Standing:
         if clear is not None:
             with contextlib.suppress(OSError):  # removed by the run itself at this moment
                 clear()
-        return text
+        return _text_now(text)
 
-    def offers_to_save(self, lost: str, *, seconds: float | None = None) -> None:
+    def goes_on_alone(self) -> None:
+        """From now on other ranks end because they are done: the first one's work goes on."""
+        self._is_alone = True
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether another rank's end is no loss."""
+        return self._is_alone
+
+    def offers_to_save(self, lost: Text, *, seconds: float | None = None) -> None:
         """From now on the first signal only sets `stop_requested`, and the second ends the process as ever.
 
         `lost` is what leaving at once would lose, such as "steps 21 to 37 would be lost"; `seconds` how long the step
@@ -122,7 +136,7 @@ class Standing:
 
     def _warning(self) -> str:
         lost, seconds = self._offer or ("nothing would be saved", None)
-        warning = f"once more to leave at once ({lost})"
+        warning = f"once more to leave at once ({_text_now(lost)})"
         limit = seconds_until_killed()
         if limit is None or (seconds is not None and seconds < limit):
             return warning
@@ -189,7 +203,7 @@ class Interruption:
     def _heed_signals(self, receiver: socket.socket) -> None:
         while received := receiver.recv(1):  # nothing when it is closed: the watch is over
             name = signal.Signals(received[0]).name
-            if has_lost_rank():
+            if not self._standing.is_alone and has_lost_rank():
                 self._end("another rank has ended")
             elif self._standing.stop_requested is None and self._standing.can_save:
                 self._standing.request_stop(name)
@@ -206,6 +220,10 @@ class Interruption:
         else:
             time.sleep(_FIRST_RANK_SECONDS)
         os._exit(EXIT_CODE)
+
+
+def _text_now(text: Text) -> str:
+    return text if isinstance(text, str) else text()
 
 
 def _say(text: str) -> None:

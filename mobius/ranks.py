@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -99,6 +100,18 @@ def is_restart() -> bool:
     return num_restarts() > 0
 
 
+def launch_id() -> str | None:
+    """A text that tells this start of torchrun, with its restarts, from all others; None without torchrun."""
+    begun = _start_of(os.getppid()) if is_started_by_torchrun() else None
+    return None if begun is None else f"{os.getppid()} at {begun:.2f} s of {_boot()}"
+
+
+def seconds_since_launch() -> float:
+    """Time since torchrun began, be it before a restart; 0 without torchrun."""
+    begun = _start_of(os.getppid()) if is_started_by_torchrun() else None
+    return 0.0 if begun is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
+
+
 def launcher_waits() -> None:
     """Let ranks that this process starts from now on know that it never kills them while they save."""
     os.environ[_OUR_LAUNCHER] = "1"
@@ -145,10 +158,30 @@ def has_lost_rank() -> bool:
 
 def _is_child(process: str, *, of: int) -> bool:
     """Whether `of` is the parent of a process."""
-    try:  # /proc/PID/stat: the number, the name in brackets, the state, the parent
-        return int(Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[1]) == of
+    facts = _facts_of(process)
+    return bool(facts) and int(facts[1]) == of
+
+
+def _start_of(process: int) -> float | None:
+    """Seconds from the start of the machine to that of a process; None where that is not known."""
+    facts = _facts_of(str(process))
+    return int(facts[19]) / os.sysconf("SC_CLK_TCK") if facts else None
+
+
+def _facts_of(process: str) -> list[str]:
+    """Words of /proc/PID/stat behind the name in brackets: the state, the parent, ...; none if it has ended."""
+    try:
+        return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return []
+
+
+def _boot() -> str:
+    """A text that another start of the machine does not have."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "this machine"
 
 
 def _command_of(process: int) -> list[str]:

@@ -67,7 +67,9 @@ class Watchdog:
 
         `left` clears up and returns what the run leaves, as a text that goes on from "all ranks end ": one rank has it.
         """
-        self._activity, self._rank, self._num_ranks = activity, rank, num_ranks
+        self.activity = self._activity = activity
+        """Told by whatever is to be watched."""
+        self._rank, self._num_ranks = rank, num_ranks
         self._limit, self._left, self._patience = 60 * minutes, left, patience_seconds
         self._is_stopped = threading.Event()
         self._thread: threading.Thread | None = None

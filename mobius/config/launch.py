@@ -145,15 +145,16 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, resources: Res
     return [*words, *program], placement.notice
 
 
-def how_to_resume(words: Sequence[str]) -> str:
+def how_to_resume(words: Sequence[str], *, save_dir: str | None = None) -> str:
     """Command that goes on from a run's newest checkpoint; `words` are those that started it (`command_words`).
 
     An interpreter's folder is left out, and so are options that would start anew or from an older checkpoint.
+    `save_dir` is the run's where the words do not give it. Variables of the environment are the shell's.
     """
     kept: list[str] = []
     is_value = False
     for word in words:
-        is_resume = word.startswith("--resume_f")  # as far as it must be typed
+        is_resume = word.replace("-", "_").startswith("__resume_f")  # as far as it must be typed
         if not (is_resume or is_value or word == "--overwrite_output_dir"):
             kept.append(word)
         is_value = is_resume and "=" not in word
@@ -162,7 +163,8 @@ def how_to_resume(words: Sequence[str]) -> str:
         kept = [os.path.basename(kept[1]), *kept[2:]]  # torchrun and mobius are files beside their interpreter
     else:
         kept[0] = name
-    return shlex.join([*kept, "--resume_from_checkpoint", "true"])
+    place = [] if save_dir is None else ["--save_dir", save_dir]
+    return shlex.join([*kept, *place, "--resume_from_checkpoint", "true"])
 
 
 def main(argv: Sequence[str]) -> int:

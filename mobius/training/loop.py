@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -28,11 +28,15 @@ from mobius.errors import NonFiniteLossError
 from mobius.interruption import Standing
 from mobius.output.metrics import StepMetrics
 from mobius.output.run_log import METRICS_FILE, RunLog
+from mobius.ranks import launch_id
 from mobius.training.judging.evaluation import EvaluationResult, Evaluator
+from mobius.training.resuming import LAUNCH
 from mobius.training.saving import CheckpointSaver, SavedPoint
 from mobius.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+_NOTHING_KEPT: Final = "what was trained is lost: no checkpoint is complete"
 
 
 class Ending(StrEnum):
@@ -42,6 +46,12 @@ class Ending(StrEnum):
     EARLY_STOPPING = "early stopping"
     SIGNAL = "signal"
     TIME = "time"
+
+
+BEST: Final = "best"
+"""Key in a checkpoint's position of the best evaluation so far."""
+BEST_SAVED: Final = "best_saved"
+"""Key of the best one of those that came with a checkpoint: another one where evaluations are more frequent."""
 
 
 @dataclass
@@ -54,9 +64,9 @@ class BestSoFar:
     evaluations_since: int = 0
 
     @classmethod
-    def from_position(cls, metric: BestMetric, position: Mapping[str, Any]) -> BestSoFar:
+    def from_position(cls, metric: BestMetric, position: Mapping[str, Any], key: str = BEST) -> BestSoFar:
         """The best one of a checkpoint's `position`; none if it is of another metric."""
-        saved = position.get("best", {})
+        saved = position.get(key) or position.get(BEST, {})
         if saved.get("metric") != metric.value:
             return cls(metric)
         return cls(**{**saved, "metric": metric})
@@ -149,6 +159,8 @@ class TrainingLoop:
     steps_done: int = 0
     epoch: float = 0.0
     best: BestSoFar
+    best_saved: BestSoFar
+    """Best evaluation of those whose weights were to be saved."""
     older: str | None = None
     """Word of an interruption about the results that this run would have replaced, if there are any."""
     steps: list[StepMetrics] = field(default_factory=list)
@@ -165,9 +177,10 @@ class TrainingLoop:
         total = self.config.optim.num_steps
         exchange = _Exchange(self.saver, self.standing, self._is_time_up)
         self.trainer.exchange = exchange
-        self._tell_standing(self.steps_done)
         if self.evaluator is not None and self.config.evaluation.eval_on_start and self.steps_done == 0:
+            self._tell_standing(0, can_save=False)
             self.evaluate(0)
+        self._tell_standing(self.steps_done)
         progress = tqdm(
             total=total,
             initial=self.steps_done,
@@ -246,10 +259,10 @@ class TrainingLoop:
 
     def _save(self, metrics: StepMetrics, result: EvaluationResult | None) -> None:
         assert self.saver is not None, "nothing is saved"
-        is_best = result is not None and self.best.step == metrics.step
+        is_best = result is not None and self.best_saved.take(result, metrics.step)
         state = ""
         if self.log is not None:
-            if is_best and self.best.value is not None:
+            if self.best.step == metrics.step and self.best.value is not None and result is not None:
                 self.log.note_best(self.best.value, metrics.step, checkpoint_path(self.save_dir, metrics.step))
             state = self.log.state.to_json()
         metric = None if result is None else value_of(self.best.metric, result)
@@ -266,7 +279,11 @@ class TrainingLoop:
         )
 
     def _position(self) -> dict[str, Any]:
-        return {"best": {**asdict(self.best), "metric": self.best.metric.value}}
+        both = {BEST: self.best, BEST_SAVED: self.best_saved}
+        return {
+            LAUNCH: launch_id(),
+            **{key: {**asdict(best), "metric": best.metric.value} for key, best in both.items()},
+        }
 
     def _is_due(self, step: int, every: float) -> bool:
         number = every if every >= 1 else math.ceil(round(every * self.config.optim.num_steps, 6))
@@ -276,8 +293,8 @@ class TrainingLoop:
         limit = self.config.saving.max_run_time
         return limit is not None and time.monotonic() - self.started >= 60 * limit
 
-    def _tell_standing(self, step: int) -> None:
-        """Say what an interruption from now on would lose."""
+    def _tell_standing(self, step: int, *, can_save: bool = True) -> None:
+        """Say what an interruption from now on would lose; a save that is under way may be complete by then."""
         total = self.config.optim.num_steps
         where = f"after step {step} of {total}" if step else f"in step 1 of {total}"
         numbers = f"every step's numbers are in {self.folder / METRICS_FILE}"
@@ -285,14 +302,18 @@ class TrainingLoop:
             lost = f"{where}: what was trained is lost, for only the end is saved; {numbers}"
             self.standing.becomes(f"{lost}, and {self.older}" if self.older else lost)
             return
-        newest = self.saver.newest
-        kept = f"the newest checkpoint is {newest}" if newest else "what was trained is lost: no checkpoint is complete"
-        self.standing.becomes(f"{where}: {kept}; {numbers}")
-        if step < total:
-            saved = self.saver.newest_step
-            self.standing.offers_to_save(
-                f"what was trained since step {saved} would be lost", seconds=self._seconds_to_save()
-            )
+        saver = self.saver
+
+        def left() -> str:
+            kept = f"the newest checkpoint is {saver.newest}"
+            return f"{where}: {kept if saver.newest else _NOTHING_KEPT}; {numbers}"
+
+        def lost_now() -> str:
+            return f"what was trained since step {saver.newest_step} would be lost"
+
+        self.standing.becomes(left)
+        if step < total and can_save:
+            self.standing.offers_to_save(lost_now, seconds=self._seconds_to_save())
         else:
             self.standing.no_longer_saves()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from mobius.checkpoints.folders import checkpoint_path, open_checkpoint
+from mobius.checkpoints.manifest import MANIFEST_FILE
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import CheckpointError
 from mobius.interruption import Standing
@@ -59,23 +60,29 @@ class Timing:
         )
 
 
-def take_best(session: Session, saver: CheckpointSaver) -> int | None:
+def take_best(session: Session, saver: CheckpointSaver, earlier: Path | None = None) -> int | None:
     """Put the best checkpoint's weights into the stages; returns its step, None if there is none. Collective.
 
-    Only a rank that has been told of a failed save knows that a checkpoint is not there, so the first one decides.
+    `earlier` is the best one of before the run was resumed, in whichever folder. Only a rank that has been told of a
+    failed save knows that a checkpoint is not there, so the first one decides.
     """
-    own = saver.best_step if session.transport.rank == 0 and saver.best_step else 0
-    step = int(numbers_of_ranks(session.transport, [float(own)]).sum())
-    if not step:
-        logger.warning("--load_best_model_at_end: no checkpoint was evaluated, so the last weights are the result")
+    found = [0.0, 0.0]
+    if session.transport.rank == 0:
+        has_earlier = earlier is not None and (earlier / MANIFEST_FILE).is_file()
+        found = [float(saver.best_step or 0), float(not saver.best_step and has_earlier)]
+    step, is_earlier = map(int, numbers_of_ranks(session.transport, found).sum(0).tolist())
+    if not step and not is_earlier:
+        logger.warning(
+            "--load_best_model_at_end: there is no checkpoint that was evaluated, so the last weights are the result"
+        )
         return None
-    reader = open_checkpoint(checkpoint_path(saver.save_dir, step))
+    reader = open_checkpoint(earlier if is_earlier and earlier else checkpoint_path(saver.save_dir, step))
     session.activity.begins("the weights of the best checkpoint")
     progress = session.activity.progress
     restore(session.stages, session.blueprint.parts, reader, weights_only=True, progress=progress)
     logger.info("weights of the best checkpoint are taken: %s", reader.path)
     session.transport.barrier()
-    return step
+    return reader.manifest.step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +95,8 @@ class Prediction:
     output: Path
     max_new_tokens: int
     device: torch.device
+    left: str
+    """Word of an interruption about what the run has left so far."""
 
     def run(self) -> None:
         """Generate and score the answers, and leave them in `output`. Raises what `predict` raises."""

@@ -31,7 +31,7 @@ from mobius.optim.stepper import StepCounts
 from mobius.output.output_folder import kept_free
 from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.planning.planned import adopt_plan
-from mobius.ranks import Ranks, is_restart
+from mobius.ranks import Ranks, is_restart, launch_id
 from mobius.training.stages import RankStages
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,13 @@ _OWN_TOO: Final = (
 )
 _READERS: Final = 4
 """Threads of a rank that read a checkpoint."""
+LAUNCH: Final = "launch"
+"""Key in a checkpoint's position of the launcher's start that saved it (`launch_id`)."""
+_PLANNED_BY: Final = (
+    *("num_stages", "num_chunks", "use_offload", "use_prefetch", "resident_stages", "recompute"),
+    *("gpu_memory_limit", "host_memory_limit"),
+)
+"""Options that make another plan."""
 PLAN_FILE: Final = "plan.json"
 OPTIONS_FILE: Final = "training_args.yaml"
 
@@ -63,6 +70,8 @@ class Resume:
 
     reader: CheckpointReader
     config: Config
+    taken_save_dir: str | None = None
+    """--save_dir, where that is the named checkpoint's folder because no other was given."""
     meeting: Meeting | None = None
     """Where ranks agreed on it. Without torchrun the first rank's process is the store, and others may still read."""
 
@@ -92,6 +101,18 @@ class Resume:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
 
+    def check_steps(self, config: Config) -> None:
+        """Raise ConfigError where the run, whose steps are counted now, would be shorter than what is done."""
+        optim, done = config.optim, self.steps_done
+        if optim.num_steps < done:
+            given = f"`--num_iterations` {optim.num_steps}"
+            if optim.num_train_epochs is not None:
+                given = f"`--num_train_epochs` {optim.num_train_epochs:g} ({optim.num_steps} steps)"
+            raise ConfigError(
+                f"{given}: {self.reader.path.name} has {done} steps behind it; give at least as many, or go on from an "
+                "earlier checkpoint"
+            )
+
     def check_data(self, fingerprint: str) -> None:
         """Raise CheckpointError where the run's data are not those that the checkpoint was made with."""
         saved = self.reader.manifest.data.get("fingerprint")
@@ -111,21 +132,22 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
     if word is None and not is_restart():
         return None
     meeting = meet_at_store(ranks) if ranks.num_ranks > 1 else None
-    path = _agreed(config, ranks, meeting)
+    taken = _taken_save_dir(config, given)
+    path = _agreed(config, Path(config.output.save_dir if taken is None else taken), ranks, meeting)
     if path is None:
         logger.info("started again by the launcher, from the first step: there is no checkpoint yet")
         return None
     reader = open_checkpoint(path)
-    merged = _merged(config, reader.path, given)
+    merged, changed = _merged(config, reader.path, given, taken)
     if not reader.manifest.has_optimizer:
         raise CheckpointError(
             f"{path} holds weights only (--save_only_model): no run can go on from it. Begin a new one with "
             f"--model_path {path}."
         )
     validate(merged, ranks.num_ranks)
-    merged = _with_saved_plan(merged, reader.path, ranks, given)
+    merged = _with_saved_plan(merged, reader.path, ranks, given, changed)
     logger.info("resumed from %s: %d steps are done", path, reader.manifest.step)
-    return Resume(reader=reader, config=merged, meeting=meeting)
+    return Resume(reader=reader, config=merged, taken_save_dir=taken, meeting=meeting)
 
 
 def restore(
@@ -176,12 +198,23 @@ def _restore_parameter(
             read(tensor, key)
 
 
-def _agreed(config: Config, ranks: Ranks, meeting: Meeting | None) -> Path | None:
+def _named(config: Config) -> Path | None:
+    """The checkpoint that is given by its path."""
+    word = config.saving.resume_from_checkpoint
+    return None if word is None or word.lower() == _NEWEST else Path(word)
+
+
+def _taken_save_dir(config: Config, given: Collection[str] | None) -> str | None:
+    named = _named(config)
+    return None if named is None or given is None or "save_dir" in given else str(named.parent)
+
+
+def _agreed(config: Config, save_dir: Path, ranks: Ranks, meeting: Meeting | None) -> Path | None:
     """Path of the checkpoint, chosen by the first rank: another one could see a folder at another moment."""
     problem, path = None, None
     if ranks.is_first:
         try:
-            path = _chosen(config)
+            path = _chosen(config, save_dir)
         except MobiusError as error:
             problem = str(error)
     if meeting is not None:
@@ -192,9 +225,9 @@ def _agreed(config: Config, ranks: Ranks, meeting: Meeting | None) -> Path | Non
     return path
 
 
-def _chosen(config: Config) -> Path | None:
-    word, save_dir = config.saving.resume_from_checkpoint, Path(config.output.save_dir)
-    named = None if word is None or word == _NEWEST else Path(word)
+def _chosen(config: Config, save_dir: Path) -> Path | None:
+    """The newest checkpoint that this launch has saved; before the first one, that of the first start."""
+    named = _named(config)
     if named is not None and not is_restart():
         return named
     with kept_free(save_dir) as is_free:
@@ -204,18 +237,27 @@ def _chosen(config: Config) -> Path | None:
     found = find_checkpoints(save_dir)
     for path, reason in found.bad:
         logger.warning("%s is passed over: %s", path, reason)
+    if is_restart():
+        launch = launch_id()
+        own = [path for path, manifest in found.good if launch and manifest.data.get(LAUNCH) == launch]
+        # Others in the folder are those of an earlier run, which this one replaces, or behind the one that was named.
+        if own or named is not None or config.saving.resume_from_checkpoint is None:
+            return own[0] if own else named
     if found.good:
         return found.good[0][0]
-    if is_restart():  # perhaps before the first save
-        return named
     raise CheckpointError(
         f"--resume_from_checkpoint true: there is no complete checkpoint in {save_dir}. Name one by its folder, give "
         "the --save_dir of the run that is to go on, or leave the option out to begin anew."
     )
 
 
-def _merged(config: Config, path: Path, given: Collection[str] | None) -> Config:
-    """The checkpoint's options with those of this start over them; raises ConfigError for what may not differ."""
+def _merged(
+    config: Config, path: Path, given: Collection[str] | None, save_dir: str | None
+) -> tuple[Config, list[str]]:
+    """The checkpoint's options with those of this start over them, and names of those that are other ones.
+
+    Raises ConfigError for what may not differ. `save_dir` is where nobody gave another one.
+    """
     file = read_yaml(str(path / OPTIONS_FILE))
     if file.problems:
         raise CheckpointError(f"{path / OPTIONS_FILE} cannot be read: {file.problems[0]}")
@@ -228,10 +270,11 @@ def _merged(config: Config, path: Path, given: Collection[str] | None) -> Config
             saved |= {other: options()[other].default for other in pair if other not in names}
     taken = {name for name in own if name in names or _is_own(name)}
     merged = {name: own[name] if name in taken else saved[name] for name in own}
-    if "save_dir" not in names and config.saving.resume_from_checkpoint != _NEWEST and not is_restart():
-        merged["save_dir"] = str(path.parent)
-    _refuse_changes(merged, {name: file.values.get(name, options()[name].default) for name in own}, config, path)
-    return config_from(merged)
+    if save_dir is not None:
+        merged["save_dir"] = save_dir
+    written = {name: file.values.get(name, options()[name].default) for name in own}
+    _refuse_changes(merged, written, config, path)
+    return config_from(merged), [name for name in own if name in names and own[name] != written[name]]
 
 
 def _is_own(name: str) -> bool:
@@ -268,16 +311,24 @@ def _shown(value: object) -> str:
     return "not given" if value is None else str(value)
 
 
-def _with_saved_plan(config: Config, path: Path, ranks: Ranks, given: Collection[str] | None) -> Config:
-    """The config with the checkpoint's plan where that fits, so that `auto` is not decided anew."""
+def _with_saved_plan(
+    config: Config, path: Path, ranks: Ranks, given: Collection[str] | None, changed: Collection[str]
+) -> Config:
+    """The config with the checkpoint's plan where that fits, so that `auto` is not decided anew.
+
+    It does not where options are `changed` that make another plan.
+    """
     if config.planning.plan is not None:
         return config
     planned = replace(config, planning=replace(config.planning, plan=str(path / PLAN_FILE)))
     try:
         adopted = adopt_plan(planned, given=given or ())
-        if adopted.saved is not None and adopted.saved.plan.num_ranks == ranks.num_ranks:
+        is_for_ranks = adopted.saved is not None and adopted.saved.plan.num_ranks == ranks.num_ranks
+        if is_for_ranks and not set(_PLANNED_BY) & set(changed):
             return planned
         reason = "it is for another number of ranks"
+        if anew := [name for name in _PLANNED_BY if name in changed]:
+            reason = f"--{anew[0]} is another one"
     except PlanError as error:
         reason = str(error)
     logger.info("the checkpoint's plan is not taken (%s); the run is planned anew", reason)

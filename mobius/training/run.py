@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from mobius.activity import Activity
+from mobius.checkpoints.folders import checkpoint_path
 from mobius.config.config import Config
 from mobius.config.launch import how_to_resume
 from mobius.config.long_runs import EvalStrategy
 from mobius.data.batches import Batches
 from mobius.data.chat_templates import resolve_template
-from mobius.errors import CheckpointError, MobiusError
+from mobius.errors import MobiusError
 from mobius.interruption import SavedAndStopped, Standing
 from mobius.machine.cpu_dtype import settle_dtype
 from mobius.models.base_files import BaseFiles, read_base_files
@@ -28,14 +31,14 @@ from mobius.output.recordings import Recordings
 from mobius.output.run_log import RunLog
 from mobius.output.text_scores import check_scores_installed
 from mobius.output.trackers import check_installed
-from mobius.planning.blueprint import complete_blueprint, sketch_blueprint
+from mobius.planning.blueprint import Blueprint, complete_blueprint, sketch_blueprint
 from mobius.planning.planned import adopt_plan
-from mobius.ranks import Ranks, command_words
+from mobius.ranks import Ranks, command_words, seconds_since_launch
 from mobius.training.data import RunData, packed_rows, read_data
 from mobius.training.export import check_result
 from mobius.training.judging.evaluation import Evaluator, evaluation_samples, make_evaluator
 from mobius.training.judging.prediction import PromptAndAnswer, prompts_of
-from mobius.training.loop import BestSoFar, Ending, TrainingLoop
+from mobius.training.loop import BEST_SAVED, BestSoFar, Ending, TrainingLoop
 from mobius.training.milestones import log_model, log_start, warn_of_small_pages
 from mobius.training.opening import prepare_output, run_texts, tell_plan
 from mobius.training.out_of_memory import out_of_memory
@@ -44,6 +47,7 @@ from mobius.training.results import Prediction, Timing, finish, save_model, take
 from mobius.training.resuming import Resume, find_resume, restore
 from mobius.training.saving import CheckpointSaver
 from mobius.training.session import Session, open_session
+from mobius.training.stages import RankStages
 from mobius.training.trainer import Trainer
 from mobius.watchdog import Watchdog
 
@@ -63,9 +67,12 @@ def run_training(
     After an error the process should end without further cleaning up: the device may be waiting for a neighbour for
     good.
     """
+    standing = standing or Standing()
     try:
-        prediction = _run(config, ranks, given, standing or Standing())
+        prediction = _run(config, ranks, given, standing)
         if prediction is not None:
+            standing.becomes(f"{prediction.left}; not all answers were generated")
+            standing.goes_on_alone()
             prediction.run()  # the stages' memory is free by now
     except torch.OutOfMemoryError as error:
         raise out_of_memory(error, ranks.rank) from error
@@ -93,8 +100,21 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     timing = Timing()
     _check_installed(config)
     resume = find_resume(config, ranks, given=given)
-    run = _open(config if resume is None else resume.config, ranks, given, standing, resume)
-    watchdog = _watchdog(run, standing)
+    config = config if resume is None else resume.config
+    watchdog = Watchdog(
+        Activity(),
+        rank=ranks.rank,
+        num_ranks=ranks.num_ranks,
+        minutes=config.saving.watchdog_minutes,
+        left=standing.clear if ranks.is_first else None,
+    )
+    try:
+        return _watched(_open(config, ranks, given, standing, resume, watchdog), ranks, standing, timing, watchdog)
+    finally:
+        watchdog.stop()
+
+
+def _watched(run: _Opened, ranks: Ranks, standing: Standing, timing: Timing, watchdog: Watchdog) -> Prediction | None:
     try:
         return _train_and_save(run, standing, timing, watchdog)
     except torch.OutOfMemoryError as error:
@@ -104,43 +124,34 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
             error.add_note(f"The results that were to be replaced are in {older}; the next start puts them back.")
         raise
     finally:
-        watchdog.stop()
         run.output.close()
 
 
-def _watchdog(run: _Opened, standing: Standing) -> Watchdog:
-    transport = run.session.transport
-    return Watchdog(
-        run.session.activity,
-        rank=transport.rank,
-        num_ranks=transport.num_ranks,
-        minutes=run.config.saving.watchdog_minutes,
-        left=standing.clear if transport.rank == 0 else None,
-    )
-
-
 def _train_and_save(run: _Opened, standing: Standing, timing: Timing, watchdog: Watchdog) -> Prediction | None:
-    """Everything from the first step on; `watchdog` watches until connections are closed."""
+    """Everything from the first step on; `watchdog` is stopped when connections are closed."""
     resume, is_first = run.resume, run.session.transport.rank == 0
     session, output, config = run.session, run.output, run.config
     trains = config.evaluation.do_train
-    saver, evaluator = _saver(run) if trains else None, _evaluator(run)
-    trainer = _trainer(run, saver)
-    if is_first:
-        _begin(output)
+    try:
+        saver, evaluator = _saver(run) if trains else None, _evaluator(run)
+        trainer = _trainer(run, saver)
+        if is_first:
+            output.begin()
+    except BaseException:
+        output.discard()
+        raise
     state = None if resume is None else resume.trainer_state().continued(config)
     log = open_log(session.blueprint, output.training_folder, state)
     loop = _loop(run, trainer, saver, evaluator, log, standing, timing)
     timing.ends_loading()
-    watchdog.start()
     try:
         ending = _train(run, loop) if trains else Ending.LAST_STEP
         timing.ends_training()
         if ending in (Ending.SIGNAL, Ending.TIME):
-            _leave_early(ending, run, saver, log, watchdog)
+            _leave_early(ending, run, saver, loop, watchdog)
             return None
         if trains and saver is not None and config.evaluation.load_best_model_at_end:
-            loop.result_step = take_best(session, saver) or trainer.num_steps_done
+            loop.result_step = _take_best(run, loop, saver)
         if config.evaluation.do_eval:
             loop.evaluate_result()
         if log is not None:
@@ -159,14 +170,6 @@ def _train_and_save(run: _Opened, standing: Standing, timing: Timing, watchdog: 
     return _prediction(run) if config.evaluation.predicts and is_first else None
 
 
-def _begin(output: OutputFolder) -> None:
-    try:
-        output.begin()
-    except CheckpointError:
-        output.discard()
-        raise
-
-
 def _check_installed(config: Config) -> None:
     check_installed(config.output.trackers)
     if config.evaluation.predicts:
@@ -174,9 +177,17 @@ def _check_installed(config: Config) -> None:
 
 
 def _open(
-    config: Config, ranks: Ranks, given: Collection[str] | None, standing: Standing, resume: Resume | None
+    config: Config,
+    ranks: Ranks,
+    given: Collection[str] | None,
+    standing: Standing,
+    resume: Resume | None,
+    watchdog: Watchdog,
 ) -> _Opened:
-    """Read, plan, tokenize, meet and load; a run that is refused leaves nothing behind."""
+    """Read, plan, tokenize, meet and load; a run that is refused leaves nothing behind.
+
+    The watchdog begins behind the data: ranks wait for the one that tokenizes for as long as it takes.
+    """
     config = settle_dtype(config, ranks, given=given if resume is None else None)  # a checkpoint's format stays
     model_folder = locate_model(config.model.model_path) if resume is None else resume.reader.model_folder
     model_config = load_model_config(model_folder, config.model)
@@ -194,10 +205,12 @@ def _open(
         if config.evaluation.predicts:
             _prompts(data, config)  # refused now, not behind the training
         if resume is not None:
+            resume.check_steps(config)
             resume.check_data(data.fingerprint())
             batches.seek(resume.steps_done)
             config = replace(config, planning=replace(config.planning, plan=None))  # it goes when old ones are removed
         blueprint = complete_blueprint(sketch, config, packed=packed_rows(batches), saved=adopted.saved)
+        watchdog.start()
         session = open_session(
             blueprint,
             model_folder,
@@ -205,7 +218,8 @@ def _open(
                 config, rank=ranks.rank, device=blueprint.place.device, folder=output.training_folder
             ),
             settled=partial(tell_plan, output),
-            restore=None if resume is None else partial(restore, parts=blueprint.parts, reader=resume.reader),
+            restore=None if resume is None else _restoring(resume, blueprint, watchdog.activity),
+            activity=watchdog.activity,
         )
     except BaseException:
         output.discard()  # nothing is trained yet
@@ -224,14 +238,18 @@ def _open(
     )
 
 
+def _restoring(resume: Resume, blueprint: Blueprint, activity: Activity) -> Callable[[RankStages], None]:
+    return partial(restore, parts=blueprint.parts, reader=resume.reader, progress=activity.progress)
+
+
 def _saver(run: _Opened) -> CheckpointSaver | None:
     if not run.config.saving.is_on:
         return None
     texts = run_texts(run.session.blueprint, run.base_files, run.data.fingerprint())
     saver = CheckpointSaver(run.session, run.output.save_dir, texts, made_safe=run.output.first_is_safe)
     if run.resume is not None:
-        best = run.resume.position.get("best", {}).get("step")
-        saver.continues(run.resume.reader.path, run.resume.steps_done, best)
+        best = BestSoFar.from_position(run.config.evaluation.metric_for_best_model, run.resume.position, BEST_SAVED)
+        saver.continues(run.resume.reader.path, run.resume.steps_done, best.step)
     logger.info("%s", saver.describe())
     return saver
 
@@ -264,6 +282,7 @@ def _loop(
     timing: Timing,
 ) -> TrainingLoop:
     position = {} if run.resume is None else run.resume.position
+    metric = run.config.evaluation.metric_for_best_model
     older = run.output.older_results
     return TrainingLoop(
         config=run.config,
@@ -274,10 +293,11 @@ def _loop(
         standing=standing,
         folder=run.output.training_folder,
         save_dir=run.output.save_dir,
-        started=timing.started,
+        started=min(timing.started, time.monotonic() - seconds_since_launch()),
         steps_done=trainer.num_steps_done,
         epoch=float(position.get("epoch", 0.0)),
-        best=BestSoFar.from_position(run.config.evaluation.metric_for_best_model, position),
+        best=BestSoFar.from_position(metric, position),
+        best_saved=BestSoFar.from_position(metric, position, BEST_SAVED),
         older=None if older is None else f"{run.output.save_dir} is as it was",
     )
 
@@ -296,20 +316,34 @@ def _train(run: _Opened, loop: TrainingLoop) -> Ending:
     return ending
 
 
+def _take_best(run: _Opened, loop: TrainingLoop, saver: CheckpointSaver) -> int:
+    """Make the weights of the best checkpoint the result, unless the last ones are better; returns their step."""
+    last, best, resume = loop.trainer.num_steps_done, loop.best_saved.step, run.resume
+    if loop.best.step == last:
+        return last
+    earlier = None
+    if resume is not None and best is not None and best <= resume.steps_done:
+        earlier = checkpoint_path(resume.reader.path.parent, best)
+    return take_best(run.session, saver, earlier) or last
+
+
 def _leave_early(
-    ending: Ending, run: _Opened, saver: CheckpointSaver | None, log: RunLog | None, watchdog: Watchdog
+    ending: Ending, run: _Opened, saver: CheckpointSaver | None, loop: TrainingLoop, watchdog: Watchdog
 ) -> None:
     """End a run before its last step: its state is saved as far as that worked. Raises SavedAndStopped after a signal.
 
     A run whose time is up ends well, or a launcher would start it again.
     """
-    if log is not None:
-        log.finish()
-        log.close()
-    newest = None if saver is None else saver.newest
+    if loop.log is not None:
+        loop.log.finish()
+        loop.log.close()
     told = "nothing is saved (--save_strategy no)" if saver is None else "no checkpoint could be saved"
-    if newest is not None:
-        told = f"the state is saved in {newest}. To go on: {how_to_resume(command_words())}"
+    if saver is not None and saver.newest is not None:
+        command = how_to_resume(command_words(), save_dir=None if run.resume is None else run.resume.taken_save_dir)
+        told = f"the state is saved in {saver.newest}"
+        if saver.newest_step != loop.trainer.num_steps_done:
+            told = f"this step could not be saved; the newest checkpoint is {saver.newest}"
+        told += f". To go on: {command}"
     run.session.transport.barrier()
     watchdog.stop()
     if ending is Ending.SIGNAL:
@@ -333,6 +367,9 @@ def _prediction(run: _Opened) -> Prediction:
         output=run.output.save_dir,
         max_new_tokens=config.evaluation.max_new_tokens,
         device=run.session.blueprint.place.device,
+        left=f"after the last step: the model is complete and checked in {run.output.save_dir}"
+        if config.evaluation.do_train
+        else "after the evaluation",
     )
 
 

@@ -143,25 +143,30 @@ def open_session(
     settled: Callable[[Blueprint], None] | None = None,
     passed: Callable[[str], None] | None = None,
     restore: Callable[[RankStages], None] | None = None,
+    activity: Activity | None = None,
 ) -> Session:
     """Bring a drawn run to where it can train; collective.
 
     `source` gives the weights instead of `model_folder` (a benchmark's are random), `transport` is one that has met the
     other ranks already. `settled` is called with the plan that all ranks agree on, before it takes memory; `passed`
     with each part's name as it ends: connect, weights, rehearsal. `restore` fills the stages in the place of weights.
+    `activity` is told of each part, of the weights tensor by tensor.
 
     Raises PlanError if the ranks disagree, and what planning, memory and weights raise.
     """
-    activity = Activity()
+    activity = activity or Activity()
     place, done = blueprint.place, passed or (lambda part: None)
     set_host_threads(place.ranks, place.device, place.device_order)
     spans = NO_SPANS if recordings is None else recordings.spans
-    transport = transport or _connect(blueprint, spans)
-    blueprint = plan_by_measurement(blueprint, transport)
+    activity.begins("the meeting of all ranks")
+    with activity.warming_up():
+        transport = transport or _connect(blueprint, spans)
+        blueprint = plan_by_measurement(blueprint, transport)
     if settled is not None:
         settled(blueprint)
     done("connect")
     pipeline = blueprint.config.pipeline
+    activity.begins("the memory of the stages")
     stages = RankStages.take(
         blueprint.parts,
         blueprint.plan,
@@ -174,13 +179,18 @@ def open_session(
         updates=UpdateQueue(activity) if pipeline.overlap_optimizer else None,
         spans=spans,
     )
+    activity.begins("the weights")
     if restore is not None:
         restore(stages)
     else:
-        stages.fill(source or _weights_of(blueprint, model_folder), show_progress=place.ranks.is_first)
+        source = source or _weights_of(blueprint, model_folder)
+        stages.fill(source, show_progress=place.ranks.is_first, progress=activity.progress)
     done("weights")
+    activity.begins("the rehearsal of a step")
     if place.device.type == "cuda" and place.ranks.num_ranks > 1:
-        _rehearse(blueprint, stages)
+        with activity.warming_up():
+            _rehearse(blueprint, stages)
+    activity.begins("the wait for all ranks' weights")
     transport.barrier()
     done("rehearsal")
     return Session(blueprint=blueprint, transport=transport, stages=stages, recordings=recordings, activity=activity)

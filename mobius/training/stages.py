@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -74,14 +74,20 @@ class RankStages:
         inputs = LayerInputs(parts, device=device, dtype=dtype)
         return cls(plan=plan, device=device, modules=modules, memory=memory, layer_inputs=inputs, arena=arena)
 
-    def fill(self, source: WeightSource, *, show_progress: bool = False) -> None:
-        """Set every parameter from `source`, tensor by tensor; a bar is shown only on a terminal."""
+    def fill(
+        self, source: WeightSource, *, show_progress: bool = False, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Set every parameter from `source`, tensor by tensor; a bar is shown only on a terminal.
+
+        `progress` is called with each of them.
+        """
         named = [
             (stage, name, shape) for stage, module in self.modules.items() for name, shape in module.shapes.items()
         ]
         disable = None if show_progress else True
         for stage, name, shape in tqdm(named, desc="loading weights", unit="tensor", leave=False, disable=disable):
             self.memory[stage].state.set_parameter(name, source.read(name, shape))
+            progress()
 
     def executor(
         self,

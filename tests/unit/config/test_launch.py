@@ -269,8 +269,10 @@ def test_the_command_to_go_on_starts_where_the_user_stands(
         ),
         (["/usr/bin/python3", "main.py", "--resume_from_checkpoint", "out/checkpoint-5"], "python3 main.py"),
         (["python", "-m", "mobius", "--resume_from_checkpoint=true", "--fp32"], "python -m mobius --fp32"),
+        (["mobius", "--resume-from-checkpoint", "out/checkpoint-5", "--fp32"], "mobius --fp32"),
         (["/venv/bin/mobius", "--overwrite_output_dir", "--resume_changes", "lr"], "mobius --resume_changes lr"),
     ],
 )
 def test_the_command_to_go_on_is_the_one_that_started_the_run(words: list[str], expected: str) -> None:
     assert how_to_resume(words) == f"{expected} --resume_from_checkpoint true"
+    assert how_to_resume(words, save_dir="my out") == f"{expected} --save_dir 'my out' --resume_from_checkpoint true"

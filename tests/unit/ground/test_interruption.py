@@ -170,10 +170,29 @@ def test_a_run_that_no_longer_saves_ends_at_once(tmp_path: Path) -> None:
     assert (output, process.returncode) == ("interrupted (SIGINT) after step 3 of 4: it is lost\n", 130)
 
 
+def test_a_rank_that_goes_on_alone_has_lost_nobody(tmp_path: Path) -> None:
+    """As the first one does, which generates answers when the others are done."""
+    then = f"""
+import os
+os.environ |= {{"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}}
+standing.goes_on_alone()
+print("alone", flush=True)
+{BUSY}"""
+    with start(tmp_path, STUCK.format(then=then)) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline(), process.stdout.readline()] == ["ready\n", "alone\n"]
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=HANG_SECONDS)
+    assert (output, process.returncode) == ("interrupted (SIGTERM) after step 3 of 4\n", 130)
+
+
 def test_a_request_that_another_rank_got_is_said_once_and_is_the_same_press() -> None:
     standing, said = Standing(), []
     standing.announces_to(said.append)
-    standing.offers_to_save("nothing would be lost")
+    saved = ["step 1"]
+    standing.becomes(lambda: f"{saved[-1]} is saved")
+    standing.offers_to_save(lambda: f"nothing since {saved[-1]} would be lost")
+    saved.append("step 2")
     assert not standing.is_same_press()
     standing.request_stop("SIGTERM")
     standing.request_stop("SIGINT")
@@ -181,6 +200,8 @@ def test_a_request_that_another_rank_got_is_said_once_and_is_the_same_press() ->
     assert standing.is_same_press()
     assert len(said) == 1
     assert said[0].startswith("interrupted (SIGTERM): saving after this step")
+    assert "nothing since step 2 would be lost" in said[0], "as it is when the signal comes"
+    assert standing.clear() == "step 2 is saved"
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ from mobius.ranks import (
     forbid_peer_copies,
     has_lost_rank,
     is_restart,
+    launch_id,
     launcher_waits,
     omp_num_threads,
     prepare_environment,
+    seconds_since_launch,
     seconds_until_killed,
     separate_device_queues,
     told_command,
@@ -120,6 +122,19 @@ def test_a_restart_is_told_by_torchrun(monkeypatch: pytest.MonkeyPatch, text: st
     assert is_restart() is expected
 
 
+def test_a_launch_is_told_from_others_and_has_a_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    assert (launch_id(), seconds_since_launch()) == (None, 0)
+    monkeypatch.setattr(os, "environ", {"TORCHELASTIC_RUN_ID": "none"})
+    own, since = launch_id(), seconds_since_launch()
+    assert own is not None
+    assert own == launch_id()
+    begun = subprocess.check_output(["ps", "-o", "etimes=", "-p", str(os.getppid())], text=True)
+    assert since == pytest.approx(int(begun), abs=3)
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    assert launch_id() != own
+
+
 def test_nobody_kills_a_process_without_torchrun_or_under_our_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     assert seconds_until_killed() is None
@@ -164,6 +179,8 @@ else:
     first.stdout.readline(), second.stdout.readline()
     if {dies}:
         second.kill()
+        while open(f"/proc/{{second.pid}}/stat").read().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
     print(first.communicate("\\n")[0].strip())
     second.kill()
     other_program.kill()

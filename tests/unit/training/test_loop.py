@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from harness.compared_runs import (
 )
 
 from mobius.config.cli import given_options, parse_args
-from mobius.errors import GpuMemoryError
+from mobius.errors import CheckpointError, DataError, GpuMemoryError
 from mobius.interruption import SavedAndStopped, Standing
 from mobius.ranks import Ranks
 from mobius.runtime.executor import Executor
 from mobius.training import saving
+from mobius.training.loop import TrainingLoop
 from mobius.training.run import run_training
 
 Run = Callable[..., None]
@@ -97,6 +99,69 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_from_there(
     assert_goes_on_exactly(Path("whole"), Path("out"), step=last)
 
 
+def test_the_time_counts_from_the_start_of_the_launcher(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restart does not give the run its time anew."""
+    caplog.set_level(logging.INFO, logger="mobius")
+    monkeypatch.setattr("mobius.training.run.seconds_since_launch", lambda: 3600.0)
+
+    start(f"{SMALL} {OPTIONS} --max_run_time 59")
+
+    assert caplog.messages[-1].startswith("--max_run_time 59 minutes are over: the state is saved in ")
+
+
+def test_a_step_that_could_not_be_saved_is_not_told_as_saved(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    standing, told, written = Standing(), list[str](), saving.write_stage
+
+    def write(folder: Path, *arguments: Any, **more: Any) -> Any:
+        if "checkpoint-6" in folder.name:
+            raise CheckpointError("the disk is full.")
+        return written(folder, *arguments, **more)
+
+    def step(self: Executor, *arguments: Any, run: Any = Executor.run, **more: Any) -> Any:
+        if self._activity._step == 6:  # all ranks have told in step 5 that they have written
+            end = time.monotonic() + 5
+            while "checkpoint-4" not in standing.clear() and time.monotonic() < end:
+                time.sleep(0.01)
+            told.append(standing.clear())
+            standing.request_stop("SIGTERM")
+        return run(self, *arguments, **more)
+
+    monkeypatch.setattr(saving, "write_stage", write)
+    monkeypatch.setattr(Executor, "run", step)
+    with pytest.raises(
+        SavedAndStopped, match=r"this step could not be saved; the newest checkpoint is .*/checkpoint-4"
+    ):
+        start(f"{SMALL} {OPTIONS}", standing)
+
+    assert re.match(r"after step 5 of 12: the newest checkpoint is \S*/checkpoint-4; ", told[0]), "in the step after it"
+
+
+def test_an_evaluation_before_the_first_step_offers_no_save(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    standing, offers = Standing(), list[bool]()
+
+    def evaluate(self: TrainingLoop, step: int, run: Any = TrainingLoop.evaluate) -> Any:
+        offers.append(standing.can_save)
+        return run(self, step)
+
+    monkeypatch.setattr(TrainingLoop, "evaluate", evaluate)
+    start(f"{SMALL} {OPTIONS} --val_size 4 --eval_strategy steps --eval_steps 2 --eval_on_start", standing)
+
+    assert offers[:3] == [False, True, True]
+
+
+def test_a_run_that_cannot_begin_leaves_nothing(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any, **more: Any) -> Any:
+        raise DataError("no samples")
+
+    monkeypatch.setattr("mobius.training.run.make_evaluator", fails)
+    with pytest.raises(DataError):
+        start(f"{SMALL} {OPTIONS} --val_size 4 --eval_strategy steps --eval_steps 2")
+
+    assert not list(workplace.glob("out*"))
+
+
 GROWS_WORSE = f"""{SMALL} {OPTIONS} --save_steps 2 --save_total_limit 1 --val_size 4 --eval_strategy steps
     --eval_steps 2 --learning_rate 0.3 --warmup_steps 1 --lr_scheduler_type constant"""
 
@@ -119,6 +184,29 @@ def test_a_run_that_gets_worse_ends_by_its_patience_and_its_best_weights_are_the
     state = json.loads(Path("out/trainer_state.json").read_text())
     assert (state["best_global_step"], state["best_metric"]) == (first, losses[first])
     assert state["best_model_checkpoint"].endswith(f"out/checkpoint-{first}")
+
+
+def test_the_best_of_the_checkpoints_is_the_result_though_a_better_evaluation_came_between(workplace: Path) -> None:
+    each = f"{GROWS_WORSE} --eval_steps 1 --save_steps 4 --save_total_limit 0 --num_iterations 8"
+    start(f"{each} --load_best_model_at_end")
+    losses = {step: loss for step, loss, _ in evaluations_of(Path("out"))}
+    assert min(losses, key=lambda step: losses[step]) == 3
+    assert losses[4] < losses[8]
+
+    # A run that goes on in another folder finds it in the old one.
+    go_on("other", "--resume_from_checkpoint out/checkpoint-4")
+
+    best = tensors_of(Path("out/checkpoint-4"))
+    for folder in ("out", "other"):
+        assert all(torch.equal(best[name], value) for name, value in tensors_of(Path(folder)).items())
+
+
+def test_last_weights_that_are_the_best_ones_are_the_result_though_no_checkpoint_has_them(workplace: Path) -> None:
+    start(f"{GROWS_WORSE} --learning_rate 1e-3 --save_steps 4 --num_iterations 6 --load_best_model_at_end")
+
+    assert json.loads(Path("out/trainer_state.json").read_text())["best_global_step"] == 6
+    saved, result = tensors_of(Path("out/checkpoint-4")), tensors_of(Path("out"))
+    assert not any(torch.equal(saved[name], value) for name, value in result.items())
 
 
 def test_patience_is_counted_across_a_resume(workplace: Path) -> None:

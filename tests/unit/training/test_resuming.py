@@ -19,6 +19,7 @@ from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
 from mobius.optim.stepper import Stepper
 from mobius.ranks import Ranks
 from mobius.runtime.executor import StepSums
+from mobius.training.resuming import find_resume
 from mobius.training.run import run_training
 
 Run = Callable[..., None]
@@ -152,6 +153,59 @@ def test_a_change_that_is_allowed_by_name_is_taken(run: Run, workplace: Path) ->
     assert [row["step"] for row in rows] == [5, 6]
     assert rows[0]["loss"] == steps_of(Path("out"))[4]["loss"], "the weights are the checkpoint's"
     assert rows[0]["learning_rate"] != steps_of(Path("out"))[4]["learning_rate"]
+
+
+def test_a_restart_goes_on_from_what_its_own_launch_has_saved(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it goes on as the first start did, whatever an earlier run has left in the folder."""
+
+    def found(text: str, launch: str) -> tuple[str, str] | None:
+        monkeypatch.setattr("mobius.training.resuming.launch_id", lambda: launch)
+        words = text.split()
+        resume = find_resume(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
+        return None if resume is None else (str(resume.reader.path), resume.config.output.save_dir)
+
+    monkeypatch.setattr("mobius.training.loop.launch_id", lambda: "the first")
+    run(*EIGHT)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+    named, anew = "--resume_from_checkpoint out/checkpoint-4", " ".join([*IN_EPOCHS.split(), "--overwrite_output_dir"])
+    assert found(named, "another") == ("out/checkpoint-4", "out")
+    assert found(anew, "another") is None
+    assert found("--resume_from_checkpoint True --save_dir out", "another") == ("out/checkpoint-8", "out")
+    assert found(named, "the first") == ("out/checkpoint-8", "out")
+    assert found("--save_dir out", "the first") == ("out/checkpoint-8", "out")
+
+
+def test_a_run_does_not_become_shorter_than_what_is_done(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+
+    fewer = "--num_iterations 6 --resume_changes num_iterations"
+    with pytest.raises(ConfigError, match=r"^`--num_iterations` 6: checkpoint-8 has 8 steps behind it; give at least"):
+        resume("out/checkpoint-8", "--save_dir", "resumed", *fewer.split())
+
+    assert not (workplace / "resumed").exists()
+
+
+def test_the_command_to_go_on_names_a_folder_that_only_the_checkpoint_told(
+    run: Run, workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(*EIGHT, "--num_iterations", "4", "--save_dir", "here")
+    caplog.set_level(logging.INFO, logger="mobius")
+
+    more = "--num_iterations 8 --resume_changes num_iterations --max_run_time 0.00001"
+    resume("here/checkpoint-4", *more.split())
+
+    assert caplog.messages[-1].endswith(" --save_dir here --resume_from_checkpoint true")
+
+
+def test_options_that_make_another_plan_are_planned_anew(run: Run, workplace: Path) -> None:
+    run(*EIGHT, "--no_offload", "--num_iterations", "4")
+
+    resume("out/checkpoint-4", "--save_dir", "resumed", "--use_offload")
+
+    assert "use_offload: true" in Path("resumed/training_args.yaml").read_text()
 
 
 def test_other_data_under_the_same_name_are_refused(run: Run, workplace: Path) -> None:
