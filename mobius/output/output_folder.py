@@ -62,9 +62,12 @@ class OutputFolder:
         """`files` maps an option as typed (`--save_params`) to the single file it names; those are written apart.
 
         `keeps_checkpoints`: the run saves as it goes. `resumes`: it goes on from a checkpoint in `save_dir` itself,
-        whose other checkpoints and logs stay, and whose single files may be replaced.
+        whose other checkpoints and logs stay, and whose single files may be replaced. Raises CheckpointError for what
+        cannot be the name of a folder.
         """
-        self.save_dir = save_dir.resolve()
+        self.save_dir = _resolved("--save_dir", save_dir)
+        if not self.save_dir.name:
+            raise CheckpointError("--save_dir / is the root of all folders. Use a folder inside it.")
         self.partial = self.save_dir.with_name(f"{self.save_dir.name}.partial")
         self._replaced = self.save_dir.with_name(f"{self.save_dir.name}.replaced")
         self._overwrite, self._resumes = overwrite, resumes
@@ -259,6 +262,11 @@ class OutputFolder:
             return []
         elif not folder.is_dir():
             problem = "is a file. Choose another name."
+        elif self._resumes and folder.is_mount():
+            problem = (
+                "is a mount point, beside which a run's files cannot be made. Mount the folder above it, or go on in "
+                f"another --save_dir with --resume_from_checkpoint {folder / checkpoints[0]} instead."
+            )
         elif folder.is_mount():  # cannot be renamed; in a container this is the usual mistake
             problem = "is a mount point and cannot be replaced as a whole. Use a folder inside it."
         elif self._resumes:
@@ -283,7 +291,7 @@ class OutputFolder:
     def _file_problems(self) -> Iterator[str]:
         may_be_replaced = self._overwrite or self._resumes
         for option, path in self._files.items():
-            resolved = path.resolve()
+            resolved = _resolved(option, path)
             if resolved == self.save_dir or path.is_dir():
                 yield f"{option} {path} is a folder. Name a file."
             elif path.exists() and not path.is_file():
@@ -342,13 +350,21 @@ class OutputFolder:
 @contextlib.contextmanager
 def kept_free(save_dir: Path) -> Iterator[bool]:
     """Tell whether no run is writing to `save_dir`, and let none begin within; True for one that does not exist."""
-    folder = save_dir.resolve()
+    folder = _resolved("--save_dir", save_dir)
     descriptor = _locked(folder) if folder.is_dir() else None
     try:
         yield descriptor is not None or not folder.exists()
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _resolved(option: str, path: Path) -> Path:
+    """`path` without links in it. Raises CheckpointError where they lead in a circle."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{option} {path} is a link that leads back to itself. Choose another name.") from error
 
 
 def _locked(folder: Path) -> int | None:

@@ -98,6 +98,32 @@ def test_a_mount_point_is_refused() -> None:
         make(Path("/proc"), overwrite=True).prepare({})
 
 
+def test_a_run_in_a_mount_point_is_told_how_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tmp_path / "save" / "checkpoint-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "checkpoint.json").write_text("{}")
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "save")
+
+    with pytest.raises(
+        CheckpointError, match=rf"Mount the folder above it, or .*--resume_from_checkpoint {checkpoint} "
+    ):
+        OutputFolder(tmp_path / "save", overwrite=False, files={}, resumes=True).prepare({})
+
+
+def test_the_root_and_links_that_lead_in_a_circle_are_refused(tmp_path: Path) -> None:
+    (loop := tmp_path / "loop").symlink_to("loop")
+
+    with pytest.raises(CheckpointError, match="--save_dir / is the root of all folders. Use a folder inside it"):
+        make(Path("/"), overwrite=True).prepare({})
+    for save_dir in (loop, loop / "save"):
+        with pytest.raises(CheckpointError, match=f"--save_dir {save_dir}"):
+            make(save_dir).prepare({})
+    with pytest.raises(CheckpointError, match=f"--save_params {loop}"):
+        make(tmp_path / "save", params=loop).prepare({})
+
+    assert names(tmp_path) == ["loop"]
+
+
 def test_existing_files_are_refused_together_with_the_folder_in_one_message(tmp_path: Path) -> None:
     saved_model(tmp_path / "save", "old")
     (tmp_path / "params.pt").touch()
