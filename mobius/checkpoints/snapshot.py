@@ -107,21 +107,28 @@ class Snapshots:
         Copies take at most `room_bytes` of host memory, but at least the largest stage's of those on a GPU;
         `num_threads` make them.
         """
-        self._stages, self._order, self._has_optimizer = stages, tuple(order), has_optimizer
-        sizes = {stage: _num_bytes(self._flat(stage)) for stage in self._order}
+        self._stages, self._has_optimizer = stages, has_optimizer
+        sizes = {stage: size for stage in order if (size := _num_bytes(self._flat(stage)))}  # some only pass on
         self.num_bytes = sum(sizes.values())
         self._device, self._activity = device, activity or Activity()
-        on_gpu = [stage for stage in self._order if self._is_on_gpu(stage)]
-        room_bytes = max(room_bytes, max(sizes.values(), default=0) if on_gpu else 0)
-        self.room = CopyRoom(sizes, room_bytes, pinned=on_gpu) if self.num_bytes else None
+        on_gpu = [stage for stage in sizes if self._is_on_gpu(stage)]
+        room_bytes = max(room_bytes, max(sizes.values()) if on_gpu else 0)
+        self.room = CopyRoom(sizes, room_bytes, pinned=on_gpu) if sizes else None
+        # A GPU's copies are only enqueued; behind those of the host training would wait for that.
+        has_all = self.room is not None and self.room.has_all
+        self._order = tuple(sorted(sizes, key=lambda stage: has_all and stage not in on_gpu))
         self._stream = new_stream(device)
         self._copiers = ThreadPoolExecutor(num_threads, thread_name_prefix="copying")
         self._save: _Save | None = None
 
-    def begin(self, write: Write) -> None:
-        """Start saving the state behind all updates so far; the save before must have been waited for."""
+    def begin(self, write: Write, *, written: Callable[[], None] = lambda: None) -> None:
+        """Start saving the state behind all updates so far; the save before must have been waited for.
+
+        `written` is called behind the last stage, in a thread that writes; it is not without stages. What it raises
+        makes the save fail.
+        """
         assert self._save is None, "one save at a time"
-        self._save = save = _Save(self._order)
+        self._save = save = _Save(self._order, written)
         for stage in self._order:
             memory = self._stages[stage].memory
             memory.when_updated(lambda stage=stage: save.is_updated(stage, record_current(self._device)))  # type: ignore[misc]
@@ -157,6 +164,8 @@ class Snapshots:
         assert save is not None, "no save has begun"
         for thread in save.threads:
             thread.join()
+        if save.has_failed:  # some copies may be on their way to buffers that are used again, or given back
+            self._stream.record().synchronize()
         if self.room is not None:
             self.room.give_all_back()
         self._save = None
@@ -253,6 +262,7 @@ class _Save:
     """State of one save, which training, copying and writing threads share."""
 
     order: Sequence[int]
+    written: Callable[[], None]
     threads: list[threading.Thread] = field(default_factory=list)
     outcome: SaveOutcome = field(default_factory=SaveOutcome)
 
@@ -280,11 +290,11 @@ class _Save:
         with self._changed:
             start = time.monotonic()
             # While it is UPDATING, the update that asks is the saved step's own, or a piece of it.
-            while not self.has_failed and self._phases[stage] in (_Phase.READY, _Phase.COPYING):
+            while not self.has_failed and self._phases.get(stage) in (_Phase.READY, _Phase.COPYING):
                 if stage not in self._urgent:
                     self._urgent.append(stage)
                 self._changed.wait()
-            if self._phases[stage] is _Phase.ON_ITS_WAY:
+            if self._phases.get(stage) is _Phase.ON_ITS_WAY:
                 self._events[stage].wait()
             self.outcome.waited_seconds += time.monotonic() - start
 
@@ -342,8 +352,10 @@ class _Save:
             self.outcome.writing_seconds += seconds
             self.outcome.seconds = time.monotonic() - self._start
             self._changed.notify_all()
-            if set(self._phases.values()) == {_Phase.WRITTEN}:
-                self._copies.put(None)
+            is_last = set(self._phases.values()) == {_Phase.WRITTEN}
+        if is_last:
+            self.written()
+            self._copies.put(None)
 
     def fail(self, error: BaseException) -> None:
         """End the save: nobody waits for it any more."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import Tensor
 
-from mobius.checkpoints.snapshot import SavedStage, Snapshots
+from mobius.checkpoints import copy_room, snapshot
+from mobius.checkpoints.snapshot import SavedStage, SaveOutcome, Snapshots
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import StageState
+from mobius.memory.streams import Event, Stream
 
 SHAPES = {"a.weight": (40, 50), "a.bias": (50,)}
 PATIENCE = 20.0
@@ -236,8 +238,138 @@ def test_a_failure_frees_updates_and_buffers_and_the_next_save_works() -> None:
     snapshots.before_update(0)  # nothing is saved: at once
 
 
-def test_a_rank_without_parameters_saves_nothing() -> None:
-    snapshots = make({})
-    snapshots.begin(Disk().write)
-    assert snapshots.wait().error is None
+def ended(snapshots: Snapshots) -> SaveOutcome:
+    """The outcome of a save, which must not hang."""
+    end = time.monotonic() + PATIENCE
+    while not snapshots.is_done and time.monotonic() < end:
+        time.sleep(0.01)
+    assert snapshots.is_done, "the save hangs"
+    return snapshots.wait()
+
+
+def empty_stage() -> SavedStage:
+    layout = StageLayout.of({})
+    state = StageState.around(layout, zeros(0, torch.bfloat16), zeros(0, torch.bfloat16), zeros)
+    return SavedStage(FakeMemory(state), frozenset())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.parametrize("empty", [0, 2])
+def test_a_rank_without_parameters_saves_nothing_and_stages_without_them_hold_up_no_other(
+    full: int, empty: int
+) -> None:
+    """With more stages than layers some ranks only pass messages on."""
+    stages = {number: make_stage() if number < full else empty_stage() for number in range(full + empty)}
+    snapshots, disk = make(stages), Disk()
+    snapshots.begin(disk.write)
+    for number in stages:
+        snapshots.before_update(number)
+    assert ended(snapshots).error is None
+    assert list(disk.files) == list(range(full))
     snapshots.close()
+
+
+def test_the_end_of_a_save_is_told_behind_its_last_file_by_no_thread_of_training() -> None:
+    stages, told = {number: make_stage() for number in range(4)}, list[tuple[int, str]]()
+    snapshots, disk = make(stages), Disk()
+    snapshots.begin(disk.write, written=lambda: told.append((len(disk.files), threading.current_thread().name)))
+    assert ended(snapshots).error is None
+    assert told == [(4, "saving: writes")]
+
+    def fails() -> None:
+        raise OSError(28, "No space left on device")
+
+    snapshots.begin(disk.write, written=fails)
+    assert isinstance(ended(snapshots).error, OSError)
+    snapshots.close()
+
+
+class FakeEvent(Event):
+    """Reached when the test says so, as a copy of a GPU is."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log, self.reached = log, threading.Event()
+
+    def wait(self) -> None:
+        self._log.append("compute waits")
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(PATIENCE)
+
+
+class FakeStream(Stream):
+    """A GPU's copy stream: all it copies is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.log, self.events = list[str](), list[FakeEvent]()
+
+    def record(self) -> Event:
+        self.events.append(FakeEvent(self.log))
+        return self.events[-1]
+
+    def finish(self) -> None:
+        for event in self.events:
+            event.reached.set()
+
+
+def with_gpu(
+    monkeypatch: pytest.MonkeyPatch, stages: Mapping[int, SavedStage], on_gpu: Collection[int], room_bytes: int = 10**9
+) -> tuple[Snapshots, FakeStream]:
+    """Snapshots that take some stages for a GPU's."""
+    stream = FakeStream()
+    monkeypatch.setattr(snapshot, "new_stream", lambda device: stream)
+    monkeypatch.setattr(Snapshots, "_is_on_gpu", lambda self, stage: stage in on_gpu)
+    for name in ("lock_pages", "unlock_pages"):
+        monkeypatch.setattr(copy_room, name, lambda buffer: None)
+    return make(stages, room_bytes), stream
+
+
+def test_copies_of_stages_on_a_gpu_are_enqueued_before_any_of_the_host_s_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They take no time, and the main thread waits for them where it would go on enqueuing work."""
+    stages = {number: make_stage() for number in range(4)}
+    snapshots, stream = with_gpu(monkeypatch, stages, (0, 2))
+    is_free, copy_host = threading.Event(), snapshots._copy_host
+
+    def held(*tensors: Mapping[str, Tensor]) -> None:
+        assert is_free.wait(PATIENCE)
+        copy_host(*tensors)
+
+    monkeypatch.setattr(snapshots, "_copy_host", held)
+    disk = Disk()
+    snapshots.begin(disk.write)
+    for number in (2, 0):
+        training = threading.Thread(target=snapshots.before_update, args=(number,), daemon=True)
+        training.start()
+        training.join(PATIENCE / 10)
+        assert not training.is_alive(), "training waits for a copy of the host"
+    assert stream.log == ["compute waits", "compute waits"]
+    assert not disk.files, "a copy that is on its way is not there yet"
+    is_free.set()
+    stream.finish()
+    assert ended(snapshots).error is None
+    assert sorted(disk.files) == [0, 1, 2, 3]
+    snapshots.close()
+
+
+def test_a_save_that_failed_ends_when_its_copies_from_the_gpu_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then they write into memory that the next save, or somebody else, would use."""
+    stages = {number: make_stage() for number in range(5)}
+    snapshots, stream = with_gpu(monkeypatch, stages, stages)
+
+    def fails(stage: int, tensors: Mapping[str, Tensor]) -> None:
+        raise OSError(28, "No space left on device")
+
+    snapshots.begin(fails)
+    ends = threading.Thread(target=snapshots.wait, daemon=True)
+    ends.start()
+    while len(stream.events) < len(stages):
+        time.sleep(0.01)
+    for event in stream.events[:-1]:
+        event.reached.set()
+    ends.join(0.3)
+    assert ends.is_alive()
+    stream.finish()
+    ends.join(PATIENCE)
+    assert not ends.is_alive()
