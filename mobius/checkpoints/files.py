@@ -17,6 +17,7 @@ import math
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -136,16 +137,21 @@ def space_needed(parameters: Sequence[StageParameter], dtype: torch.dtype, has_o
 
 def check_space(save_dir: Path, num_bytes: int) -> None:
     """Raise CheckpointError where the disk of `save_dir`, which need not exist yet, has less than `num_bytes` free."""
-    folder = save_dir.resolve()
-    while not folder.exists():
-        folder = folder.parent
     with told_as("write to", save_dir):
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(nearest_folder(save_dir)).free
     if free < num_bytes:
         raise CheckpointError(
             f"a checkpoint in {save_dir} needs {bytes_text(num_bytes)}, {bytes_text(free)} is free. Free some space, "
             "choose another --save_dir, or keep fewer with --save_total_limit."
         )
+
+
+def nearest_folder(save_dir: Path) -> Path:
+    """The folder that `save_dir`, which need not exist yet, is or will be made in; links are followed."""
+    folder = save_dir.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def checksum(values: Tensor) -> int:
@@ -169,25 +175,28 @@ def write_stage(
 ) -> list[FileRecord]:
     """Write the files of one stage into `folder`, synced to the disk; returns what they hold.
 
-    `progress` is called before each file is summed up, and before it is written.
+    `progress` is called before each file is written, and behind it. It is summed up meanwhile: where training waits for
+    the disk, the disk does not wait for that.
 
     `tensors` has contiguous CPU tensors by their full names, best views of where they live: those are written without a
     copy. Each is asked for once. What the mapping allocates for it is held until its file is written. Raises
     CheckpointError that names the file, and after that `folder` is good for nothing but `folders.discard`.
     """
     records = []
-    for part in (*files.model, *files.optimizer):
-        path = folder / part.file_name
-        progress()
-        values = {name: tensors[name] for name in part.names}
-        checksums = {name: checksum(value) for name, value in values.items()}
-        num_bytes = sum(value.nbytes for value in values.values())
-        progress()
-        with told_as("write", path, num_bytes):
-            save_file(values, path, metadata={"format": "pt"})
-            path.chmod(0o644)  # safetensors makes it readable for its owner alone
-            sync_to_disk(path)
-            records.append(FileRecord(part.file_name, path.stat().st_size, checksums))
+    with ThreadPoolExecutor(1, thread_name_prefix="saving: sums") as beside:
+        for part in (*files.model, *files.optimizer):
+            path = folder / part.file_name
+            progress()
+            values = {name: tensors[name] for name in part.names}
+            sums = {name: beside.submit(checksum, value) for name, value in values.items()}
+            num_bytes = sum(value.nbytes for value in values.values())
+            with told_as("write", path, num_bytes):
+                save_file(values, path, metadata={"format": "pt"})
+                path.chmod(0o644)  # safetensors makes it readable for its owner alone
+                sync_to_disk(path)
+                size = path.stat().st_size
+            progress()
+            records.append(FileRecord(part.file_name, size, {name: each.result() for name, each in sums.items()}))
     return records
 
 

@@ -24,7 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mobius.checkpoints.files import FileRecord, check_space, plan_files, space_needed, write_stage
+from mobius.checkpoints.files import (
+    FileRecord,
+    check_space,
+    nearest_folder,
+    plan_files,
+    space_needed,
+    write_stage,
+)
 from mobius.checkpoints.folders import (
     begin,
     checkpoint_path,
@@ -170,7 +177,12 @@ class CheckpointSaver:
             if stage < len(self._files):
                 self._records += write_stage(partial, self._files[stage], tensors, progress=self._activity.progress)
 
-        self._snapshots.begin(write)
+        def written() -> None:
+            if not self._is_first:
+                text = json.dumps([asdict(record) for record in self._records])
+                write_text(partial, f"records-{self._rank}.json", text)
+
+        self._snapshots.begin(write, written=written)
 
     def own(self) -> Sequence[float]:
         """This rank's part in each step's exchange: the save that it has written, negative if that failed."""
@@ -213,14 +225,7 @@ class CheckpointSaver:
         return float(-self._number if self._outcome.error else self._number)
 
     def _settled(self, outcome: SaveOutcome) -> None:
-        """Take the outcome of this rank's threads; what it wrote is told to the first rank by a file."""
-        assert self._point is not None
-        if outcome.error is None and not self._is_first:
-            try:
-                text = json.dumps([asdict(record) for record in self._records])
-                write_text(partial_path(self.save_dir, self._point.step), f"records-{self._rank}.json", text)
-            except CheckpointError as error:
-                outcome.error = error
+        """Take the outcome of this rank's threads; what they wrote they have told the first rank by a file."""
         if outcome.error is not None:
             self._tell_failure(outcome.error)
         self._outcome = outcome
@@ -243,39 +248,46 @@ class CheckpointSaver:
         """Make a complete checkpoint of what all ranks have written, on the first rank."""
         point = self._point
         assert point is not None
-        partial = partial_path(self.save_dir, point.step)
         self._activity.works("writer", f"the end of the checkpoint of step {point.step}")
         try:
+            partial = partial_path(self.save_dir, point.step)
             if not is_good:
                 discard(partial)
-                return
-            self.newest = self._complete(partial, point)
-            self.newest_step = point.step
-            if point.is_best:
-                self.best_step = point.step
-            seconds = time.monotonic() - self._begun
-            waited = self._outcome.waited_seconds
-            logger.info(
-                "checkpoint saved: %s, %s in %.1f s (%s/s); updates waited %.2f s for copies",
-                self.newest,
-                bytes_text(self.need.disk_bytes),
-                seconds,
-                bytes_text(int(self.need.disk_bytes / max(seconds, 1e-3))),
-                waited,
-            )
-            self._made_safe()
-            best = [] if self.best_step is None else [checkpoint_path(self.save_dir, self.best_step)]
-            for path in remove_old(self.save_dir, keep=self._config.saving.save_total_limit, protected=best):
-                logger.info("checkpoint removed: %s (--save_total_limit)", path)
-        except (CheckpointError, OSError) as error:
-            self._tell_failure(error)
-            try:
-                if not checkpoint_path(self.save_dir, point.step).exists():
-                    discard(partial)
-            except CheckpointError as problem:
-                logger.warning("%s", problem)
+            elif self._is_completed(partial, point):
+                self._made_safe()
+                self._remove_old()
+        except CheckpointError as error:  # the checkpoint itself is there, or was told
+            logger.warning("%s", error)
         finally:
             self._activity.rests("writer")
+
+    def _is_completed(self, partial: Path, point: SavedPoint) -> bool:
+        """Give the checkpoint its name; False where that failed, which is told."""
+        try:
+            newest = self._complete(partial, point)
+        except Exception as error:
+            self._tell_failure(error)
+            if not checkpoint_path(self.save_dir, point.step).exists():
+                discard(partial)
+            return False
+        self.newest, self.newest_step = newest, point.step
+        if point.is_best:
+            self.best_step = point.step
+        seconds = time.monotonic() - self._begun
+        logger.info(
+            "checkpoint saved: %s, %s in %.1f s (%s/s); updates waited %.2f s for copies",
+            newest,
+            bytes_text(self.need.disk_bytes),
+            seconds,
+            bytes_text(int(self.need.disk_bytes / max(seconds, 1e-3))),
+            self._outcome.waited_seconds,
+        )
+        return True
+
+    def _remove_old(self) -> None:
+        best = [] if self.best_step is None else [checkpoint_path(self.save_dir, self.best_step)]
+        for path in remove_old(self.save_dir, keep=self._config.saving.save_total_limit, protected=best):
+            logger.info("checkpoint removed: %s (--save_total_limit)", path)
 
     def _complete(self, partial: Path, point: SavedPoint) -> Path:
         records = list(self._records)
@@ -304,7 +316,7 @@ class CheckpointSaver:
         """The rate that the first rank measures, on all ranks."""
         if self.need.disk_bytes < _WORTH_MEASURING:
             return None
-        own = write_rate(self.save_dir.parent) if self._is_first else None
+        own = write_rate(nearest_folder(self.save_dir)) if self._is_first else None
         return float(numbers_of_ranks(self._transport, [own or 0.0]).sum()) or None
 
     def _take_room(self) -> Snapshots:

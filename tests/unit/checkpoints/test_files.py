@@ -6,12 +6,16 @@ import subprocess
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
 from harness.checkpoints import PARAMETERS, same_bits, save, values_of
 from safetensors.torch import load_file
+from torch import Tensor
 
+from mobius.checkpoints import files
 from mobius.checkpoints.files import (
     FilePart,
     StageFiles,
@@ -103,6 +107,27 @@ def test_a_checksum_is_that_of_all_bytes_however_many_there_are() -> None:
     values = torch.arange(9_000_002, dtype=torch.int64).to(torch.int16)[1:]  # two chunks of 16 MiB, the second not full
 
     assert checksum(values) == zlib.crc32(values.numpy().tobytes())
+
+
+def test_sums_are_made_while_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where training waits for the disk, the disk should not wait for them."""
+    is_writing, is_summed, written, summed = Event(), Event(), files.save_file, files.checksum
+
+    def save_file(*arguments: Any, **words: Any) -> None:
+        is_writing.set()
+        assert is_summed.wait(20)
+        written(*arguments, **words)
+
+    def checksum(values: Tensor) -> int:
+        assert is_writing.wait(20), "the disk has nothing to do"
+        is_summed.set()
+        return summed(values)
+
+    monkeypatch.setattr(files, "save_file", save_file)
+    monkeypatch.setattr(files, "checksum", checksum)
+    stage = StageFiles(0, (FilePart("model.safetensors", ("a",)),), ())
+    (record,) = write_stage(tmp_path, stage, {"a": torch.ones(2)})
+    assert record.checksums == {"a": zlib.crc32(b"\0\0\x80\x3f" * 2)}
 
 
 def test_each_tensor_is_asked_for_once() -> None:

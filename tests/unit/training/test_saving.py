@@ -217,3 +217,49 @@ def test_older_checkpoints_are_removed_but_the_limit_and_none_other(run: Run, wo
 
     names = sorted(path.name for path in Path("out").glob("checkpoint-*"))
     assert names == ["checkpoint-10", "checkpoint-12", "checkpoint-8"]
+
+
+def test_a_checkpoint_that_is_complete_is_told_as_saved_though_an_older_one_cannot_be_removed(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    renamed = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == "checkpoint-4":
+            raise OSError(errno.EACCES, "Permission denied")
+        return renamed(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    run(*OPTIONS.split(), "--save_total_limit", "1")
+
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    cannot = f"cannot remove {workplace / 'out' / 'checkpoint-4'}: Permission denied"
+    assert [text.partition(cannot)[1] for text in told] == [cannot, cannot]
+    assert not [text for text in told if "is not saved" in text]
+    assert sorted(path.name for path in Path("out").glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-4"]
+
+
+def test_whatever_goes_wrong_at_the_end_of_a_save_is_told(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_json(manifest: object) -> str:
+        raise ValueError("Out of range float values are not JSON compliant")
+
+    monkeypatch.setattr(saving.Manifest, "to_json", no_json)
+    run(*OPTIONS.split(), "--num_iterations", "4")
+
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert told.startswith("checkpoint of step 4 is not saved, and training goes on: ValueError: Out of range float")
+    assert not list(Path("out").glob("checkpoint-*"))
+
+
+def test_the_disk_that_is_measured_is_the_one_that_checkpoints_go_to(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Path] = []
+    monkeypatch.setattr(saving, "_WORTH_MEASURING", 0)
+    monkeypatch.setattr(saving, "write_rate", lambda folder: measured.append(folder.resolve()) or 1e9)
+    Path("elsewhere").mkdir()
+    Path("link").symlink_to("elsewhere")
+    run(*OPTIONS.split(), "--num_iterations", "4", "--save_dir", "link")
+    assert measured == [workplace / "elsewhere"]
