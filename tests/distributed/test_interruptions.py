@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness.forked import HANG_SECONDS
+from harness.forked import HANG_SECONDS, Ranks
 from harness.runs import command, environment, make_checkpoint, make_dataset
 from launch import free_port
 
@@ -109,32 +109,51 @@ def in_step(number: int, folder: Path, *options: str) -> Iterator[tuple[subproce
         assert wait_for(lambda: not any(is_alive(rank) for rank in ranks))
 
 
-def rank_of(process: int) -> int:
-    words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-    return next(int(word[5:]) for word in words if word.startswith(b"RANK="))
+def forked_to_step(number: int, folder: Path, *options: str) -> Ranks:
+    """Two ranks without a launcher, which are forked and have made `number` steps."""
+    make_checkpoint(folder / "model")
+    make_dataset(folder / "data.jsonl")
+    arguments, variables = ["--device", "cpu", *ENDLESS, *options], environment(folder / "cache")
+    ranks = Ranks("main", "main", arguments, num_ranks=2, folder=folder, environment=variables)
+    assert wait_for(lambda: f"step {number:>6}/100000" in ranks.output()), ranks.output()
+    return ranks
+
+
+def lines_of(ranks: Ranks, start: str) -> list[str]:
+    """Lines from the first that begins so on, without those of steps, once all ranks have ended with 130."""
+    for process in ranks.processes:
+        process.join(HANG_SECONDS)
+    assert [process.exitcode for process in ranks.processes] == [130, 130], ranks.output()
+    lines = [line for line in ranks.output().splitlines() if line and not line.startswith("step ")]
+    return lines[next(number for number, line in enumerate(lines) if line.startswith(start)) :]
 
 
 def test_ctrl_c_on_a_run_that_saves_nothing_leaves_one_line_on_the_screen(tmp_path: Path) -> None:
-    with in_step(3, tmp_path, "--save_strategy", "no") as (process, _):
-        os.killpg(process.pid, signal.SIGINT)
-        (line,) = lines_after(process)
+    ranks = forked_to_step(3, tmp_path, "--save_strategy", "no")
+    for process in ranks.processes:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+    (line,) = lines_of(ranks, "interrupted")
 
     assert line.startswith("interrupted (SIGINT) after step ")
     assert "of 100000: what was trained is lost, for only the end is saved" in line
     assert f"{tmp_path / 'out.partial' / 'metrics.jsonl'}" in line
-    assert process.returncode == 130
     assert (tmp_path / "out.partial" / "metrics.jsonl").read_text().count("\n") >= 3
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_after_the_step_and_tells_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
-    with in_step(3, tmp_path) as (process, ranks):
-        if number is signal.SIGINT:
+    if number is signal.SIGINT:
+        with in_step(3, tmp_path) as (process, _):
             os.killpg(process.pid, number)
-        else:  # as a scheduler's that reaches one process
-            os.kill(next(rank for rank in ranks if rank_of(rank) == 1), number)
-        asked, saved, line = lines_after(process)
+            asked, saved, line = lines_after(process)
+        assert process.returncode == 130
+    else:  # as a scheduler's that reaches one process
+        ranks = forked_to_step(3, tmp_path)
+        assert ranks.processes[1].pid is not None
+        os.kill(ranks.processes[1].pid, number)
+        asked, saved, line = lines_of(ranks, "interrupted")
 
     assert asked == (
         f"interrupted ({number.name}): saving after this step, then ending; once more to leave at once "
@@ -145,29 +164,34 @@ def test_a_signal_saves_after_the_step_and_tells_how_to_go_on(tmp_path: Path, nu
     begin = f"interrupted ({number.name}) after a step: the state is saved in {checkpoint}. To go on: "
     assert line.startswith(begin)
     words = shlex.split(line.removeprefix(begin))
-    assert words[0] == Path(sys.executable).name
-    assert words[-4:] == ["--save_dir", "out", "--resume_from_checkpoint", "true"]
-    assert process.returncode == 130
+    if number is signal.SIGINT:
+        assert words[0] == Path(sys.executable).name
+        assert words[-4:-2] == ["--save_dir", "out"]
+    assert words[-2:] == ["--resume_from_checkpoint", "true"]
     steps = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(step)["step"] for step in steps] == list(range(1, int(checkpoint.name[11:]) + 1))
     assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_ctrl_c_again_leaves_at_once_without_a_checkpoint(tmp_path: Path) -> None:
-    with in_step(3, tmp_path) as (process, ranks):
-        other = next(rank for rank in ranks if rank_of(rank) == 1)
-        os.kill(other, signal.SIGSTOP)  # the step that the first one waits for never ends
-        for _ in range(3):  # the third kills ranks that do not end
-            os.killpg(process.pid, signal.SIGINT)
-            time.sleep(ANOTHER_PRESS)
-        asked, line = lines_after(process)
+    ranks = forked_to_step(3, tmp_path)
+    first, other = (process.pid for process in ranks.processes)
+    assert first is not None
+    assert other is not None
+    os.kill(other, signal.SIGSTOP)  # the step that the first one waits for never ends
+    os.kill(first, signal.SIGINT)
+    time.sleep(ANOTHER_PRESS)
+    os.kill(first, signal.SIGINT)
+    ranks.processes[0].join(HANG_SECONDS)
+    os.kill(other, signal.SIGKILL)
+    assert ranks.processes[0].exitcode == 130
+    asked, line = [line for line in ranks.output().splitlines() if line.startswith("interrupted")]
 
     assert asked.startswith("interrupted (SIGINT): saving after this step, then ending; once more to leave at once")
     assert re.match(
         r"interrupted \(SIGINT\) after step \d+ of 100000: what was trained is lost: no checkpoint is complete; ", line
     )
     assert f"{tmp_path / 'out' / 'metrics.jsonl'}" in line
-    assert process.returncode == 130
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 

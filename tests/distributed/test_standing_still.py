@@ -10,11 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from harness.forked import HANG_SECONDS, ROOT
+from harness.forked import HANG_SECONDS, ROOT, Ranks
 from harness.runs import environment, make_checkpoint, make_dataset
 from launch import free_port
 
 NUM_STEPS = 6
+OPTIONS = f"""--device cpu --fp32 --model_path model --dataset data.jsonl --num_stages 4 --num_chunks 2 --batch_size 4
+    --seq_length 32 --num_iterations {NUM_STEPS} --val_size 16 --save_steps 2 --save_params none --save_dir saved
+    --save_results report.txt"""
 HANGS = """
 import threading
 from mobius.runtime.executor import Executor
@@ -24,12 +27,22 @@ def hang(self, stage, microbatch, run=Executor._forward):
     run(self, stage, microbatch)
 Executor._forward = hang
 """
+HANGS_WHILE_LOADING = """
+import os, threading
+from mobius.models.weights import CheckpointWeights
+def hang(self, name, shape, run=CheckpointWeights.read):
+    if os.environ["RANK"] == "1" and "layers.3" in name:
+        threading.Event().wait()
+    return run(self, name, shape)
+CheckpointWeights.read = hang
+"""
 SLOW_DISK = """
+import os, time
 import mobius.training.saving as saving
 def slowly(*arguments, run=saving.write_stage, **named):
-    for _ in range(6 if os.environ["RANK"] == "1" and "slow" not in globals() else 0):
+    for _ in range(4 if os.environ["RANK"] == "1" and "slow" not in globals() else 0):
         named["progress"]()
-        time.sleep(2)
+        time.sleep(1)
     globals()["slow"] = True
     return run(*arguments, **named)
 saving.write_stage = slowly
@@ -37,33 +50,37 @@ saving.write_stage = slowly
 SLOW_EVALUATION = """
 import mobius.training.judging.evaluation as evaluation
 evaluation.MOST_BATCHES_PER_PASS = 1
-def slowly(*arguments, run=evaluation.join):
-    time.sleep(1)
+calls = [0]
+def slowly_again(*arguments, run=evaluation.join):
+    calls[0] += 1
+    time.sleep(1 if 4 < calls[0] < 9 else 0)  # the second one: none may compile any more
     return run(*arguments)
-evaluation.join = slowly
+evaluation.join = slowly_again
 """
 COMPILES = """
 from mobius.runtime.executor import Executor
 def compiles(self, *arguments, run=Executor.run, **named):
     if self._activity._step == 1:
-        time.sleep(12)
+        time.sleep(4)
     return run(self, *arguments, **named)
 Executor.run = compiles
 """
 
 
-def run(folder: Path, fault: str, *options: str, minutes: float) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path / "model", num_layers=4)
+    make_dataset(tmp_path / "data.jsonl")
+    return tmp_path
+
+
+def run(folder: Path, fault: str, *, minutes: float) -> subprocess.CompletedProcess[str]:
     """Two ranks, started as train.sh starts them, of a program that has `fault` in it."""
-    make_checkpoint(folder / "model", num_layers=4)
-    make_dataset(folder / "data.jsonl")
     program = f"import os, sys, time\nsys.path.insert(0, {str(ROOT)!r})\n{fault}\nfrom main import main\nmain()\n"
     (folder / "program.py").write_text(program)
     launcher = [str(ROOT / "scripts" / "run_ranks.py"), "--nproc_per_node", "2", "--master_port", str(free_port())]
-    words = "--device cpu --fp32 --model_path model --dataset data.jsonl --num_stages 4 --num_chunks 2 --batch_size 4"
-    words += f" --seq_length 32 --num_iterations {NUM_STEPS} --val_size 16 --save_steps 2 --save_params none"
-    words += f" --save_dir saved --save_results report.txt --watchdog_minutes {minutes}"
     return subprocess.run(
-        [sys.executable, *launcher, "program.py", *words.split(), *options],
+        [sys.executable, *launcher, "program.py", *OPTIONS.split(), "--watchdog_minutes", str(minutes)],
         cwd=folder,
         env=environment(folder / "cache"),
         stdout=subprocess.PIPE,
@@ -74,10 +91,18 @@ def run(folder: Path, fault: str, *options: str, minutes: float) -> subprocess.C
     )
 
 
-def test_a_hang_in_one_rank_is_told_by_all_and_ends_the_run(tmp_path: Path) -> None:
+def run_forked(folder: Path, fault: str, options: str) -> tuple[int, str]:
+    """Exit code and output of two ranks that are forked, which spares each its imports."""
+    arguments = [fault, *OPTIONS.split(), *options.split()]
+    variables = environment(folder / "cache")
+    ranks = Ranks("harness.standing_still", "faulty_main", arguments, num_ranks=2, folder=folder, environment=variables)
+    return ranks.wait(), ranks.output()
+
+
+def test_a_hang_in_one_rank_is_told_by_all_and_ends_the_run(place: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     start = time.monotonic()
-    result = run(tmp_path, HANGS, minutes=0.1)
+    result = run(place, HANGS, minutes=0.06)
     output = result.stdout
 
     assert result.returncode == 75, output
@@ -94,21 +119,24 @@ def test_a_hang_in_one_rank_is_told_by_all_and_ends_the_run(tmp_path: Path) -> N
     processes = [int(number) for number in re.findall(r"rank \d \(process (\d+)", output)]
     assert not any(Path(f"/proc/{number}").exists() for number in processes)
     assert set(os.listdir("/dev/shm")) <= before
-    assert (tmp_path / "saved" / "checkpoint-2" / "config.json").exists()
+    assert (place / "saved" / "checkpoint-2" / "config.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("fault", "options", "minutes"),
-    [
-        (SLOW_DISK, "", 0.1),
-        (SLOW_EVALUATION, "--eval_strategy epoch --eval_on_start --packing off", 0.05),
-        (COMPILES, "--save_strategy no", 0.1),
-    ],
-    ids=["a save on a slow disk", "an evaluation", "a first step that compiles"],
-)
-def test_a_run_that_takes_longer_than_the_limit_for_good_reason_is_left_alone(
-    tmp_path: Path, fault: str, options: str, minutes: float
-) -> None:
-    result = run(tmp_path, fault, *options.split(), minutes=minutes)
-    assert result.returncode == 0, result.stdout
-    assert "watchdog:" not in result.stdout
+def test_a_hang_while_weights_are_read_is_told_too(place: Path) -> None:
+    code, output = run_forked(place, HANGS_WHILE_LOADING, "--watchdog_minutes 0.03")
+
+    assert code == 75, output
+    stories = dict(re.findall(r"watchdog: rank (\d) \(process(.*?)(?=\n\n|\Z)", output, re.S))
+    assert "before the first step, at the weights" in stories["1"]
+    assert "in hang" in stories["1"]
+    assert "before the first step, at the wait for all ranks' weights" in stories["0"]
+    assert "all ranks end before the first step: nothing was trained, and nothing is left" in output
+    assert {path.name for path in place.glob("saved*")} == set()
+
+
+def test_a_run_that_takes_longer_than_the_limit_for_good_reason_is_left_alone(place: Path) -> None:
+    """An evaluation, a first step that compiles, and a save on a slow disk take 4 s or more each, of allowed 3 s."""
+    options = "--eval_strategy epoch --eval_on_start --packing off --watchdog_minutes 0.05"
+    code, output = run_forked(place, SLOW_DISK + SLOW_EVALUATION + COMPILES, options)
+    assert code == 0, output
+    assert "watchdog:" not in output

@@ -1,8 +1,10 @@
-"""Ranks that pass a message around until one of them hangs, watched as a run is."""
+"""Ranks that pass a message around until one of them hangs, watched as a run is; and whole runs with a fault."""
 
 from __future__ import annotations
 
+import sys
 import threading
+from importlib import import_module
 
 import torch
 
@@ -33,6 +35,13 @@ def pass_messages(hanging: int, seconds: float) -> None:
             with activity.waiting("neighbours", rank=before, stage=before):
                 transport.receive(before)
         transport.finish_step()
+
+
+def faulty_main(fault: str, *options: str) -> None:
+    """The program, after the statements `fault`."""
+    exec(fault, {})
+    sys.argv = ["main.py", *options]
+    import_module("main").main()
 
 
 def hang() -> None:
