@@ -7,7 +7,9 @@ Weights and tokens are random; checkpoints go to a new folder in --folder, which
 for two. The disk is measured first, by as many files at once as there are processes, each synced. Saves begin as soon
 after one another as it can write them, by that rate: `--save_steps` follows from it and from steps without saves.
 
-`--no_room` limits host memory to what the run needs without copies, so that each rank has one for its largest stage.
+`--no_room` limits host memory to what the run needs without copies: a rank with stages on its GPU then has one buffer,
+for its largest stage, and others write their stages from where they are. What a disk or a time limit does not allow is
+told before it is tried.
 `--resume` compares the start of a run from weights with that of one from the last checkpoint, their files out of the
 page cache. What stands behind ` -- ` goes to every run.
 """
@@ -15,6 +17,7 @@ page cache. What stands behind ` -- ` goes to every run.
 import argparse
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -41,6 +44,8 @@ LEAST_STEPS = 8
 """Fewer steps between two saves would tell no median."""
 SPARED = 1.1
 """Time between two saves over what the disk takes for one."""
+FILLED = 1.01
+"""Bytes that a checkpoint takes on the disk over those of its tensors."""
 MOST_SAVES = 3
 PROBE_BYTES, CHUNK_BYTES = 4 * 10**9, 2**26
 TITLES = ["steps", "number", "median s", "tokens/s", "lost", "host GiB"]
@@ -130,6 +135,29 @@ def spacing(num_bytes: float, rate: float, step_seconds: float, seconds: float, 
     """Steps from a save to the next one, and the number of saves that `seconds` have time for: one to `most`."""
     steps = max(LEAST_STEPS, math.ceil(SPARED * num_bytes / rate / step_seconds))
     return steps, min(most, max(1, int(seconds / (steps * step_seconds)) - 1))
+
+
+def saves_that_fit(number: int, num_bytes: float, free: float) -> int:
+    """As many saves as `number`, or one where there is room for one: a second one is written beside the first.
+
+    Ends the program where there is none.
+    """
+    needed = FILLED * num_bytes
+    if free < needed:
+        sys.exit(
+            f"a checkpoint takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: use fewer --num_layers or "
+            "another --folder"
+        )
+    return number if free >= 2 * needed else 1
+
+
+def check_time(seconds: float, most: float) -> None:
+    """End the program where a run of so many seconds would be ended by --run_seconds."""
+    if seconds > most:
+        sys.exit(
+            f"the run with saves takes {seconds:.0f} s, and --run_seconds is {most:.0f}: raise it, or use fewer "
+            "--num_layers"
+        )
 
 
 def standstills(steps: Sequence[float], median: float, every: int) -> list[float]:
@@ -259,6 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     num_bytes = SAVED_BYTES * num_parameters(arguments.size, arguments.num_layers)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
+        most_saves = saves_that_fit(arguments.saves, num_bytes, shutil.disk_usage(folder).free)
         rates = measure_disk(folder, num_bytes=min(PROBE_BYTES, num_bytes), num_files=arguments.gpus)
         print(f"disk: {rates.write / 1e9:.2f} GB/s written and synced, {rates.read / 1e9:.2f} GB/s read", flush=True)
         model = folder / arguments.size
@@ -268,8 +297,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             plain = runs.run("without saves", model, arguments.steps, ["--save_strategy", "no"])
             print(plain["plan"])
             step_seconds = statistics.median(step["step_seconds"] for step in plain["steps"][WARMUP:])
-            every, number = spacing(num_bytes, rates.write, step_seconds, arguments.seconds, arguments.saves)
+            every, number = spacing(num_bytes, rates.write, step_seconds, arguments.seconds, most_saves)
             print(f"a checkpoint has {num_bytes / 1e9:.2f} GB; {number} saves, one every {every} steps", flush=True)
+            waits = number * num_bytes / rates.write if arguments.no_room else 0.0
+            check_time(plain["load_seconds"] + every * (number + 1) * step_seconds + waits, arguments.run_seconds)
             words = ["--saves", "--save_steps", str(every), "--save_total_limit", "1"]
             if arguments.no_room:
                 words += ["--host_memory_limit", f"{plain['planned_host_gib'] * 1.001:.6f}"]

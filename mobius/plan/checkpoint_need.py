@@ -24,7 +24,7 @@ class CheckpointNeed:
     largest_stage: tuple[int, ...]
     """The copy of each rank's largest stage."""
     least: tuple[int, ...]
-    """Room that is taken in any case: a stage that stays on a GPU is written from a copy."""
+    """Room that is taken in any case: a stage that stays on a GPU is written from a copy, and others then, too."""
 
     def room(self, rank: int, free_bytes: float) -> int:
         """Bytes that `rank` may take for copies where the machine has `free_bytes` of host memory left."""
@@ -84,5 +84,5 @@ def checkpoint_need(request: PlanRequest, plan: Plan, *, has_optimizer: bool) ->
         disk_bytes=request.shape.num_parameters * per_parameter,
         rank_bytes=tuple(sum(own.values()) for own in copies),
         largest_stage=tuple(max(1, *own.values()) for own in copies),
-        least=tuple(max((own[stage] for stage in own.keys() & on_gpu), default=0) for own in copies),
+        least=tuple(max(own.values()) if own.keys() & on_gpu else 0 for own in copies),
     )

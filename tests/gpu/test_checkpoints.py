@@ -104,7 +104,7 @@ def test_evaluations_change_no_bit_of_training(model: Path, mode: str) -> None:
 def test_an_evaluation_is_that_of_the_plain_model(model: Path, mode: str, packing: str) -> None:
     """bf16 on both sides; each sample by itself in the plain model."""
     runs = kind(model, mode, packing)
-    with runs._opened(None, None, False) as (session, _, _):
+    with runs._opened(None, None) as (session, _, _):
         found = runs.evaluator(session).evaluate()
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(DEVICE).eval()
     samples, losses, hits = random_samples(9, runs.longest, seed=5), 0.0, 0

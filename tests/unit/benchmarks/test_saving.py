@@ -28,6 +28,16 @@ def test_saves_are_as_close_as_the_disk_allows_and_no_closer() -> None:
     assert saving.spacing(1.0, 1e9, 2.0, 1.0, 3) == (saving.LEAST_STEPS, 1)
 
 
+def test_what_the_disk_or_the_time_does_not_allow_is_told_before_it_is_tried() -> None:
+    assert saving.saves_that_fit(3, 40e9, 81e9) == 3
+    assert saving.saves_that_fit(3, 40e9, 80e9) == 1, "the second one is written beside the first"
+    with pytest.raises(SystemExit, match=r"a checkpoint takes 40.4 GB and 40.0 GB are free: use fewer --num_layers"):
+        saving.saves_that_fit(3, 40e9, 40e9)
+    saving.check_time(400, 400)
+    with pytest.raises(SystemExit, match="takes 401 s, and --run_seconds is 400: raise it"):
+        saving.check_time(401, 400)
+
+
 def test_a_standstill_is_the_time_above_the_median_of_each_save() -> None:
     assert saving.standstills([2, 5, 1, 2, 2.5, 2], 2.0, 3) == [3.0, 0.5]
 

@@ -1,8 +1,11 @@
 """Bytes and seconds of checkpoints in a plan."""
 
-import pytest
+from dataclasses import replace
 
-from mobius.plan.checkpoint_need import CheckpointNeed
+import pytest
+from harness.plan_requests import known_shape, request_of
+
+from mobius.plan.checkpoint_need import CheckpointNeed, checkpoint_need
 
 NEED = CheckpointNeed(disk_bytes=1000, rank_bytes=(600, 400), largest_stage=(300, 100), least=(0, 100))
 
@@ -32,3 +35,14 @@ def test_seconds_are_those_of_the_measured_disk_or_told_as_a_usual_ones() -> Non
     assert "on a disk of 1 GB/s; beside training where" in NEED.describe(None, None)
     assert "written beside training" in NEED.describe(2000, None)
     assert "steps wait for the disk" in NEED.describe(500, None)
+
+
+def test_a_rank_with_a_stage_on_a_gpu_takes_a_buffer_that_any_of_its_stages_fits_in() -> None:
+    """All of its stages go through it; the head's is the largest one of the last rank, and is streamed."""
+    request = request_of(known_shape("7b"), num_stages=8)
+    plan = replace(request.plan, resident=frozenset([3]))
+    sizes = [12 * cut.num_parameters(request.shape) for cut in plan.cuts]
+    need = checkpoint_need(request, plan, has_optimizer=True)
+    assert sizes[3] < sizes[7]
+    assert need.least == (0, 0, 0, sizes[7])
+    assert need.host_bytes(0) == sizes[7]
