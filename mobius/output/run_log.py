@@ -248,14 +248,18 @@ class RunLog:
     def _cut_logs(self) -> None:
         """Remove lines of steps that the state does not have: they are made again."""
         last, earlier = self._first_step, self._earlier
-        is_evaluated = any("eval_loss" in entry and entry["step"] == last for entry in self.state.log_history)
+        num_known = sum("eval_loss" in entry and entry["step"] == last for entry in self.state.log_history)
 
         def is_earlier(line: Mapping[str, Any]) -> bool:
             return type(line.get("step")) is int and line["step"] <= last and earlier.add(line)
 
         def is_shown_before(line: Mapping[str, Any]) -> bool:
-            step = line.get("current_steps")
-            return type(step) is int and (step < last or (step == last and (is_evaluated or "eval_loss" not in line)))
+            nonlocal num_known
+            step, is_evaluation = line.get("current_steps"), "eval_loss" in line
+            if type(step) is not int or step > last:
+                return False
+            num_known -= is_evaluation and step == last
+            return step < last or not is_evaluation or num_known >= 0
 
         for name, keeps in ((METRICS_FILE, is_earlier), (LOG_FILE, is_shown_before)):
             path = self._folder / name

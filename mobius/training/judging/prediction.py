@@ -32,6 +32,8 @@ from mobius.writing import replaced_whole
 logger = logging.getLogger(__name__)
 
 PREDICTIONS_FILE: Final = "generated_predictions.jsonl"
+_LINE_ENDS: Final = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Characters that JSON allows in a text, though some readers, Python's `splitlines` too, end a line there."""
 BATCH_SIZE: Final = 16
 """Prompts that are answered at once where memory suffices."""
 
@@ -180,7 +182,7 @@ def _write(path: Path, texts: Iterable[_Texts]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_whole(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             for text in texts:
-                file.write(json.dumps(text.fields, ensure_ascii=False) + "\n")
+                file.write(json.dumps(text.fields, ensure_ascii=False).translate(_LINE_ENDS) + "\n")
     except OSError as error:
         raise CheckpointError(
             f"cannot write the answers to {path}: {error.strerror}. Make room or make the folder writable, and answer "

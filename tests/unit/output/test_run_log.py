@@ -237,6 +237,17 @@ def test_an_evaluation_that_the_checkpoint_does_not_know_is_made_again(tmp_path:
     assert shown["remaining_time"] is None, "this process has made no step"
 
 
+def test_an_evaluation_behind_the_last_step_is_not_piled_up_by_each_resume(tmp_path: Path) -> None:
+    text = text_of_steps(tmp_path, 2)
+    for _ in range(3):
+        log = RunLog(tmp_path, TrainerState.from_json(text), Trackers({}))
+        log.event("eval", {"loss": 3.5})  # of --do_eval, behind the last save
+        log.close()
+
+    evaluated = [line["current_steps"] for line in lines_of(tmp_path / "trainer_log.jsonl") if "eval_loss" in line]
+    assert evaluated == [entry["step"] for entry in log.state.log_history if "eval_loss" in entry] == [2, 2]
+
+
 def test_results_of_a_resumed_run_are_those_of_its_process_with_totals_beside(tmp_path: Path) -> None:
     state = TrainerState.from_json(text_of_steps(tmp_path, 2))
     log = RunLog(tmp_path, state, Trackers({}))

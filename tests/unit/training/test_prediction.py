@@ -222,6 +222,16 @@ def test_chinese_labels_are_written_as_they_are_and_scored_by_character(folder: 
     assert {"bleu-4-by-character", "rouge-l-by-character"} < set(numbers)
 
 
+def test_marks_that_some_readers_take_for_the_end_of_a_line_end_none(folder: Path, tmp_path: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    label = '一\u2028二\u2029三\x85四\n"五\\'
+    given = sample([5, 6], [*tokenizer(label, add_special_tokens=False).input_ids, 2])
+
+    predict(folder, [given, given], output=tmp_path, max_new_tokens=4, device=CPU)
+
+    assert [line["label"] for line in lines(tmp_path)] == [label, label]
+
+
 def prepared(tmp_path: Path, records: list[dict[str, Any]], **options: Any) -> tuple[PreparedDataset, DataConfig]:
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
