@@ -40,16 +40,18 @@ fi
 source scripts/environment.sh
 mobius_environment
 
-# save_dir, whether a run that ends well may not be done, and whether the first turn is told itself how to start.
+# save_dir, whether a run that ends well may not be done, whether the first turn is told itself how to start, and words
+# that name save_dir to later turns.
 mapfile -d '' -t settings < <("$MOBIUS_PYTHON_BIN" - "$@" <<'PYTHON_SCRIPT'
 import os
 import sys
 
-from mobius.config.cli import parse_args
+from mobius.config.cli import given_options, parse_args
 from mobius.errors import ConfigError
 
+words = ["--config", *sys.argv[1:]]
 try:
-    config = parse_args(["--config", *sys.argv[1:]])
+    config = parse_args(words)
     if config.evaluation.do_train and (not config.saving.is_on or config.saving.save_only_model):
         raise ConfigError(
             "`--save_strategy no` and `--save_only_model` leave nothing that a next turn could go on from; remove them"
@@ -58,8 +60,13 @@ except ConfigError as error:
     sys.stderr.write(f"{error}\n")
     sys.exit(error.exit_code)
 ends_by_time = config.evaluation.do_train and config.saving.max_run_time is not None
-is_told = config.output.overwrite_output_dir or config.saving.resume_from_checkpoint is not None
-for word in (config.output.save_dir, "yes" if ends_by_time else "no", "yes" if is_told else "no"):
+named = config.saving.resume_from_checkpoint
+is_told = config.output.overwrite_output_dir or named is not None
+save_dir, names_it = config.output.save_dir, []
+if named is not None and named.lower() != "true" and "save_dir" not in given_options(words):
+    save_dir = os.path.dirname(named.rstrip("/")) or "."  # the run goes on where that checkpoint is
+    names_it = ["--save_dir", save_dir]
+for word in (save_dir, "yes" if ends_by_time else "no", "yes" if is_told else "no", *names_it):
     sys.stdout.buffer.write(os.fsencode(word) + b"\0")
 PYTHON_SCRIPT
 )
@@ -84,7 +91,7 @@ result() {
 checkpoints_before="$(checkpoints)" result_before="$(result)"
 resume=()
 if [[ -n "$checkpoints_before" && ( "${SLURM_RESTART_COUNT:-0}" != 0 || "$is_told" == no ) ]]; then
-    resume=(--resume_from_checkpoint true)
+    resume=("${settings[@]:3}" --resume_from_checkpoint true)
 fi
 
 run="" asked="" num_signals=0

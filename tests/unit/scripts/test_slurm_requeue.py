@@ -146,9 +146,14 @@ def test_what_a_killed_save_left_is_no_checkpoint(job: Job, ending: str) -> None
 
 
 @pytest.mark.parametrize(
-    "options", [["--overwrite_output_dir"], ["--resume_from_checkpoint", "elsewhere/checkpoint-3"]]
+    ("options", "more"),
+    [
+        (["--overwrite_output_dir"], ""),
+        (["--resume_from_checkpoint", "elsewhere/checkpoint-3", "--save_dir", "save_ckpt"], ""),
+        (["--resume_from_checkpoint", "save_ckpt/checkpoint-7"], " --save_dir save_ckpt"),
+    ],
 )
-def test_only_the_first_turn_starts_as_it_is_told(job: Job, options: list[str]) -> None:
+def test_only_the_first_turn_starts_as_it_is_told(job: Job, options: list[str], more: str) -> None:
     job.write("model")
     job.checkpoint(7)
 
@@ -156,7 +161,7 @@ def test_only_the_first_turn_starts_as_it_is_told(job: Job, options: list[str]) 
     job.turn(*options, SLURM_RESTART_COUNT="1")
 
     words = " ".join(["train.sh run.yaml", *options])
-    assert job.calls == [words, f"{words} --resume_from_checkpoint true"]
+    assert job.calls == [words, f"{words}{more} --resume_from_checkpoint true"]
 
 
 def test_a_run_whose_time_is_over_is_queued_again_until_it_has_a_result(job: Job) -> None:
