@@ -7,7 +7,7 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,6 +70,9 @@ def resolve(command_line: CommandLine, *, num_ranks: int | None = None) -> Confi
     if name.lower() in _SHORT_MODEL_NAMES and not Path(name).is_dir():
         values["model_path"] = _SHORT_MODEL_NAMES[name.lower()]
     config = config_from(values)
+    if not config.evaluation.do_train and "dataset" not in values and config.data.eval_dataset is not None:
+        # Nothing is trained on; rows are planned for what is judged.
+        config = replace(config, data=replace(config.data, dataset=config.data.eval_dataset))
     # A broken value in the file does not matter to the rules where the command line replaces it.
     unreadable = (file.unreadable - set(command_line.values)) | command_line.unreadable
     if config.saving.resume_from_checkpoint is not None:  # what is not given is the checkpoint's, and not known yet

@@ -64,3 +64,11 @@ def test_what_fits_together_is_taken(options: list[str]) -> None:
 def test_changes_are_a_list_of_names() -> None:
     config = parse_args(["--resume_from_checkpoint", "c", "--resume_changes", "learning_rate, num_iterations"])
     assert config.saving.changes == ("learning_rate", "num_iterations")
+
+
+def test_who_only_judges_needs_no_dataset_to_train_on() -> None:
+    judged = ["--eval_dataset", "test.jsonl", "--do_predict"]
+    data = parse_args(["--no_do_train", *judged]).data
+    assert data.dataset == data.eval_dataset
+    for others in (["--no_do_train", "--dataset", "xsum", *judged], judged):
+        assert parse_args(others).data.dataset[0].name == "xsum"
