@@ -68,9 +68,14 @@ def digest_of(memory: dict[int, StageMemory]) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("packing", ["off", "on"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "packing"),  # each kind with both numbers and both words
+    [
+        (kind, num_ranks, ("off", "on")[(place + num_ranks) % 2])
+        for place, kind in enumerate(KINDS)
+        for num_ranks in (1, 2)
+    ],
+)
 def test_an_evaluation_between_steps_changes_no_bit_of_training(
     folder: Path, kind: str, num_ranks: int, packing: str
 ) -> None:
@@ -233,7 +238,7 @@ def test_a_pass_takes_as_many_batches_as_a_step_keeps_activations_for() -> None:
     assert number(1, 20, 20) == MOST_BATCHES_PER_PASS
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(1, 1), (1, 4), (2, 1), (2, 2), (2, 4), (4, 2)])
 def test_a_pass_takes_no_more_memory_than_a_step(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> None:
     """Every tensor is counted on each rank, with as many messages kept as ever wait."""
