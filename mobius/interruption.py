@@ -1,4 +1,4 @@
-"""Owns how a process ends that is not done: by Ctrl-C or SIGTERM, or because the process that started it is gone.
+"""Owns how a process ends that is not done: by Ctrl-C, SIGTERM or SIGHUP, or because who started it is gone.
 
 A signal handler in Python runs between two instructions of the main thread, and that thread may be waiting in C for a
 neighbour or a GPU that never comes. So the signal's number goes to a thread of its own:
@@ -18,6 +18,7 @@ import ctypes
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -37,7 +38,7 @@ from mobius.ranks import (
 EXIT_CODE: Final = 130
 """Exit code of an interrupted process, whatever the signal: 128 + SIGINT, as shells tell it."""
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FIRST_RANK_SECONDS: Final = 0.5
 """Time for the first rank, which speaks for all, before the end of the others can reach it as a lost neighbour."""
 _ERROR_SECONDS: Final = 0.3
@@ -203,6 +204,8 @@ class Interruption:
     def _heed_signals(self, receiver: socket.socket) -> None:
         while received := receiver.recv(1):  # nothing when it is closed: the watch is over
             name = signal.Signals(received[0]).name
+            if received[0] == signal.SIGHUP:
+                leave_terminal()
             if not self._standing.is_alone and has_lost_rank():
                 self._end("another rank has ended")
             elif self._standing.stop_requested is None and self._standing.can_save:
@@ -220,6 +223,16 @@ class Interruption:
         else:
             time.sleep(_FIRST_RANK_SECONDS)
         os._exit(EXIT_CODE)
+
+
+def leave_terminal() -> None:
+    """Send to nowhere what would go to a terminal that is closed: each line would be an error of its own."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(stream).st_mode):  # a closed one no longer says that it is a terminal
+                os.dup2(nowhere, stream)
+    os.close(nowhere)
 
 
 def _text_now(text: Text) -> str:

@@ -4,7 +4,7 @@ Does not own the launch itself: arguments are torchrun's, and the ranks print th
 lines of its own traceback to them, and the cause is hard to find above it. It also kills ranks 30 s after it forwards a
 signal, and starts them again after an interruption. Here signals go to the ranks, which end by themselves:
 
-    Ctrl-C, SIGTERM   to every rank: it saves and ends, or ends at once if it cannot
+    Ctrl-C, SIGTERM   to every rank: it saves and ends, or ends at once if it cannot; SIGHUP of a closed terminal, too
     the second        to every rank: it ends at once
     the third         every rank is killed
     a rank has died   the others end; up to --max_restarts times all start again
@@ -33,7 +33,7 @@ FINAL = (2, 3, INTERRUPTED)
 """Exit codes of ranks that would be the same after a restart: a wrong option, nothing to save, an interruption."""
 STOOD_STILL = 75
 """The exit code of ranks that ended because the run stood still; after a restart it may go on."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PRESS_SECONDS = 2.0
 """Longest time in which one press of Ctrl-C arrives twice, from the terminal and from a program that forwards it."""
 
@@ -74,6 +74,10 @@ class Interruptions:
 
     def _forward(self, number: int, _frame: object) -> None:
         now = time.monotonic()
+        if number == signal.SIGHUP:
+            from mobius.interruption import leave_terminal
+
+            leave_terminal()
         if now - self._last > PRESS_SECONDS:
             self.count, self._last = self.count + 1, now
         if not self._processes:

@@ -136,7 +136,7 @@ def send(run: Started, to: str, number: signal.Signals) -> None:
     [
         ("launcher", signal.SIGTERM),
         ("group", signal.SIGINT),
-        ("rank 0", signal.SIGTERM),
+        ("group", signal.SIGHUP),
         ("rank 1", signal.SIGINT),
     ],
 )
