@@ -214,7 +214,7 @@ class RunLog:
             for name, own in {**self.results, "all": everything}.items():
                 _write_whole(self._folder / f"{name}_results.json", json_text(own, indent=2))
         except OSError as error:
-            logger.warning("cannot write all results of the training to %s (%s)", self._folder, error.strerror)
+            logger.warning("cannot write all results of the run to %s (%s)", self._folder, error.strerror)
 
     def _train_results(self) -> dict[str, object]:
         """Numbers of all steps of this process, which go into the history too; with totals for a resumed run."""
