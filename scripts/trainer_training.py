@@ -40,10 +40,9 @@ class StepsOfSamples(IterableDataset[dict[str, Tensor]]):
         for _ in range(self._num_steps):
             batch = next(self._batches)
             samples = [(tokens[0], labels[0]) for tokens, labels in parts_of(batch, len(batch.input_ids))]
-            tokens, labels = zip(*samples, strict=True)
             yield {
-                "input_ids": pad_sequence(tokens, batch_first=True),
-                "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED_LABEL),
+                "input_ids": pad_sequence([tokens for tokens, _ in samples], batch_first=True),
+                "labels": pad_sequence([own for _, own in samples], batch_first=True, padding_value=IGNORED_LABEL),
             }
 
 
