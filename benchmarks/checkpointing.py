@@ -75,10 +75,7 @@ class Saves:
         self.before_update = self._saver.before_update
 
     def train(self, trainer: Trainer) -> list[StepMetrics]:
-        """Run all steps, saving on the way; collective. Nothing is under way when it returns.
-
-        Raises FailedSaveError on all ranks where one of the saves failed on any.
-        """
+        """Run all steps, saving on the way; collective. Nothing is under way when it returns."""
         config, steps = self._session.blueprint.config, list[StepMetrics]()
         trainer.exchange = self._saver
         for metrics in trainer.train():
@@ -93,12 +90,14 @@ class Saves:
     def told(self) -> dict[str, Any]:
         """All saves, by the slowest rank of each; collective, on the first rank with the seconds until each was named.
 
-        `stage_gib` is what the largest stage of each rank takes, added up.
+        `stage_gib` is what the largest stage of each rank takes, added up. Raises FailedSaveError on all ranks where a
+        checkpoint is not complete, whoever failed to write or to name it.
         """
         outcomes, transport = self._saver.outcomes, self._session.transport
-        failed = numbers_of_ranks(transport, [sum(each.error is not None for each in outcomes)]).sum()
-        if failed:
-            raise FailedSaveError(f"{int(failed)} parts of checkpoints are not saved; see above")
+        missing = len(self._begun) - len(self._ended) if transport.rank == 0 else 0
+        missing = int(numbers_of_ranks(transport, [missing]).sum())
+        if missing:
+            raise FailedSaveError(f"{missing} of {len(self._begun)} checkpoints are not saved; see above")
         own = [
             number
             for each in outcomes

@@ -1,5 +1,6 @@
 """Owns what a long run can be told: when its state is saved and taken up again, and when and how it is judged."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Final
@@ -16,6 +17,11 @@ BestMetric = StrEnum("BestMetric", ["LOSS", "PERPLEXITY", "TOKEN_ACCURACY"])
 
 ALL_CHECKPOINTS: Final = 0
 """`save_total_limit` that keeps all."""
+
+
+def steps_between(every: float, num_steps: int) -> int:
+    """Steps from one to the next of what comes `every` so many steps, or every such share of a run of `num_steps`."""
+    return int(every) if every >= 1 else max(1, math.ceil(round(every * num_steps, 6)))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Final
 
 from mobius.config.config import TRACKERS, Config, DatasetEntry, Datasets, Device, Recompute
-from mobius.config.long_runs import EvalStrategy, SaveStrategy
+from mobius.config.long_runs import EvalStrategy, SaveStrategy, steps_between
 from mobius.config.options import Option, OptionValue, config_from, dataset_spellings, option_values, options
 from mobius.errors import ConfigError
 from mobius.excerpt import excerpt, quoted
@@ -299,7 +299,7 @@ def _misfit_evaluation(config: Config) -> _Misfits:
             if getattr(evaluation, name):
                 told = "goes by evaluations during training; add --eval_strategy steps or epoch"
                 yield f"{name} eval_strategy", f"`--{name}` {told}"
-    elif evaluation.load_best_model_at_end and not _saves_what_is_evaluated(config):
+    elif evaluation.load_best_model_at_end and not _may_save_what_is_evaluated(config):
         yield (
             "load_best_model_at_end save_strategy save_steps eval_strategy eval_steps",
             "`--load_best_model_at_end` needs each checkpoint evaluated when it is saved; use the same words for "
@@ -307,13 +307,13 @@ def _misfit_evaluation(config: Config) -> _Misfits:
         )
 
 
-def _saves_what_is_evaluated(config: Config) -> bool:
+def _may_save_what_is_evaluated(config: Config) -> bool:
+    """Whether each checkpoint is evaluated, as far as that is known before the number of steps."""
     saving, evaluation = config.saving, config.evaluation
     if saving.save_strategy.value != evaluation.eval_strategy.value:
         return False
-    if saving.save_strategy is SaveStrategy.EPOCH or saving.save_steps == evaluation.eval_steps:
-        return True
-    return min(saving.save_steps, evaluation.eval_steps) >= 1 and saving.save_steps % evaluation.eval_steps == 0
+    is_share = min(saving.save_steps, evaluation.eval_steps) < 1
+    return saving.save_strategy is SaveStrategy.EPOCH or is_share or saving.save_steps % evaluation.eval_steps == 0
 
 
 def _misfit_steps(config: Config) -> _Misfits:
@@ -329,6 +329,17 @@ def _misfit_steps(config: Config) -> _Misfits:
         told = f"is more than the run has; use steps 1 to {steps}, or more `--{length}`"
         shown = excerpt(str(config.output.profile_steps))
         yield "profile_steps num_iterations num_train_epochs", f"`--profile_steps` {shown} {told}"
+    saving, evaluation = config.saving, config.evaluation
+    is_best, both = evaluation.load_best_model_at_end, (saving.save_steps, evaluation.eval_steps)
+    if is_best and saving.save_strategy is SaveStrategy.STEPS and evaluation.eval_strategy is EvalStrategy.STEPS:
+        saved, evaluated = (steps_between(every, steps) for every in both)
+        if min(both) < 1 and saved % evaluated:
+            yield (
+                "load_best_model_at_end save_strategy save_steps eval_strategy eval_steps num_iterations",
+                f"`--load_best_model_at_end` needs each checkpoint evaluated when it is saved, but of {given} "
+                f"`--save_steps` {both[0]:g} are {saved} and `--eval_steps` {both[1]:g} are {evaluated}; use a "
+                "--save_steps that is a multiple of --eval_steps in steps, too",
+            )
 
 
 def _nearest_multiple(value: int, divisor: int) -> str:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from mobius.checkpoints.folders import checkpoint_path
 from mobius.config.config import Config
-from mobius.config.long_runs import BestMetric, EvalStrategy, SaveStrategy
+from mobius.config.long_runs import BestMetric, EvalStrategy, SaveStrategy, steps_between
 from mobius.errors import NonFiniteLossError
 from mobius.interruption import Standing
 from mobius.output.metrics import StepMetrics
@@ -48,6 +48,14 @@ class Ending(StrEnum):
     TIME = "time"
 
 
+_FOLLOWS: Final = {
+    None: "training goes on",
+    Ending.LAST_STEP: "the model is saved next",
+    Ending.EARLY_STOPPING: "the model is saved next",
+    Ending.SIGNAL: "the run ends",
+    Ending.TIME: "the run ends",
+}
+"""Words of a failed save about what follows it."""
 BEST: Final = "best"
 """Key in a checkpoint's position of the best evaluation so far."""
 BEST_SAVED: Final = "best_saved"
@@ -253,11 +261,11 @@ class TrainingLoop:
             saving.save_strategy is SaveStrategy.STEPS and self._is_due(step, saving.save_steps)
         )
         if self.saver is not None and (is_due or ending in (Ending.SIGNAL, Ending.TIME)):
-            self._save(metrics, result)
+            self._save(metrics, result, ending or (Ending.LAST_STEP if is_last else None))
         self._tell_standing(step)
         return ending
 
-    def _save(self, metrics: StepMetrics, result: EvaluationResult | None) -> None:
+    def _save(self, metrics: StepMetrics, result: EvaluationResult | None, ending: Ending | None) -> None:
         assert self.saver is not None, "nothing is saved"
         is_best = result is not None and self.best_saved.take(result, metrics.step)
         state = ""
@@ -275,6 +283,7 @@ class TrainingLoop:
                 is_best=is_best,
                 trainer_state=state,
                 position=self._position(),
+                follows=_FOLLOWS[ending],
             )
         )
 
@@ -286,8 +295,7 @@ class TrainingLoop:
         }
 
     def _is_due(self, step: int, every: float) -> bool:
-        number = every if every >= 1 else math.ceil(round(every * self.config.optim.num_steps, 6))
-        return step % int(number) == 0
+        return step % steps_between(every, self.config.optim.num_steps) == 0
 
     def _is_time_up(self) -> bool:
         limit = self.config.saving.max_run_time

@@ -27,7 +27,7 @@ def prepare_output(blueprint: Blueprint, standing: Standing, resume: Resume | No
     """Find out now, not after training, whether the results can be written; start the folder with the settings."""
     config = blueprint.config
     wanted, save_dir, trains = config.output, Path(config.output.save_dir), config.evaluation.do_train
-    files = {"--save_results": Path(wanted.save_results)}
+    files = {"--save_results": Path(wanted.save_results)} if trains else {}  # the report is one of a training
     if wanted.params_file is not None and trains:
         files = {"--save_params": Path(wanted.params_file), **files}
     output = OutputFolder(

@@ -4,8 +4,8 @@
     rank threads      copy and write own stages ....  records-1.json                            (waits for the end of 8)
     rank 0's thread                                        check, name, remove older ones
 
-Nobody waits for a save but the next one and the end of the run. A save that fails on one rank is given up by all, told,
-and training goes on.
+Nobody waits for a save but the next one and the end of the run. A save that fails on one rank is given up by all and
+told, and the run goes on as it would have.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class SavedPoint:
     """Whatever else the loop needs to go on, as JSON has it."""
     trainer_state: str
     """Text of trainer_state.json; empty on all ranks but the first."""
+    follows: str = "training goes on"
+    """Next part of the run, whether the save fails or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +237,8 @@ class CheckpointSaver:
         assert self._point is not None
         told = str(error) if isinstance(error, MobiusError) else f"{type(error).__name__}: {first_line(error)}"
         last = f" The last good checkpoint is {self.newest}." if self.newest else ""
-        logger.warning("checkpoint of step %d is not saved, and training goes on: %s%s", self._point.step, told, last)
+        step, follows = self._point.step, self._point.follows
+        logger.warning("checkpoint of step %d is not saved, and %s: %s%s", step, follows, told, last)
 
     def _all_have_written(self, is_good: bool) -> None:
         if not self._is_first:

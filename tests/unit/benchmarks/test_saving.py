@@ -5,8 +5,15 @@ from typing import Any
 
 import pytest
 import saving
+from checkpointing import FailedSaveError, Saves, TakenUp
 from harness.forked import HANG_SECONDS
+from harness.runs import make_checkpoint
+from harness.sessions import in_sessions, random_samples
 from saving import DiskRates
+
+from mobius.data.batches import Batches
+from mobius.errors import CheckpointError
+from mobius.training.session import Session
 
 RATES = DiskRates(write=1e9, read=2e9)
 
@@ -84,6 +91,24 @@ def test_measuring_the_disk_leaves_nothing(tmp_path: Path) -> None:
     assert 0 < rates.write < 1e13
     assert 0 < rates.read < 1e13
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_only_got_no_name_is_told_as_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_: object, **__: object) -> Path:
+        raise CheckpointError("cannot rename it")
+
+    def train(session: Session, batches: Batches) -> None:
+        saves = Saves(session, tmp_path / "model")
+        saves.train(TakenUp(None).trainer(session, batches, saves, has_kernel=False))
+        saves.told()
+
+    make_checkpoint(tmp_path / "model")
+    monkeypatch.setattr("mobius.training.saving.complete", cannot)
+    options = f"--num_stages 2 --batch_size 2 --num_chunks 1 --seq_length 8 --fp32 --save_dir {tmp_path / 'out'}"
+    with pytest.raises(FailedSaveError, match="1 of 1 checkpoints are not saved"):
+        in_sessions(1, tmp_path / "model", f"{options} --num_iterations 2 --save_steps 1", random_samples(8, 8), train)
 
 
 @pytest.mark.parametrize("kind", ["", "--no_room --resume"])

@@ -6,6 +6,7 @@ import pytest
 
 from mobius.config.cli import parse_args
 from mobius.config.long_runs import EvalStrategy, SaveStrategy
+from mobius.config.validation import resolve_epochs
 from mobius.errors import ConfigError
 
 BEST = ["--load_best_model_at_end", "--eval_strategy", "steps"]
@@ -33,6 +34,11 @@ def test_words_that_yaml_reads_as_booleans_are_words(tmp_path: Path) -> None:
             [*JUDGED, *BEST, "--eval_steps", "30", "--save_steps", "50"],
             ["multiple of --eval_steps"],
         ),
+        (
+            [*JUDGED, *BEST, "--num_iterations", "25", "--eval_steps", "0.1", "--save_steps", "0.2"],
+            ["of `--num_iterations` 25", "`--save_steps` 0.2 are 5", "`--eval_steps` 0.1 are 3"],
+        ),
+        ([*JUDGED, *BEST, "--eval_steps", "30", "--save_steps", "0.5"], ["`--save_steps` 0.5 are 50"]),
         (["--save_steps", "1.5"], ["whole number of steps"]),
         (["--eval_steps", "2.5"], ["whole number of steps"]),
         (["--save_total_limit", "-1"], ["at least 0"]),
@@ -52,6 +58,8 @@ def test_what_does_not_fit_together_is_told(options: list[str], parts: list[str]
     "options",
     [
         ["--eval_strategy", "steps", "--eval_steps", "25", "--save_steps", "50", "--load_best_model_at_end"],
+        [*BEST, "--eval_steps", "0.1", "--save_steps", "0.2"],
+        [*BEST, "--eval_steps", "25", "--save_steps", "0.5"],
         ["--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"],
         ["--eval_strategy", "steps", "--eval_steps", "0.1", "--early_stopping_patience", "3"],
         ["--no_do_train", "--do_eval"],
@@ -59,6 +67,14 @@ def test_what_does_not_fit_together_is_told(options: list[str], parts: list[str]
 )
 def test_what_fits_together_is_taken(options: list[str]) -> None:
     parse_args([*JUDGED, *options])
+
+
+def test_shares_of_epochs_are_compared_once_their_steps_are_known() -> None:
+    shares = ["--eval_steps", "0.1", "--save_steps", "0.2"]
+    config = parse_args([*BEST, *shares, "--val_size", "10", "--num_train_epochs", "2"])
+    assert resolve_epochs(config, 100).optim.num_steps == 100
+    with pytest.raises(ConfigError, match=r"of the 25 steps of `--num_train_epochs` 2 `--save_steps` 0.2 are 5"):
+        resolve_epochs(config, 25)
 
 
 def test_changes_are_a_list_of_names() -> None:

@@ -111,7 +111,9 @@ def test_the_time_counts_from_the_start_of_the_launcher(
     assert caplog.messages[-1].startswith("--max_run_time 59 minutes are over: the state is saved in ")
 
 
-def test_a_step_that_could_not_be_saved_is_not_told_as_saved(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_could_not_be_saved_is_not_told_as_saved(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     standing, told, written = Standing(), list[str](), saving.write_stage
 
     def write(folder: Path, *arguments: Any, **more: Any) -> Any:
@@ -135,6 +137,7 @@ def test_a_step_that_could_not_be_saved_is_not_told_as_saved(workplace: Path, mo
     ):
         start(f"{SMALL} {OPTIONS}", standing)
 
+    assert "checkpoint of step 6 is not saved, and the run ends: the disk is full." in caplog.text
     assert re.match(r"after step 5 of 12: the newest checkpoint is \S*/checkpoint-4; ", told[0]), "in the step after it"
 
 
