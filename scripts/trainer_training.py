@@ -1,7 +1,7 @@
 """Trains by transformers' Trainer, in one process: the yardstick for what a run of the pipeline makes of the same data.
 
     pip install accelerate
-    python scripts/trainer_training.py --output output/trainer [the options of main.py]
+    python scripts/trainer_training.py output/trainer -- [options of main.py]
 
 Each step gets the samples that the pipeline's step has, as rows of their own, filled up to the longest of them. The
 folder gets the model in fp32 and `losses.json`.
@@ -84,10 +84,11 @@ def train(config: Config, output: Path) -> list[float]:
 def main() -> None:
     """Train, and write the losses beside the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
-    arguments, options = parser.parse_known_args()
-    losses = train(parse_args(options), arguments.output)
-    (arguments.output / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
+    parser.add_argument("folder", type=Path, help="of the model that is left")
+    parser.add_argument("options", nargs="*", help="options of main.py, behind --")
+    given = parser.parse_args()
+    losses = train(parse_args(given.options), given.folder)
+    (given.folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
 
 
 if __name__ == "__main__":
