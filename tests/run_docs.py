@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "scripts", "benchmarks")]
 
 from harness.documents import all_commands, check_problems, make_scratch, run_problems  # noqa: E402
 

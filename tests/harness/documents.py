@@ -7,15 +7,21 @@ A command after `    $ ` is run and must print the lines shown under it; a line 
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from harness.forked import Ranks
 
 from mobius.config.cli import parse_args, read_command_line
 from mobius.errors import ConfigError
@@ -32,17 +38,6 @@ _COMMAND = re.compile(r"(\w+=(\"[^\"]*\"|\S+) )*(python|bash|torchrun|docker|pyt
 _NEEDS = re.compile(r"<!-- needs: (.*) -->")
 _EXIT_CODE = re.compile(r"<!-- exit code: (\d+) -->")
 _INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
-_PARSE_AND_END = """
-import argparse, runpy, sys
-parse = argparse.ArgumentParser.parse_args
-def parse_and_end(*given, **named):
-    parse(*given, **named)
-    sys.exit(0)
-argparse.ArgumentParser.parse_args = parse_and_end
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @dataclass(frozen=True)
@@ -186,9 +181,7 @@ def _problems(words: Sequence[str]) -> list[str]:
             return _missing(["Dockerfile"])
         case ["python", script, *options]:
             own, separator, for_mobius = _split(options)
-            problems = _missing([script]) or _failure(
-                [sys.executable, "-c", _PARSE_AND_END, script, *own, *([separator] if separator else [])]
-            )
+            problems = _missing([script]) or _refusal(script, [*own, *([separator] if separator else [])])
             return problems + read_command_line(for_mobius).problems
         case ["pytest", *rest]:
             return _missing([word for word in rest if "/" in word])
@@ -214,6 +207,35 @@ def _option_problems(options: Sequence[str]) -> list[str]:
 
 def _missing(files: Sequence[str]) -> list[str]:
     return [f"there is no {file}" for file in files if not (ROOT / file).exists()]
+
+
+def _refusal(script: str, options: Sequence[str]) -> list[str]:
+    """What a script says to its options; forked, because most of them would import torch for seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = environment(Path(folder))
+        run = Ranks(
+            "harness.documents",
+            "parse_and_end",
+            [str(ROOT / script), *options],
+            num_ranks=1,
+            folder=Path(folder),
+            environment=given,
+        )
+        return [] if run.wait() == 0 else [run.output()]
+
+
+def parse_and_end(script: str, *options: str) -> None:
+    """Be the script until it has read its options."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_end(*given: Any, **named: Any) -> None:
+        parse(*given, **named)
+        sys.exit(0)
+
+    argparse.ArgumentParser.parse_args = parse_and_end  # type: ignore[assignment,method-assign]
+    sys.argv = [script, *options]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
 
 
 def _failure(command: Sequence[str]) -> list[str]:
