@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ _SMOOTHED: Final = 20
 """The smoothed curve averages about this fraction of the steps, one in so many."""
 
 
-def draw_training(history: Sequence[Mapping[str, object]], path: Path, *, title: str) -> None:
+def draw_training(history: Iterable[Mapping[str, object]], path: Path, *, title: str) -> None:
     """Write the picture of `log_history` (trainer_state.json) to `path`, a PNG; entries of any kind may be left out.
 
     The loss is drawn raw and smoothed, with that of evaluations where there are any.
@@ -29,10 +30,11 @@ def draw_training(history: Sequence[Mapping[str, object]], path: Path, *, title:
 
     figure = Figure(figsize=(10.0, 6.0), facecolor="white", layout="constrained")
     figure.suptitle(title, fontsize=10, parse_math=False)
+    curves = _curves(history, [key for key, _ in _PANELS] + ["eval_loss"])
     for axes, (key, label) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
-        _draw(axes, *_curve(history, key), is_noisy=key == "loss")
-        if key == "loss" and (evaluated := _curve(history, "eval_loss"))[0]:
-            axes.plot(*evaluated, "o-", color="tab:red", markersize=3, linewidth=1, label="evaluation")
+        _draw(axes, *curves[key], is_noisy=key == "loss")
+        if key == "loss" and curves["eval_loss"][0]:
+            axes.plot(*curves["eval_loss"], "o-", color="tab:red", markersize=3, linewidth=1, label="evaluation")
         axes.set_title(label, fontsize=9, loc="left")
         axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=8)
@@ -55,7 +57,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return means
 
 
-def _draw(axes: Any, steps: list[int], values: list[float], *, is_noisy: bool) -> None:
+def _draw(axes: Any, steps: Sequence[int], values: Sequence[float], *, is_noisy: bool) -> None:
     marker = "." if len(steps) < 3 else None  # a line of one point is not seen
     if not is_noisy:
         axes.plot(steps, values, marker=marker, color="tab:blue", linewidth=1)
@@ -64,8 +66,15 @@ def _draw(axes: Any, steps: list[int], values: list[float], *, is_noisy: bool) -
     axes.plot(steps, smoothed(values), marker=marker, color="tab:blue", linewidth=1.5, label="smoothed")
 
 
-def _curve(history: Sequence[Mapping[str, object]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and finite values of `key`."""
-    points = [(int(str(entry["step"])), float(str(entry[key]))) for entry in history if key in entry]
-    finite = [(step, value) for step, value in points if math.isfinite(value)]
-    return [step for step, _ in finite], [value for _, value in finite]
+def _curves(
+    history: Iterable[Mapping[str, object]], keys: Sequence[str]
+) -> dict[str, tuple[Sequence[int], Sequence[float]]]:
+    """Steps and finite values of each key; `history` is gone through once, for it may be long."""
+    found = {key: (array("q"), array("d")) for key in keys}
+    for entry in history:
+        for key in keys:
+            if key in entry and math.isfinite(value := float(str(entry[key]))):
+                steps, values = found[key]
+                steps.append(int(str(entry["step"])))
+                values.append(value)
+    return dict(found)

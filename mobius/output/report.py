@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,28 +43,68 @@ class RunTimings:
     save_seconds: float
 
 
+class StepTotals:
+    """Sums over all steps of a process, and the seconds of each, which medians are made of; its length is their number.
+
+    A week has hundreds of thousands of steps, so that nothing else of a step is kept: 8 bytes for each of its times.
+    """
+
+    def __init__(self) -> None:
+        self.first: StepMetrics | None = None
+        self.last: StepMetrics | None = None
+        self.num_tokens = self.num_samples = self.num_targets = 0
+        self.seconds = array("d")
+        """Seconds of each step."""
+        self.waits = {cause: array("d") for cause in WaitCause}
+        """Seconds by cause that computation stood still in each step."""
+        self._padding = 0.0
+
+    def add(self, metrics: StepMetrics) -> None:
+        """Count a step."""
+        self.first, self.last = self.first or metrics, metrics
+        self.num_tokens += metrics.num_tokens
+        self.num_samples += metrics.num_samples
+        self.num_targets += metrics.num_targets
+        self.seconds.append(metrics.step_seconds)
+        for cause, own in self.waits.items():
+            own.append(metrics.wait_seconds.get(cause, 0.0))
+        self._padding += metrics.padding
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    @property
+    def mean_padding(self) -> float:
+        """Mean share of a step's positions that are padding."""
+        return self._padding / len(self)
+
+    @property
+    def ends(self) -> tuple[StepMetrics, StepMetrics]:
+        """The first and the last step."""
+        assert self.first is not None, "no step was added"
+        assert self.last is not None
+        return self.first, self.last
+
+
 def closing_lines(
-    steps: Sequence[StepMetrics], per_rank: Sequence[RankMemory], timings: RunTimings, mfu: float | None = None
+    steps: StepTotals, per_rank: Sequence[RankMemory], timings: RunTimings, mfu: float | None = None
 ) -> list[str]:
     """The summary in three lines for the log: what was trained, where the time went, most memory.
 
     `mfu` is the share of the full speed of the GPUs' data sheets that steady steps reach, where it is known.
     """
     training = timings.training_seconds
-    tokens, samples = sum(step.num_tokens for step in steps), sum(step.num_samples for step in steps)
-    speed = f"{tokens / training:,.0f} tokens/s" + ("" if mfu is None else f", {_percent(mfu)} MFU")
-    waits = [
-        f"{cause} {_percent(sum(step.wait_seconds.get(cause, 0.0) for step in steps) / training)}"
-        for cause in WaitCause
-    ]
+    _, last = steps.ends
+    speed = f"{steps.num_tokens / training:,.0f} tokens/s" + ("" if mfu is None else f", {_percent(mfu)} MFU")
+    waits = [f"{cause} {_percent(sum(own) / training)}" for cause, own in steps.waits.items()]
     everything = sum(seconds for _, seconds in _parts(timings))
     parts = [f"{name} {seconds:.1f} s ({_percent(seconds / everything)})" for name, seconds in _parts(timings)]
     gpu_bytes = [memory.peak_allocated_bytes for memory in per_rank if memory.peak_allocated_bytes is not None]
     peaks = [f"{_gib(max(gpu_bytes))} on the fullest GPU"] if gpu_bytes else []
     peaks.append(f"{_gib(sum(memory.peak_host_bytes for memory in per_rank))} of host memory of all ranks together")
     return [
-        f"trained {len(steps)} steps, {steps[-1].epoch:.3f} epochs done: {samples:,} samples, {tokens:,} tokens "
-        f"without padding, in {clock_text(training)} ({speed})",
+        f"trained {len(steps)} steps, {last.epoch:.3f} epochs done: {steps.num_samples:,} samples, "
+        f"{steps.num_tokens:,} tokens without padding, in {clock_text(training)} ({speed})",
         f"time: {', '.join(parts)}; in steps, computation waited for {', '.join(waits)}",
         f"memory: at most {', '.join(peaks)}",
     ]
@@ -73,7 +114,7 @@ def write_report(
     path: Path,
     config_yaml: str,
     plan_text: str,
-    steps: Sequence[StepMetrics],
+    steps: StepTotals,
     per_rank: Sequence[RankMemory],
     timings: RunTimings,
     forecast: Forecast | None = None,
@@ -97,17 +138,18 @@ def write_report(
         raise CheckpointError(f"cannot write {path}: {error}") from error
 
 
-def _result(steps: Sequence[StepMetrics]) -> str:
+def _result(steps: StepTotals) -> str:
+    first, last = steps.ends
     rows = [
         ("steps", f"{len(steps)}"),
-        ("epochs", f"{steps[-1].epoch:.3f}"),
-        ("samples, repeated ones counted", f"{sum(step.num_samples for step in steps):,}"),
-        ("skipped steps", f"{steps[-1].skipped_steps}"),
-        ("loss, first step", f"{steps[0].loss:.4f}"),
-        ("loss, last step", f"{steps[-1].loss:.4f}"),
-        ("tokens without padding", f"{sum(step.num_tokens for step in steps):,}"),
-        ("target tokens", f"{sum(step.num_targets for step in steps):,}"),
-        ("padding, share of all positions", f"{statistics.fmean(step.padding for step in steps):.1%}"),
+        ("epochs", f"{last.epoch:.3f}"),
+        ("samples, repeated ones counted", f"{steps.num_samples:,}"),
+        ("skipped steps", f"{last.skipped_steps}"),
+        ("loss, first step", f"{first.loss:.4f}"),
+        ("loss, last step", f"{last.loss:.4f}"),
+        ("tokens without padding", f"{steps.num_tokens:,}"),
+        ("target tokens", f"{steps.num_targets:,}"),
+        ("padding, share of all positions", f"{steps.mean_padding:.1%}"),
     ]
     return _table(rows)
 
@@ -120,15 +162,15 @@ def _parts(timings: RunTimings) -> list[tuple[str, float]]:
     ]
 
 
-def _time(steps: Sequence[StepMetrics], timings: RunTimings, forecast: Forecast | None, mfu: float | None) -> str:
-    seconds = [step.step_seconds for step in steps]
+def _time(steps: StepTotals, timings: RunTimings, forecast: Forecast | None, mfu: float | None) -> str:
+    seconds = steps.seconds
     names = {"training": "training, optimizer included"}
     rows = [
         *((names.get(name, name), f"{part:.2f} s") for name, part in _parts(timings)),
         ("seconds per step, median", f"{statistics.median(seconds):.3f} s"),
         ("seconds per step, mean", f"{statistics.fmean(seconds):.3f} s"),
         ("seconds per step, first", f"{seconds[0]:.3f} s"),
-        ("tokens per second, without padding", f"{sum(step.num_tokens for step in steps) / sum(seconds):,.0f}"),
+        ("tokens per second, without padding", f"{steps.num_tokens / sum(seconds):,.0f}"),
     ]
     if mfu is not None:
         rows.append(("MFU of steady steps, by the data sheet", f"{mfu:.1%}"))
@@ -141,10 +183,9 @@ def _time(steps: Sequence[StepMetrics], timings: RunTimings, forecast: Forecast 
     return _table(rows)
 
 
-def _waiting(steps: Sequence[StepMetrics]) -> str:
-    total = sum(step.step_seconds for step in steps)
-    waits = {cause: [step.wait_seconds.get(cause, 0.0) for step in steps] for cause in WaitCause}
-    rows = [(cause, f"{statistics.median(own):.3f}", f"{sum(own) / total:.1%}") for cause, own in waits.items()]
+def _waiting(steps: StepTotals) -> str:
+    total = sum(steps.seconds)
+    rows = [(cause, f"{statistics.median(own):.3f}", f"{sum(own) / total:.1%}") for cause, own in steps.waits.items()]
     return _table([("computation waited for", "seconds per step, median", "share of all step time"), *rows])
 
 

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import statistics
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -24,7 +25,16 @@ from typing import Any, Final, get_args, get_type_hints
 from mobius.config.config import Config
 from mobius.errors import CheckpointError
 from mobius.excerpt import listed, quoted
-from mobius.output.metrics import JsonLines, StepMetrics, clock_text, cut_lines, json_text, step_line
+from mobius.output.metrics import (
+    History,
+    JsonLines,
+    StepMetrics,
+    as_numbers,
+    clock_text,
+    cut_lines,
+    json_text,
+    step_line,
+)
 from mobius.output.trackers import Trackers
 from mobius.writing import replaced_whole
 
@@ -33,7 +43,7 @@ logger = logging.getLogger(__name__)
 METRICS_FILE: Final = "metrics.jsonl"
 LOG_FILE: Final = "trainer_log.jsonl"
 STATE_FILE: Final = "trainer_state.json"
-_NO_JSON_NUMBERS: Final = ("nan", "inf", "-inf")
+_HISTORY: Final = '"log_history": '
 _RECENT_STEPS: Final = 20
 """Steps whose median tells the time left."""
 
@@ -56,7 +66,7 @@ class TrainerState:
     best_metric: float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
-    log_history: list[dict[str, object]] = field(default_factory=list)
+    log_history: History = field(default_factory=History)
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
 
@@ -85,7 +95,7 @@ class TrainerState:
             raise _no_state(path, f"it lacks {listed(missing)}")
         if unknown := [name for name in found if name not in names]:
             raise _no_state(path, f"it has {listed(unknown)}")
-        found = {name: _as_numbers(value) for name, value in found.items()}
+        found = {name: as_numbers(value) for name, value in found.items()}
         for name, kind in get_type_hints(cls).items():
             if not _is_of_kind(found[name], kind):
                 raise _no_state(path, f"{name} is {quoted(found[name])}")
@@ -93,19 +103,24 @@ class TrainerState:
             step = entry.get("step") if isinstance(entry, dict) else None
             if type(step) is not int or not 0 <= step <= found["global_step"]:
                 raise _no_state(path, f"entry {number} of log_history is none of a step of the run: {quoted(entry)}")
-        return cls(**found)
+        return cls(**{**found, "log_history": History(found["log_history"])})
 
     def to_json(self) -> str:
-        """JSON as transformers writes it; numbers that JSON does not have are words that `float` reads."""
-        state = asdict(self)
-        state["num_train_epochs"] = self.num_train_epochs or math.ceil(self.epoch)
-        return json_text(state, indent=2)
+        """JSON that transformers reads; numbers that JSON does not have are words that `float` reads."""
+        state = {each.name: getattr(self, each.name) for each in fields(self)}
+        state |= {"num_train_epochs": self.num_train_epochs or math.ceil(self.epoch), "log_history": []}
+        before, name, behind = json_text(state, indent=2).partition(_HISTORY)
+        return self.log_history.to_json(before + name, behind.removeprefix("[]"))
+
+    def snapshot(self) -> TrainerState:
+        """The state as it is now, which does not change with the run."""
+        return replace(self, log_history=self.log_history.copy())
 
     def continued(self, config: Config) -> TrainerState:
         """The state under the options of the run that goes on from it."""
         options = ("max_steps", "num_train_epochs", "logging_steps", "train_batch_size")
         start = TrainerState.at_start(config)
-        return replace(self, **{name: getattr(start, name) for name in options}, log_history=[*self.log_history])
+        return replace(self, **{name: getattr(start, name) for name in options}, log_history=self.log_history.copy())
 
 
 @dataclass
@@ -114,7 +129,7 @@ class _Earlier:
 
     seconds: float = 0.0
     num_tokens: int = 0
-    losses: list[float] = field(default_factory=list)
+    losses: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, line: Mapping[str, Any]) -> bool:
         """Count a step; False if `line` is none."""
@@ -145,7 +160,7 @@ class RunLog:
         self._metrics = JsonLines(folder / METRICS_FILE)
         self._lines = JsonLines(folder / LOG_FILE)
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._losses: list[float] = []
+        self._losses = array("d")
         self._seconds, self._num_tokens, self._num_samples = 0.0, 0, 0
         self.results: dict[str, dict[str, object]] = _last_evaluation(state)
         """Latest numbers of each kind of event."""
@@ -248,7 +263,9 @@ class RunLog:
     def _cut_logs(self) -> None:
         """Remove lines of steps that the state does not have: they are made again."""
         last, earlier = self._first_step, self._earlier
-        num_known = sum("eval_loss" in entry and entry["step"] == last for entry in self.state.log_history)
+        num_known = sum(
+            "eval_loss" in entry and entry["step"] == last for entry in self.state.log_history.evaluations()
+        )
 
         def is_earlier(line: Mapping[str, Any]) -> bool:
             return type(line.get("step")) is int and line["step"] <= last and earlier.add(line)
@@ -313,7 +330,7 @@ def _mean(losses: Sequence[float]) -> float:
 
 def _last_evaluation(state: TrainerState) -> dict[str, dict[str, object]]:
     """The results that `event` left last, of a run that goes on."""
-    for entry in reversed(state.log_history):
+    for entry in state.log_history.evaluations():
         if numbers := {name: value for name, value in entry.items() if name.startswith("eval_")}:
             return {"eval": {**numbers, "epoch": entry.get("epoch")}}
     return {}
@@ -331,13 +348,4 @@ def _is_of_kind(value: object, kind: Any) -> bool:
         return value is None or any(_is_of_kind(value, part) for part in get_args(kind) if part is not NoneType)
     if kind is float:
         return type(value) in (int, float)
-    return isinstance(value, list) if get_args(kind) else type(value) is kind
-
-
-def _as_numbers(value: Any) -> Any:
-    """`value` with the words that stand for numbers in JSON made numbers again."""
-    if isinstance(value, dict):
-        return {name: _as_numbers(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_as_numbers(item) for item in value]
-    return float(value) if value in _NO_JSON_NUMBERS else value
+    return isinstance(value, list) if kind is History else type(value) is kind

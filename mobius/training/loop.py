@@ -27,7 +27,8 @@ from mobius.config.long_runs import BestMetric, EvalStrategy, SaveStrategy, step
 from mobius.errors import NonFiniteLossError
 from mobius.interruption import Standing
 from mobius.output.metrics import StepMetrics
-from mobius.output.run_log import METRICS_FILE, RunLog
+from mobius.output.report import StepTotals
+from mobius.output.run_log import METRICS_FILE, RunLog, TrainerState
 from mobius.ranks import launch_id
 from mobius.training.judging.evaluation import EvaluationResult, Evaluator
 from mobius.training.resuming import LAUNCH
@@ -171,7 +172,7 @@ class TrainingLoop:
     """Best evaluation of those whose weights were to be saved."""
     older: str | None = None
     """Word of an interruption about the results that this run would have replaced, if there are any."""
-    steps: list[StepMetrics] = field(default_factory=list)
+    steps: StepTotals = field(default_factory=StepTotals)
     evaluated_step: int | None = None
     """Step whose weights were evaluated last."""
     result_step: int | None = None
@@ -243,7 +244,7 @@ class TrainingLoop:
         config, step, is_last = self.config, metrics.step, metrics.step == self.config.optim.num_steps
         ends_epoch = math.floor(metrics.epoch) > math.floor(self.epoch)
         self.epoch = metrics.epoch
-        self.steps.append(metrics)
+        self.steps.add(metrics)
         if self.log is not None:
             self.log.step(metrics)
         ending = None if is_last else exchange.ending
@@ -268,11 +269,11 @@ class TrainingLoop:
     def _save(self, metrics: StepMetrics, result: EvaluationResult | None, ending: Ending | None) -> None:
         assert self.saver is not None, "nothing is saved"
         is_best = result is not None and self.best_saved.take(result, metrics.step)
-        state = ""
+        state: TrainerState | str = ""
         if self.log is not None:
             if self.best.step == metrics.step and self.best.value is not None and result is not None:
                 self.log.note_best(self.best.value, metrics.step, checkpoint_path(self.save_dir, metrics.step))
-            state = self.log.state.to_json()
+            state = self.log.state.snapshot()
         metric = None if result is None else value_of(self.best.metric, result)
         self.saver.save(
             SavedPoint(
@@ -329,7 +330,7 @@ class TrainingLoop:
         """Time from a request to stop to the end of the save, where both are known."""
         assert self.saver is not None, "nothing is saved"
         seconds = self.saver.seconds
-        return None if seconds is None or not self.steps else seconds + self.steps[-1].step_seconds
+        return None if seconds is None or self.steps.last is None else seconds + self.steps.last.step_seconds
 
     def _after_failure(self) -> str:
         numbers = f"the numbers of the steps before it are in {self.folder / METRICS_FILE}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import yaml
@@ -58,19 +58,23 @@ def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, model_fold
     log.finish()
     if not blueprint.config.evaluation.do_train:
         return
-    losses = [float(str(entry["loss"])) for entry in log.state.log_history if "loss" in entry] or [math.nan]
+    history = log.state.log_history
     title = f"{blueprint.config.output.name}: {log.state.global_step} steps"
     facts = CardFacts(
         config=blueprint.config,
         is_pretrained=folder_has_weights(model_folder),
         num_parameters=blueprint.shape.num_parameters,
-        first_loss=losses[0],
-        last_loss=losses[-1],
+        first_loss=_first_loss(history),
+        last_loss=_first_loss(reversed(history)),
         state=log.state,
         evaluation=log.results.get("eval", {}),
     )
-    _leave(folder / "training_loss.png", lambda path: draw_training(log.state.log_history, path, title=title))
+    _leave(folder / "training_loss.png", lambda path: draw_training(history, path, title=title))
     _leave(folder / "README.md", lambda path: path.write_text(model_card(facts), encoding="utf-8"))
+
+
+def _first_loss(entries: Iterable[Mapping[str, object]]) -> float:
+    return next((float(str(entry["loss"])) for entry in entries if "loss" in entry), math.nan)
 
 
 def _leave(path: Path, write: Callable[[Path], object]) -> None:

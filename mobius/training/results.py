@@ -19,9 +19,9 @@ from mobius.errors import CheckpointError
 from mobius.interruption import Standing
 from mobius.machine.devices import MemoryMeter
 from mobius.models.base_files import BaseFiles
-from mobius.output.metrics import StepMetrics, json_text
+from mobius.output.metrics import json_text
 from mobius.output.output_folder import OutputFolder
-from mobius.output.report import RankMemory, RunTimings, closing_lines, write_report
+from mobius.output.report import RankMemory, RunTimings, StepTotals, closing_lines, write_report
 from mobius.plan.simulation import steady_seconds
 from mobius.planning.blueprint import Blueprint
 from mobius.training.export import export_model, write_single_file
@@ -51,11 +51,11 @@ class Timing:
         """Call it behind the last step."""
         self._trained = time.monotonic()
 
-    def of_run(self, steps: Sequence[StepMetrics]) -> RunTimings:
+    def of_run(self, steps: StepTotals) -> RunTimings:
         """The parts as a report tells them; saving has ended now."""
         return RunTimings(
             load_seconds=self._loaded - self.started,
-            training_seconds=sum(step.step_seconds for step in steps),
+            training_seconds=sum(steps.seconds),
             save_seconds=time.monotonic() - self._trained,
         )
 
@@ -159,7 +159,7 @@ def save_model(session: Session, output: OutputFolder, base_files: BaseFiles, st
 
 
 def finish(
-    session: Session, output: OutputFolder, steps: Sequence[StepMetrics], timings: RunTimings, problems: Sequence[str]
+    session: Session, output: OutputFolder, steps: StepTotals, timings: RunTimings, problems: Sequence[str]
 ) -> None:
     """Gather every rank's memory and write the report; then raise CheckpointError for `problems` and those of that.
 
@@ -193,14 +193,12 @@ def finish(
         raise CheckpointError("\n".join([*problems, f"The model itself is complete and checked: {output.save_dir}."]))
 
 
-def _report(
-    blueprint: Blueprint, steps: Sequence[StepMetrics], per_rank: Sequence[RankMemory], timings: RunTimings
-) -> list[str]:
+def _report(blueprint: Blueprint, steps: StepTotals, per_rank: Sequence[RankMemory], timings: RunTimings) -> list[str]:
     """Log the closing lines and write the report; returns what failed."""
     config = blueprint.config
     report = Path(config.output.save_results)
     plan_text, forecast = blueprint.plan.describe(blueprint.shape), blueprint.answer.forecast
-    seconds, ideal = [step.step_seconds for step in steps], ideal_step_seconds(blueprint)
+    seconds, ideal = steps.seconds, ideal_step_seconds(blueprint)
     mfu = None if ideal is None else ideal / steady_seconds(seconds)
     if forecast is not None:
         logger.info("%s", forecast.compare(seconds))

@@ -52,6 +52,7 @@ from mobius.machine.disk_rate import write_rate
 from mobius.models.base_files import BaseFiles
 from mobius.optim.stepper import StepCounts
 from mobius.output.hf_folder import write_model_files
+from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.training.export import saved_parameters
 from mobius.training.session import Session
@@ -76,8 +77,8 @@ class SavedPoint:
     """Whether no evaluation so far had a better metric."""
     position: Mapping[str, Any]
     """Whatever else the loop needs to go on, as JSON has it."""
-    trainer_state: str
-    """Text of trainer_state.json; empty on all ranks but the first."""
+    trainer_state: TrainerState | str
+    """Contents of trainer_state.json, as a snapshot of which the text is made beside training; the first rank's."""
     follows: str = "training goes on"
     """Next part of the run, whether the save fails or not."""
 
@@ -298,7 +299,9 @@ class CheckpointSaver:
             records += [file_record(entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
             file.unlink()
         write_model_files(partial, self._texts.base_files, self._blueprint.parts.config, dtype=self._blueprint.dtype)
-        for name, text in {**self._texts.files, "trainer_state.json": point.trainer_state}.items():
+        state = point.trainer_state
+        state_text = state if isinstance(state, str) else state.to_json()
+        for name, text in {**self._texts.files, STATE_FILE: state_text}.items():
             write_text(partial, name, text)
         manifest = Manifest(
             step=point.step,

@@ -1,41 +1,44 @@
 """The summary of a run has its settings, times with the optimizer in them, and every rank's memory."""
 
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from mobius.errors import CheckpointError
 from mobius.output.metrics import StepMetrics
-from mobius.output.report import RankMemory, RunTimings, closing_lines, write_report
+from mobius.output.report import RankMemory, RunTimings, StepTotals, closing_lines, write_report
 from mobius.plan.simulation import Forecast, Resource
 
 GIB = 2**30
 
 
-def steps(*seconds: float) -> list[StepMetrics]:
-    return [
-        StepMetrics(
-            step=number,
-            epoch=0.5 * number,
-            loss=5.0 - number,
-            grad_norm=1.0,
-            learning_rate=1e-5,
-            step_seconds=each,
-            tokens_per_second=1000 / each,
-            num_tokens=1000,
-            num_targets=600,
-            num_samples=64,
-            padding=0.1 * number,
-            peak_gpu_memory_gib=1.0,
-            reserved_gpu_memory_gib=1.0,
-            peak_host_memory_gib=1.0,
-            wait_seconds={"weights": 0.5, "optimizer": each / 4, "neighbours": 0.0},
-            skipped_steps=1,
-            loss_scale=None,
+def steps(*seconds: float) -> StepTotals:
+    totals = StepTotals()
+    for number, each in enumerate(seconds, start=1):
+        totals.add(
+            StepMetrics(
+                step=number,
+                epoch=0.5 * number,
+                loss=5.0 - number,
+                grad_norm=1.0,
+                learning_rate=1e-5,
+                step_seconds=each,
+                tokens_per_second=1000 / each,
+                num_tokens=1000,
+                num_targets=600,
+                num_samples=64,
+                padding=0.1 * number,
+                peak_gpu_memory_gib=1.0,
+                reserved_gpu_memory_gib=1.0,
+                peak_host_memory_gib=1.0,
+                wait_seconds={"weights": 0.5, "optimizer": each / 4, "neighbours": 0.0},
+                skipped_steps=1,
+                loss_scale=None,
+            )
         )
-        for number, each in enumerate(seconds, start=1)
-    ]
+    return totals
 
 
 def gpu_rank(rank: int) -> RankMemory:
@@ -194,3 +197,15 @@ def test_the_mfu_is_in_the_summary_where_it_is_known(tmp_path: Path) -> None:
 
     assert value(path.read_text(), "MFU of steady steps, by the data sheet") == "41.5%"
     assert "MFU" not in report(path, [gpu_rank(0)])
+
+
+def test_a_step_that_was_counted_takes_next_to_no_memory() -> None:
+    """A week has 600,000 of them at one in a second."""
+    steps(*[1.0] * 10)
+    tracemalloc.start()
+    totals = steps(*[1.0] * 2000)
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert len(totals) == 2000
+    assert num_bytes < 2000 * 100

@@ -14,7 +14,7 @@ from transformers import TrainerState as TheirState
 
 from mobius.config.config import Config, OptimConfig, OutputConfig, PipelineConfig
 from mobius.errors import CheckpointError
-from mobius.output.metrics import StepMetrics
+from mobius.output.metrics import History, StepMetrics
 from mobius.output.run_log import RunLog, TrainerState
 from mobius.output.trackers import Trackers
 
@@ -225,7 +225,7 @@ def test_a_resumed_run_leaves_what_the_uninterrupted_one_leaves(tmp_path: Path) 
 def test_an_evaluation_that_the_checkpoint_does_not_know_is_made_again(tmp_path: Path) -> None:
     text = text_of_steps(tmp_path, 2)
     state = TrainerState.from_json(text)
-    state.log_history.pop()  # saved between step 2 and its evaluation
+    state.log_history = History(state.log_history[:-1])  # saved between step 2 and its evaluation
 
     log = RunLog(tmp_path, state, Trackers({}))
     assert [line.get("eval_loss") for line in lines_of(tmp_path / "trainer_log.jsonl")] == [None, None]
@@ -309,6 +309,20 @@ def test_the_state_goes_through_json_with_numbers_that_json_does_not_have(tmp_pa
     assert isinstance(state.log_history[1]["loss"], float), "a curve is drawn of it"
     assert math.isnan(state.log_history[1]["loss"])
     assert state.to_json() == text
+
+
+def test_text_of_entries_is_made_once_and_a_snapshot_does_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = TrainerState.from_json(text_of_steps(tmp_path, 3))
+    text = state.to_json()
+    monkeypatch.setattr("mobius.output.metrics.json_text", lambda _: '{"step": 3}')
+    snapshot = state.snapshot()
+    state.log_history.append({})
+    state.global_step = 9
+
+    assert snapshot.to_json() == text
+    assert [*json.loads(text)["log_history"], {"step": 3}] == json.loads(state.to_json())["log_history"]
 
 
 def test_the_best_evaluation_is_in_the_state_that_transformers_reads(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from harness.compared_runs import assert_equal_tensors, assert_goes_on_exactly, 
 from mobius.checkpoints import files, folders
 from mobius.config.cli import given_options, parse_args
 from mobius.errors import CheckpointError
+from mobius.output.run_log import TrainerState
 from mobius.ranks import Ranks
 from mobius.training import saving
 from mobius.training.loop import TrainingLoop
@@ -166,6 +167,23 @@ def test_training_waits_for_a_slow_disk_only_when_the_next_save_is_due(
     last = max(place for place, event in enumerate(events) if event == "checkpoint-4.partial")
     assert last < events.index("step 9"), "the save of step 8 waits for the one of step 4"
     assert {"checkpoint-4", "checkpoint-8"} <= set(os.listdir("out"))
+
+
+def test_training_does_not_wait_for_the_text_of_its_log(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, to_json = list[threading.Thread](), TrainerState.to_json
+
+    def note(self: TrainerState) -> str:
+        threads.append(threading.current_thread())
+        return to_json(self)
+
+    monkeypatch.setattr(TrainerState, "to_json", note)
+    run(*OPTIONS.split(), "--num_iterations", "5", "--save_steps", "2")
+
+    assert [thread is threading.main_thread() for thread in threads] == [False, False, True], (
+        "the last is the run's own"
+    )
 
 
 def test_a_clock_that_jumps_misleads_no_save_and_no_choice_of_the_newest(
