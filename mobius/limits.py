@@ -10,11 +10,11 @@ NUM_MAILBOXES = 2
 """Mailboxes of each edge: one is filled while the other is emptied."""
 
 
-def max_sends_under_way(num_microbatches: int) -> int:
+def max_sends_under_way(round_size: int) -> int:
     """Sent messages that a rank keeps at most; before the next one, compute waits for the first of them.
 
-    No receiver is ever further behind than the microbatches of one stage (a test reads that off the schedules), so
-    that compute does not wait in a steady pipeline. Without a bound the host, as much as a thousand launches ahead of
-    the GPU, kept every message of half a step: 4 GiB of 11 for Llama-2-7B at 64 x 512.
+    No receiver is ever further behind than the microbatches of one stage in a round (a test reads that off the
+    schedules), so that compute does not wait in a steady pipeline. Without a bound the host, as much as a thousand
+    launches ahead of the GPU, kept every message of half a step: 4 GiB of 11 for Llama-2-7B at 64 x 512.
     """
-    return num_microbatches + 2
+    return round_size + 2

@@ -34,19 +34,26 @@ class HostArena:
         dtype: torch.dtype,
         register: bool,
         gradient_dtype: torch.dtype | None = None,
+        keeps_sums: bool = False,
     ) -> None:
         """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split where that is bf16.
 
         `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or, by default,
-        the weights' dtype.
+        the weights' dtype. With `keeps_sums` a stage's fp32 sums lie where its gradients will, once they are complete.
         """
         self._register = register
         self._registered: list[Tensor] = []
         self.states: dict[int, StageState] = {}
+        self.sums: dict[int, Tensor] = {}
+        """fp32 [num_trained] of each stage, the same memory as its gradients; empty if no sums are kept."""
+        leaving = gradient_dtype or dtype
         try:
             for stage, layout in layouts.items():
                 weights = self._lock(map_zeros(layout.num_elements, dtype))
-                gradients = self._lock(map_zeros(layout.num_trained, gradient_dtype or dtype))
+                gradients = self._lock(map_zeros(layout.num_trained, torch.float32 if keeps_sums else leaving))
+                if keeps_sums:
+                    self.sums[stage] = gradients
+                    gradients = gradients.view(leaving)[: layout.num_trained]
                 self.states[stage] = StageState.around(layout, weights, gradients, map_zeros)
         except BaseException:
             self.close()
@@ -61,7 +68,8 @@ class HostArena:
     @property
     def num_bytes(self) -> int:
         """Memory of all stages."""
-        return sum(tensor.nbytes for state in self.states.values() for tensor in state.tensors)
+        both = sum(sums.nbytes - self.states[stage].gradients.nbytes for stage, sums in self.sums.items())
+        return both + sum(tensor.nbytes for state in self.states.values() for tensor in state.tensors)
 
     def close(self) -> None:
         """Unregister all memory; copies to and from it must have ended. Safe to call twice."""

@@ -25,21 +25,25 @@ def take_memory(
     gradient_dtype: torch.dtype,
     waiting: Collection[int],
     device: torch.device,
+    in_rounds: bool = False,
     updates: UpdateQueue | None = None,
     spans: Spans = NO_SPANS,
 ) -> tuple[dict[int, StageMemory], HostArena | None]:
     """Zeroed memory of each stage of `layouts`, by ascending stage, and the host's part if any stage is streamed.
 
     Stages in `resident` stay on `device`, keeping their gradients if they are in `waiting`; the others go through
-    `num_slots` slots and are updated in `updates`. Page-locks the host's part if `device` is a GPU; it is to be closed
-    when nothing copies any more. Raises HostMemoryError.
+    `num_slots` slots and are updated in `updates`. A step `in_rounds` leaves sums between them. Page-locks the host's
+    part if `device` is a GPU; it is to be closed when nothing copies any more. Raises HostMemoryError.
     """
     streamed = {stage: layout for stage, layout in layouts.items() if stage not in resident}
-    in_place = [adds_in_place(gradient_dtype, keeps_gradients=stage in waiting) for stage in layouts]
+    in_place = [
+        adds_in_place(gradient_dtype, keeps_gradients=stage in waiting, in_rounds=in_rounds) for stage in layouts
+    ]
+    sums_travel = in_rounds and len(streamed) > 1
     total: GradientSum | None = None
     if streamed or not all(in_place):
         longest = max(layout.num_trained for layout in layouts.values())
-        num_buffers = 2 if streamed and gradient_dtype.itemsize > dtype.itemsize else 1
+        num_buffers = 2 if sums_travel or (streamed and gradient_dtype.itemsize > dtype.itemsize) else 1
         total = GradientSum(longest, device=device, num_buffers=num_buffers)
     memory: dict[int, StageMemory] = {
         stage: ResidentStage(
@@ -49,6 +53,7 @@ def take_memory(
             device=device,
             gradient_dtype=gradient_dtype,
             keeps_gradients=stage in waiting,
+            in_rounds=in_rounds,
             total=total,
             spans=spans,
         )
@@ -57,9 +62,14 @@ def take_memory(
     }
     arena: HostArena | None = None
     if streamed and total is not None:
-        arena = HostArena(streamed, dtype=dtype, register=device.type == "cuda", gradient_dtype=gradient_dtype)
+        register = device.type == "cuda"
+        arena = HostArena(
+            streamed, dtype=dtype, register=register, gradient_dtype=gradient_dtype, keeps_sums=sums_travel
+        )
         length = max(layout.num_elements for layout in streamed.values())
         pool = SlotPool(length, num_slots=num_slots, dtype=dtype, device=device)
         for stage, state in arena.states.items():
-            memory[stage] = StreamedStage(stage, state, pool, total, updates=updates, spans=spans)
+            memory[stage] = StreamedStage(
+                stage, state, pool, total, host_sums=arena.sums.get(stage), updates=updates, spans=spans
+            )
     return dict(sorted(memory.items())), arena

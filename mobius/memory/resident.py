@@ -4,11 +4,13 @@
     weights, rest of the master  2 + 2 (split)           2 + 4              4 (both in one)
     moments                      8                       8                  8
     kept gradients               2, or 4 if wanted fp32  2, or 4            4
+    sums, in a step of rounds    4                       4                  4
 
 A stage that is updated right behind its backward keeps no gradients: they are read from the rank's one fp32 sum
 (`gradient_sum.py`), rounded where they are to the format in which a streamed stage's leave, so that residency does not
-change what is trained. Where an update has to wait for others (clipping, a tied matrix, loss scaling) the gradients are
-cast into memory of the stage's own.
+change what is trained. Where an update has to wait for others (clipping, a tied matrix, loss scaling) the gradients
+are cast into memory of the stage's own. In a step of several rounds every stage has a sum of its own, which stays from
+round to round, and nothing else is kept.
 """
 
 from __future__ import annotations
@@ -20,15 +22,12 @@ import torch
 from torch import Tensor
 
 from mobius.errors import ScheduleError
-from mobius.memory.gradient_sum import GradientSum, cast_gradients
+from mobius.memory.gradient_sum import GradientSum, cast_gradients, round_gradients
 from mobius.memory.layout import StageLayout
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, Update
 from mobius.memory.stage_state import StageState
 from mobius.schedule.lanes import Lane
-
-ROUNDED_ELEMENTS = 2**24
-"""Gradients rounded at a time: bounds what it takes beside them to 32 MiB."""
 
 
 class ResidentStage:
@@ -43,18 +42,20 @@ class ResidentStage:
         device: torch.device,
         gradient_dtype: torch.dtype | None = None,
         keeps_gradients: bool = True,
+        in_rounds: bool = False,
         total: GradientSum | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
         """Take zeroed memory on `device`, weights in `dtype`.
 
         `gradient_dtype` is fp32 or, by default, the weights' dtype. Without `keeps_gradients` the update must begin
-        before another stage's backward. `total` is the rank's sum, not needed where `adds_in_place`.
+        before another stage's backward. A step `in_rounds` comes back to a stage after others. `total` is the rank's
+        sum, not needed where `adds_in_place`.
         """
         assert dtype != torch.float16 or keeps_gradients, "loss scaling waits for every norm"
         self._stage, self._spans = stage, spans
         self._gradient_dtype, self._keeps_gradients = gradient_dtype or dtype, keeps_gradients
-        self._is_in_place = adds_in_place(self._gradient_dtype, keeps_gradients=keeps_gradients)
+        self._is_in_place = adds_in_place(self._gradient_dtype, keeps_gradients=keeps_gradients, in_rounds=in_rounds)
         self._sum = GradientSum(layout.num_trained, device=device) if self._is_in_place else total
 
         def zeros(num_elements: int, kind: torch.dtype) -> Tensor:
@@ -90,19 +91,24 @@ class ResidentStage:
         layout = self.state.layout
         self._square = self._total.seal(self._stage, layout, excluded=excluded)
         sums = self._total.flat(layout)
-        if not self._keeps_gradients:
-            if self._gradient_dtype != torch.float32:
-                for part in sums.split(ROUNDED_ELEMENTS):
-                    part.copy_(part.to(self._gradient_dtype))
-            self.state = replace(self.state, gradients=sums)  # the sum may have two buffers, in turns
-        elif not self._is_in_place:
+        if self._keeps_gradients and not self._is_in_place:
             self._square = cast_gradients(sums, self.state.gradients, self._square)
+        else:
+            if self._gradient_dtype != torch.float32:
+                self._square = round_gradients(sums, self._gradient_dtype, self._square)
+            self.state = replace(self.state, gradients=sums)  # the sum may have two buffers, in turns
         if listener is not None:
             listener(self._stage)
         return self._square
 
     def offload(self, listener: GradientListener | None = None) -> None:
         raise ScheduleError(f"stage {self._stage} is resident and cannot be offloaded")
+
+    def offload_sums(self) -> None:
+        raise ScheduleError(f"stage {self._stage} is resident, and its sums stay")
+
+    def load_sums(self) -> None:
+        raise ScheduleError(f"stage {self._stage} is resident, and its sums stay")
 
     def wait_for_gradients(self) -> None:
         """Nothing to wait for: the optimizer runs on the same device, behind backward."""
@@ -127,6 +133,6 @@ class ResidentStage:
         return self._sum
 
 
-def adds_in_place(gradient_dtype: torch.dtype, *, keeps_gradients: bool) -> bool:
+def adds_in_place(gradient_dtype: torch.dtype, *, keeps_gradients: bool, in_rounds: bool = False) -> bool:
     """Whether a resident stage keeps its gradients in fp32, the format in which they are added up: it needs no sum."""
-    return keeps_gradients and gradient_dtype == torch.float32
+    return in_rounds or (keeps_gradients and gradient_dtype == torch.float32)

@@ -3,7 +3,10 @@
     load -> weights -> forward -> offload     and later     load -> weights, gradients -> backward
                                                                  -> seal_gradients -> offload -> update
 
-A resident stage is neither loaded nor offloaded.
+A resident stage is neither loaded nor offloaded. In a step of several rounds this goes round as often, and between
+them a streamed stage's sums are on the host:
+
+    load -> weights -> forward -> load_sums -> weights, gradients -> backward -> offload_sums
 """
 
 from __future__ import annotations
@@ -72,6 +75,12 @@ class StageMemory(Protocol):
 
         Sealed gradients start on their way to the host, and `listener` is told.
         """
+
+    def offload_sums(self) -> None:
+        """Send what is added up so far to the host, where it waits for `load_sums`; returns at once."""
+
+    def load_sums(self) -> None:
+        """Start bringing back what was added up; `gradients` goes on with it. Returns at once."""
 
     def wait_for_gradients(self) -> None:
         """Make the host wait until `state.gradients` is complete."""

@@ -15,6 +15,9 @@ Gradients of all microbatches accumulate in fp32 in one buffer per rank (`gradie
 slot, over the trained weights, which backward no longer needs: a gradient leaves in the weights' dtype by one flat copy
 and costs no memory of its own. Gradients that are to arrive in fp32 leave from the accumulator; then there are two of
 them, and the slot is free as soon as backward is done.
+
+In a step of several rounds, sums of the rounds before are on the host while other stages add theirs up, where the
+gradients will lie in the end; weights come and go as ever.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ class SlotPool:
         self._free = deque(self._slots)
         """In the order in which they become free on the device: a load waits for the first."""
         self.to_host = new_stream(device)
+        self.sums_to_device = new_stream(device)
 
     def take(self, stage: int) -> _Slot:
         """A free slot, now `stage`'s. Raises ScheduleError if none is free, i.e. the schedule needs more slots."""
@@ -96,16 +100,17 @@ class StreamedStage:
         pool: SlotPool,
         total: GradientSum,
         *,
+        host_sums: Tensor | None = None,
         updates: UpdateQueue | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """`total` has two buffers if gradients leave in fp32.
+        """`total` has two buffers if gradients leave in fp32, or sums go to `host_sums`, the memory of the gradients.
 
         With `updates` the stage is updated there, under the rest of the step and the next one, and a load waits for
         that without stopping the caller.
         """
         self.state = state
-        self._stage, self._pool, self._sum = stage, pool, total
+        self._stage, self._pool, self._sum, self._host_sums = stage, pool, total, host_sums
         self._updates, self._spans = updates, spans
         self._leaves_in_fp32 = state.gradients.dtype == torch.float32 != state.weights.dtype
         self._square: Tensor | None = None
@@ -161,6 +166,7 @@ class StreamedStage:
         square = self._sum.seal(self._stage, layout, excluded=excluded)
         if not self._leaves_in_fp32:
             square = cast_gradients(self._sum.flat(layout), slot.buffer[: layout.num_trained], square)
+            self._sum.release()
         slot.views = {}
         self._square = square
         return square
@@ -187,6 +193,26 @@ class StreamedStage:
             slot.free = arrival
         if listener is not None:
             listener(self._stage)
+
+    def offload_sums(self) -> None:
+        assert self._host_sums is not None, f"there is no room for the sums of stage {self._stage}"
+        span = self._spans.device_span(Lane.OFFLOAD, f"OS{self._stage}")
+        self._arrival = self._sum.offload(
+            self._stage, self.state.layout, self._host_sums, self._pool.to_host, span=span
+        )
+
+    def load_sums(self) -> None:
+        assert self._host_sums is not None, f"there is no room for the sums of stage {self._stage}"
+        assert self._arrival is not None, f"stage {self._stage} has sent no sums"
+        span = self._spans.device_span(Lane.LOAD, f"LS{self._stage}")
+        self._sum.load(
+            self._stage,
+            self.state.layout,
+            self._host_sums,
+            self._pool.sums_to_device,
+            behind=self._arrival,
+            span=span,
+        )
 
     def wait_for_gradients(self) -> None:
         assert self._arrival is not None, f"stage {self._stage} has sent no gradients"

@@ -34,6 +34,13 @@ class Plan:
     """Stages whose whole state stays on their GPU; the others are streamed."""
     kept: frozenset[int] = frozenset()
     """Stages that keep their activations from forward to backward; the others recompute them."""
+    num_rounds: int = 1
+    """Parts of a step's microbatches that go forward and backward one after the other."""
+
+    @property
+    def round_size(self) -> int:
+        """Microbatches of a round: the most that are between forward and backward at a time."""
+        return self.num_microbatches // self.num_rounds
 
     @property
     def num_stages(self) -> int:
@@ -79,13 +86,22 @@ class Plan:
             return f"{numbers[0]} to {numbers[-1]} slots"
         return f"{numbers[0]} slot(s)" if numbers else "no slots"
 
+    def describe_microbatches(self) -> str:
+        """The number of microbatches and, if there are several, of rounds, as text."""
+        rounds = f" in {self.num_rounds} rounds" if self.num_rounds > 1 else ""
+        return f"{self.num_microbatches} microbatches{rounds}"
+
+    def sums_travel(self, rank: int) -> bool:
+        """Whether the sums of the rank's streamed stages are on the host between rounds; a single stage's stay."""
+        return self.num_rounds > 1 and len(self.streamed_stages(rank)) > 1
+
     def describe(self, shape: ModelShape) -> str:
         """A short table for the log and the report: one line per stage."""
         mode = "resident" if self.num_slots is None else f"streamed through {self.describe_slots()}"
         is_mixed = self.num_slots is not None and len(self.resident) > 0
         if is_mixed:
             mode = f"{len(self.resident)} resident, the others {mode}"
-        lines = [f"{self.num_stages} stages on {self.num_ranks} rank(s), {self.num_microbatches} microbatches, {mode}"]
+        lines = [f"{self.num_stages} stages on {self.num_ranks} rank(s), {self.describe_microbatches()}, {mode}"]
         for cut in self.cuts:
             owns = [
                 *(["embedding"] if cut.is_first else []),
@@ -101,13 +117,19 @@ class Plan:
 
 
 def make_plan(
-    shape: ModelShape, *, num_ranks: int, num_stages: int, num_microbatches: int, num_slots: int | None
+    shape: ModelShape,
+    *,
+    num_ranks: int,
+    num_stages: int,
+    num_microbatches: int,
+    num_slots: int | None,
+    num_rounds: int = 1,
 ) -> Plan:
     """Cut the model evenly; all stages are streamed through `num_slots` slots, None: all are resident.
 
     Raises PlanError if there are more stages than can be.
     """
     cuts = balanced_partition(shape.num_layers, num_stages, num_ranks=num_ranks)
-    plan = Plan(num_ranks, num_microbatches, (0,) * num_ranks, cuts, frozenset())
+    plan = Plan(num_ranks, num_microbatches, (0,) * num_ranks, cuts, frozenset(), num_rounds=num_rounds)
     num_resident = plan.stages_per_rank if num_slots is None else 0
     return plan.using([MemoryUse(num_resident, 0, num_slots or 0)] * num_ranks)

@@ -138,6 +138,8 @@ class Executor:
             ActionKind.GENERATE_DATA: self._generate_data,
             ActionKind.LOAD: lambda stage: self._memory[stage].load(),
             ActionKind.OFFLOAD: lambda stage: self._memory[stage].offload(self._step.listener),
+            ActionKind.LOAD_SUMS: lambda stage: self._memory[stage].load_sums(),
+            ActionKind.OFFLOAD_SUMS: lambda stage: self._memory[stage].offload_sums(),
         }
         self._microbatch_handlers: dict[ActionKind, Callable[[int, int], None]] = {
             ActionKind.FORWARD_FIRST: self._forward_only if schedule.is_evaluation else self._forward,
@@ -202,8 +204,8 @@ class Executor:
 
     def _play(self, action: Action) -> None:
         """Run the action's handler under its name; loads and offloads record their copies where they make them."""
-        name, is_copy = str(action), action.kind in (ActionKind.LOAD, ActionKind.OFFLOAD)
-        span = nullcontext() if is_copy else self._spans.device_span(Lane.COMPUTE, name)
+        name, is_compute = str(action), action.kind.is_compute or action.kind is ActionKind.GENERATE_DATA
+        span = self._spans.device_span(Lane.COMPUTE, name) if is_compute else nullcontext()
         # A name takes the host 5 microseconds, and nobody reads it otherwise.
         named = torch.profiler.record_function(name) if _profiler_enabled() else nullcontext()
         with named, span:

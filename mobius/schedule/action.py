@@ -6,6 +6,7 @@ forward_first -1 0 1 0       stage 0 computes microbatch 0 and hands its activat
 backward_first 1 0 -1 0      stage 0 gets the activation gradient of microbatch 0 from stage 1
 evaluate_last 2 3 -1 0       stage 3 of 4 makes the loss of microbatch 0, and no backward follows
 load -1 3 -1 -1              the weights of stage 3 start their way into a GPU slot
+load_sums -1 3 -1 -1         what earlier rounds left of stage 3's gradients starts its way back to the GPU
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ class ActionKind(StrEnum):
     BACKWARD_LAST = "backward_last"
     LOAD = "load"
     OFFLOAD = "offload"
+    LOAD_SUMS = "load_sums"
+    """Gradients that a stage's earlier microbatches have added up come back from the host, to go on with."""
+    OFFLOAD_SUMS = "offload_sums"
+    """Gradients that have been added up so far go to the host, for another round of the step to go on with."""
 
     @property
     def is_forward(self) -> bool:
@@ -43,7 +48,13 @@ class ActionKind(StrEnum):
 _POSITIONS = (ActionKind.FORWARD_FIRST, ActionKind.FORWARD_MIDDLE, ActionKind.FORWARD_LAST)
 _FORWARD_KINDS = (*_POSITIONS, ActionKind.EVALUATE_LAST)
 _BACKWARD_KINDS = (ActionKind.BACKWARD_FIRST, ActionKind.BACKWARD_MIDDLE, ActionKind.BACKWARD_LAST)
-_LETTERS = {ActionKind.GENERATE_DATA: "D", ActionKind.LOAD: "L", ActionKind.OFFLOAD: "O"}
+_LETTERS = {
+    ActionKind.GENERATE_DATA: "D",
+    ActionKind.LOAD: "L",
+    ActionKind.OFFLOAD: "O",
+    ActionKind.LOAD_SUMS: "LS",
+    ActionKind.OFFLOAD_SUMS: "OS",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,7 @@ class Action:
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        """The short name of the grid, the picture and the trace: `F4.1`, `B4.1`, `L4`, `O4`, `D0`."""
+        """The short name of the grid, the picture and the trace: `F4.1`, `B4.1`, `L4`, `O4`, `LS4`, `OS4`, `D0`."""
         letter = _LETTERS.get(self.kind, "F" if self.kind.is_forward else "B")
         return f"{letter}{self.stage}" if self.microbatch is None else f"{letter}{self.stage}.{self.microbatch}"
 

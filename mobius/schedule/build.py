@@ -17,13 +17,15 @@ def build_schedule(
     num_slots: int | Sequence[int] | None,
     resident: Collection[int] = (),
     *,
+    num_rounds: int = 1,
     is_evaluation: bool = False,
 ) -> Schedule:
     """The looped breadth-first schedule of one step, or of one pass of an evaluation, already checked.
 
     The stages in `resident` stay on the GPU for good. `num_slots` GPU slots per rank, or of each rank, hold the weights
-    of the others: 2 prefetch the next stage, 1 does not; with None every stage is resident.
-    Raises ScheduleError where a number is below 1.
+    of the others: 2 prefetch the next stage, 1 does not; with None every stage is resident. In `num_rounds` rounds one
+    part of the microbatches goes forward and backward after the other.
+    Raises ScheduleError where a number is below 1, and for rounds that the microbatches are no multiple of.
     """
     num_stages = num_ranks * stages_per_rank
     staying = frozenset(range(num_stages) if num_slots is None else resident)
@@ -36,15 +38,27 @@ def build_schedule(
         "stages per rank (--num_stages / ranks)": stages_per_rank,
         "microbatches (--num_chunks)": num_microbatches,
         "GPU slots": least,
+        "rounds (--num_rounds)": num_rounds,
     }
     wrong = [f"{number} {what}" for what, number in numbers.items() if number < 1]
     if wrong:
         raise ScheduleError(f"a schedule needs at least 1 of each, it was given {', '.join(wrong)}")
+    if num_microbatches % num_rounds:
+        raise ScheduleError(f"{num_microbatches} microbatches are no multiple of {num_rounds} rounds")
     actions = tuple(
-        rank_actions(rank, num_ranks, num_stages, num_microbatches, own_slots, staying, is_evaluation=is_evaluation)
+        rank_actions(
+            rank,
+            num_ranks,
+            num_stages,
+            num_microbatches,
+            own_slots,
+            staying,
+            num_rounds=num_rounds,
+            is_evaluation=is_evaluation,
+        )
         for rank, own_slots in enumerate(slots)
     )
-    schedule = Schedule(num_ranks, num_stages, num_microbatches, slots, actions, staying, is_evaluation)
+    schedule = Schedule(num_ranks, num_stages, num_microbatches, slots, actions, staying, is_evaluation, num_rounds)
     check(schedule)
     return schedule
 
@@ -57,10 +71,11 @@ def rank_actions(
     num_slots: int,
     resident: Collection[int],
     *,
+    num_rounds: int = 1,
     is_evaluation: bool = False,
 ) -> tuple[Action, ...]:
     """All actions of `rank`, not checked; 0 slots if it streams no stage."""
-    make_order = evaluation_order if is_evaluation else compute_order
-    order = make_order(rank, num_ranks, num_stages, num_microbatches)
+    numbers = rank, num_ranks, num_stages, num_microbatches
+    order = evaluation_order(*numbers) if is_evaluation else compute_order(*numbers, num_rounds)
     transfers = add_transfers(order, num_slots, resident) if num_slots else order
     return (*data_actions(rank, num_ranks, num_stages), *transfers)

@@ -27,16 +27,24 @@ class Rule(StrEnum):
     """Every (stage, microbatch) goes forward once and backward once; in an evaluation never backward."""
     ORDER = "order"
     """Backward follows forward, and an edge delivers messages in the order in which they are received."""
+    ROUND = "round"
+    """No more microbatches of a stage are between forward and backward than a round has."""
     RESIDENT = "resident"
     """A streamed stage computes while it is loaded, and is loaded and offloaded in turns; a resident one never is.
     An evaluation leaves the slots empty."""
     BUDGET = "budget"
     """No more stages of a rank are loaded than there are slots; without slots nothing is."""
     GRADIENTS = "gradients"
-    """A stage is offloaded after its last backward, not between two, and is not loaded again in this step."""
+    """A streamed stage is offloaded after its last backward and is not loaded again in this step. Before that its sums
+    are where its next backward adds to them, or on the host; those of two stages at most are on the GPU."""
     DEADLOCK = "deadlock"
     """All ranks reach the end of their lists."""
 
+
+MAX_SUMS = 2
+"""Stages whose gradients add up, come or leave at a time: the memory for a stage's sums is there twice."""
+
+_OUTSIDE_SLOTS = (ActionKind.GENERATE_DATA, ActionKind.LOAD_SUMS, ActionKind.OFFLOAD_SUMS)
 
 _Breach = tuple[int, Rule, str]
 """Index of the action, the rule that it breaks, and how."""
@@ -49,7 +57,7 @@ def check(schedule: Schedule) -> None:
     if schedule.num_stages < 1 or schedule.num_stages % schedule.num_ranks:
         raise ScheduleError(f"{Rule.SHAPE}: {schedule.num_stages} stages is no multiple of {schedule.num_ranks} ranks")
     for rank in range(schedule.num_ranks):
-        for breaches in (_check_form, _check_data, _check_complete, _check_order, _check_residency):
+        for breaches in (_check_form, _check_data, _check_complete, _check_order, _check_sums, _check_residency):
             for index, rule, text in breaches(schedule, rank):
                 raise _violation(schedule, rank, index, rule, text)
     _, conflict = take_turns(schedule)
@@ -107,12 +115,21 @@ def _check_complete(schedule: Schedule, rank: int) -> Iterator[_Breach]:
 
 
 def _check_order(schedule: Schedule, rank: int) -> Iterator[_Breach]:
-    forwarded: set[tuple[int, int | None]] = set()
+    waiting: dict[int, set[int | None]] = {stage: set() for stage in schedule.local_stages(rank)}
     for index, action in enumerate(schedule.actions[rank]):
+        own = waiting[action.stage]
         if action.kind.is_forward:
-            forwarded.add((action.stage, action.microbatch))
-        elif action.kind.is_backward and (action.stage, action.microbatch) not in forwarded:
+            own.add(action.microbatch)
+        elif action.kind.is_backward and action.microbatch not in own:
             yield index, Rule.ORDER, "its forward has not run yet"
+        elif action.kind.is_backward:
+            own.remove(action.microbatch)
+        if len(own) > schedule.round_size and not schedule.is_evaluation:
+            yield (
+                index,
+                Rule.ROUND,
+                f"{len(own)} microbatches wait for their backward, a round has {schedule.round_size}",
+            )
 
 
 def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
@@ -121,12 +138,12 @@ def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     num_backwards: Counter[int] = Counter()
     for index, action in enumerate(schedule.actions[rank]):
         stage, kind = action.stage, action.kind
-        if kind in (ActionKind.LOAD, ActionKind.OFFLOAD):
+        if not kind.is_compute and kind is not ActionKind.GENERATE_DATA:
             if schedule.num_slots is None:
                 yield index, Rule.BUDGET, "the schedule has no slots, all weights stay on the GPU"
             if stage in schedule.resident:
                 yield index, Rule.RESIDENT, f"stage {stage} is resident, its weights stay on the GPU"
-        if kind is ActionKind.GENERATE_DATA or stage in schedule.resident:
+        if kind in _OUTSIDE_SLOTS or stage in schedule.resident:
             continue
         is_loaded, done = stage in loaded, num_backwards[stage]
         if is_loaded == (kind is ActionKind.LOAD):
@@ -134,13 +151,10 @@ def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
         if kind is ActionKind.LOAD:
             if len(loaded) == num_slots:
                 yield index, Rule.BUDGET, f"all slots ({num_slots}) are taken by the stages {sorted(loaded)}"
-            if done:
+            if done == schedule.num_microbatches:
                 yield index, Rule.GRADIENTS, "its gradients have gone home already"
             loaded.add(stage)
         elif kind is ActionKind.OFFLOAD:
-            if 0 < done < schedule.num_microbatches:
-                text = f"only {done} of {schedule.num_microbatches} backwards are in its gradients"
-                yield index, Rule.GRADIENTS, text
             loaded.remove(stage)
         elif kind.is_backward:
             num_backwards[stage] += 1
@@ -150,3 +164,33 @@ def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     elif loaded:
         stages = f"the gradients of the stages {sorted(loaded)} have not gone home"
         yield len(schedule.actions[rank]), Rule.GRADIENTS, f"{stages}: each needs an offload after its backward"
+
+
+def _check_sums(schedule: Schedule, rank: int) -> Iterator[_Breach]:
+    on_gpu: set[int] = set()
+    num_backwards: Counter[int] = Counter()
+    for index, action in enumerate(schedule.actions[rank]):
+        stage, kind, done = action.stage, action.kind, num_backwards[action.stage]
+        if stage in schedule.resident:
+            continue
+        there = f"the sums of its {done} backwards are {'on the GPU' if stage in on_gpu else 'on the host'}"
+        if kind is ActionKind.LOAD_SUMS:
+            if done == 0 or stage in on_gpu:
+                yield index, Rule.GRADIENTS, there if done else "it has no sums yet"
+            on_gpu.add(stage)
+        elif kind is ActionKind.OFFLOAD_SUMS:
+            if done in (0, schedule.num_microbatches) or stage not in on_gpu:
+                yield index, Rule.GRADIENTS, there
+            on_gpu.discard(stage)
+        elif kind is ActionKind.OFFLOAD and done > 0:
+            if stage in on_gpu and done < schedule.num_microbatches:
+                text = f"only {done} of {schedule.num_microbatches} backwards are in its gradients"
+                yield index, Rule.GRADIENTS, text
+            on_gpu.discard(stage)
+        elif kind.is_backward:
+            if done > 0 and stage not in on_gpu:
+                yield index, Rule.GRADIENTS, there
+            on_gpu.add(stage)
+            num_backwards[stage] += 1
+        if len(on_gpu) > MAX_SUMS:
+            yield index, Rule.BUDGET, f"the sums of the stages {sorted(on_gpu)} are on the GPU at a time"

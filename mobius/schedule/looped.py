@@ -5,6 +5,12 @@
 
     the same in an evaluation:                       F0.0 F0.1 F2.0 F2.1    and    F1.0 F1.1 F3.0 F3.1
 
+In rounds the first half of the microbatches goes all the way before the second half begins:
+
+    rank 0 of 2, four microbatches, two rounds:      F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1   F0.2 F0.3 F2.2 ...
+
+Only a round's activations then exist at a time, and weights travel once per pass and round.
+
 A stage takes all its microbatches before the next local stage starts, so its weights travel once per pass however many
 microbatches there are. In a step the model's last stage turns each microbatch round at once: it has all that
 backward needs.
@@ -26,13 +32,21 @@ def data_actions(rank: int, num_ranks: int, num_stages: int) -> list[Action]:
     return []
 
 
-def compute_order(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """All forwards and backwards of `rank` in order.
+def compute_order(
+    rank: int, num_ranks: int, num_stages: int, num_microbatches: int, num_rounds: int = 1
+) -> list[Action]:
+    """All forwards and backwards of `rank` in order; the microbatches are a multiple of the rounds.
 
     Backward mirrors the stages but not the microbatches: gradients are added in the order 0, 1, ..., as a plain loop
     over the microbatches adds them, so that the sums are equal to the last bit.
     """
-    stages, last_stage, microbatches = range(rank, num_stages, num_ranks), num_stages - 1, range(num_microbatches)
+    size = num_microbatches // num_rounds
+    rounds = [range(first, first + size) for first in range(0, num_microbatches, size)]
+    return [action for microbatches in rounds for action in _round(rank, num_ranks, num_stages, microbatches)]
+
+
+def _round(rank: int, num_ranks: int, num_stages: int, microbatches: range) -> list[Action]:
+    stages, last_stage = range(rank, num_stages, num_ranks), num_stages - 1
     kinds = {stage: compute_kinds(stage, num_stages) for stage in stages}
     forward = [Action(kinds[s][0], s, m) for s in stages if s != last_stage for m in microbatches]
     turn = [Action(kind, s, m) for s in stages if s == last_stage for m in microbatches for kind in kinds[s]]

@@ -29,6 +29,13 @@ class Schedule:
     resident: frozenset[int] = frozenset()
     is_evaluation: bool = False
     """Whether there is no backward: stages only go forward, the last one with its loss."""
+    num_rounds: int = 1
+    """Parts of the microbatches that go forward and backward one after the other; each has as many."""
+
+    @property
+    def round_size(self) -> int:
+        """Microbatches of a round: the most that are between forward and backward at a time."""
+        return self.num_microbatches // self.num_rounds
 
     @property
     def num_slots(self) -> int | None:

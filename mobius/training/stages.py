@@ -68,6 +68,7 @@ class RankStages:
             gradient_dtype=gradient_dtype,
             waiting=waiting,
             device=device,
+            in_rounds=plan.num_rounds > 1,
             updates=updates,
             spans=spans,
         )

@@ -109,6 +109,7 @@ class Pipeline:
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
     compiled: bool = False
+    num_rounds: int = 1
     gradients: dict[str, Tensor] = field(default_factory=dict)
     _stages: list[RankStages] = field(default_factory=list)
 
@@ -139,7 +140,12 @@ class Pipeline:
         self._stages.append(stages)
         stages.fill(ModelWeights(self.model))
         schedule = build_schedule(
-            self.num_ranks, self.stages_per_rank, self.num_microbatches, self.num_slots, self.resident
+            self.num_ranks,
+            self.stages_per_rank,
+            self.num_microbatches,
+            self.num_slots,
+            self.resident,
+            num_rounds=self.num_rounds,
         )
         sums = stages.executor(schedule, transport).run(batch)
         if parts.tied_names:
@@ -161,6 +167,7 @@ class Pipeline:
             (self.num_slots or 0,) * self.num_ranks,
             partition_of(self.sizes) if self.sizes else balanced_partition(num_layers, num_stages),
             frozenset(range(num_stages)) if self.num_slots is None else self.resident,
+            num_rounds=self.num_rounds,
         )
         staying = {s for rank in range(self.num_ranks) for s in plan.streamed_stages(rank)[-(self.num_slots or 1) :]}
         return replace(plan, kept=plan.resident | staying) if self.keeps_graphs else plan

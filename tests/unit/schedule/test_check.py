@@ -56,6 +56,17 @@ CASES = {
     "offloaded before its use": (add(5, ActionKind.OFFLOAD, 2), r"resident: rank 0, action 6 \(F2.0\)"),
     "offloaded between two backwards": (move(9, 8), "gradients: rank 0, action 8 .*only 1 of 2 backwards"),
     "never offloaded": (drop(12), r"gradients: rank 0, action 12 .*stages \[0\] have not gone home"),
+    "a round too large": (lambda actions: None, "round: rank 0, action 4 .*2 microbatches wait .*a round has 1"),
+    "sums that are not there": (add(4, ActionKind.LOAD_SUMS, 0), "gradients: rank 0, action 4 .*no sums yet"),
+    "sums that are on the GPU": (
+        add(8, ActionKind.LOAD_SUMS, 2),
+        "gradients: rank 0, action 8 .*1 backwards are on the",
+    ),
+    "sums that have not come back": (
+        add(8, ActionKind.OFFLOAD_SUMS, 2),
+        r"gradients: rank 0, action 9 \(B2.1\): the sums of its 1 backwards are on the host",
+    ),
+    "sums of the whole step": (add(9, ActionKind.OFFLOAD_SUMS, 2), "gradients: rank 0, action 9 .*2 backwards"),
     "loaded after its gradients left": (add(10, ActionKind.LOAD, 2), "gradients: rank 0, action 10 .*gone home"),
 }
 
@@ -65,6 +76,7 @@ def test_a_broken_schedule_is_refused_with_rank_action_and_rule(small: Schedule,
     change, complaint = CASES[case]
     actions = list(small.actions[0])
     change(actions)
+    small = replace(small, num_rounds=2 if case == "a round too large" else 1)
     with pytest.raises(ScheduleError, match=complaint):
         check(replace(small, actions=(tuple(actions), small.actions[1])))
 
@@ -120,6 +132,26 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
     data, f00, f20, *backward = schedule.actions[0]
     with pytest.raises(ScheduleError, match=r"deadlock: rank 0, action 1 \(F2.0\): .*rank 1 at F1.0 for stage 0"):
         check(replace(schedule, actions=((data, f20, f00, *backward), schedule.actions[1])))
+
+
+def test_sums_of_two_stages_at_most_are_on_a_gpu() -> None:
+    schedule = build_schedule(1, 3, 2, 3, num_rounds=2)
+    actions = [action for action in schedule.actions[0] if action.kind is not ActionKind.OFFLOAD_SUMS]
+    with pytest.raises(ScheduleError, match=r"budget: rank 0, action .*B0.0.*the sums of the stages \[0, 1, 2\]"):
+        check(replace(schedule, actions=(tuple(actions),)))
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(1, 1), (1, 4), (2, 1), (2, 3), (4, 2)])
+def test_rounds_pass_and_a_stage_is_loaded_no_more_often_than_in_as_many_steps(
+    num_ranks: int, stages_per_rank: int, num_slots: int
+) -> None:
+    whole = build_schedule(num_ranks, stages_per_rank, 2, num_slots)
+    rounds = build_schedule(num_ranks, stages_per_rank, 6, num_slots, num_rounds=3)
+
+    for one, three in zip(whole.actions, rounds.actions, strict=True):
+        counts = [[action.kind for action in actions].count(ActionKind.LOAD) for actions in (one, three)]
+        assert counts[1] <= 3 * counts[0]
 
 
 def test_every_rule_has_a_test_here() -> None:
