@@ -26,6 +26,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--num_stages", type=int, default=8, help="stages, a multiple of the GPUs (default: %(default)s)"
     )
     parser.add_argument("--num_chunks", type=int, default=4, help="microbatches per step (default: %(default)s)")
+    parser.add_argument("--num_rounds", type=int, default=1, help="parts of a step (default: %(default)s)")
     parser.add_argument("--no_prefetch", action="store_true", help="one weight slot per GPU instead of two")
     parser.add_argument("--no_offload", action="store_true", help="all weights stay on the GPU")
     parser.add_argument(
@@ -52,7 +53,14 @@ def make_schedule(arguments: argparse.Namespace) -> Schedule:
     if not 0 <= num_resident <= num_stages // num_ranks:
         raise ScheduleError(f"--resident_stages {num_resident}: each GPU has {num_stages // num_ranks} stages")
     resident = range(num_resident * num_ranks)
-    return build_schedule(num_ranks, num_stages // num_ranks, arguments.num_chunks, num_slots, resident)
+    return build_schedule(
+        num_ranks,
+        num_stages // num_ranks,
+        arguments.num_chunks,
+        num_slots,
+        resident,
+        num_rounds=arguments.num_rounds,
+    )
 
 
 def format_actions(schedule: Schedule) -> str:

@@ -20,6 +20,7 @@ from mobius.config.bounds import (
     Port,
     Positive,
     RankCount,
+    RoundCount,
     Seed,
     StageCount,
 )
@@ -147,6 +148,9 @@ class PipelineConfig:
     num_chunks: ChunkCount | None = 4
     """Microbatches of a batch; at least the number of GPUs keeps all busy, more need less activation memory each.
     auto: by the predicted step time, where the GPU is known."""
+    num_rounds: RoundCount | None = None
+    """Parts of the microbatches that go forward and backward one after the other, so that only one part's activations
+    take memory; a divisor of num_chunks. Results are the same to the bit. auto: the fewest that fit into GPU memory."""
     num_stages: StageCount | None = 8
     """Pipeline stages, a multiple of the number of ranks (GPUs): stage s runs on rank s modulo ranks. More need less
     GPU memory for weights. auto: by the predicted step time, where the GPU is known."""

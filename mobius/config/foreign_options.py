@@ -35,9 +35,10 @@ per_device_batch_size -> batch_size num_chunks
     into
 train_batch_size global_batch_size total_batch_size effective_batch_size -> batch_size
     use --batch_size, all sequences of a step over all GPUs together
-gradient_accumulation_steps grad_accum_steps accumulate_grad_batches gradient_accumulation -> num_chunks
-    use --num_chunks: the microbatches of a step, whose gradients are summed; --batch_size counts the sequences of all
-    of them
+gradient_accumulation_steps grad_accum_steps accumulate_grad_batches gradient_accumulation -> num_chunks num_rounds
+    multiplies the batch elsewhere; here --batch_size counts all sequences of a step: give the product, and
+    --num_chunks, the microbatches whose gradients are summed; --num_rounds plays them in parts, where memory asks for
+    it by itself
 max_seq_length max_seq_len model_max_length block_size context_length sequence_length max_source_length
 max_target_length -> seq_length
     use --seq_length, the tokens of a sequence

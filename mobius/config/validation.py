@@ -145,6 +145,14 @@ def _misfit_sizes(config: Config, num_ranks: int | None) -> _Misfits:
             f"`--batch_size` {batch} cannot be cut into `--num_chunks` {chunks} equal microbatches; "
             f"use --num_chunks {near_chunks}, or --batch_size {_nearest_multiple(batch, chunks)}",
         )
+    rounds = config.pipeline.num_rounds
+    if chunks is not None and rounds is not None and chunks % rounds and not is_planned:
+        possible = _nearest(rounds, [number for number in range(1, chunks + 1) if chunks % number == 0])
+        yield (
+            "num_chunks num_rounds plan",
+            f"`--num_chunks` {chunks} microbatches cannot be played in `--num_rounds` {rounds} equal rounds; use "
+            f"--num_rounds {possible}, or --num_chunks {_nearest_multiple(chunks, rounds)}",
+        )
     if batch * length > _STEP_TOKENS and not is_planned:
         yield (
             "batch_size seq_length plan",

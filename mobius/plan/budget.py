@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.plan.gpu_peak import (
@@ -87,18 +87,20 @@ def host_need(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostNe
     `own_bytes` are those of this process, which may have run something else before. While stages are loaded, one tensor
     at a time comes on top; the buffers that a step takes later are not there yet.
     """
-    streamed = resident = resident_bytes = 0
+    streamed = streamed_bytes = resident = resident_bytes = 0
     for cut in plan.cuts:
         count = cut.num_parameters(request.shape)
         if cut.stage not in plan.resident:
             streamed += count
+            in_rounds = plan.sums_travel(cut.stage % plan.num_ranks)
+            streamed_bytes += count * replace(request.sizes, in_rounds=in_rounds).host
         elif request.machine.on_cpu:
             resident += count
             resident_bytes += count * request.sizes.resident(keeps_gradients=cut.stage in request.waiting)
     each = process_bytes(request, plan)
     if not request.machine.on_cpu:
         each = max(each, own_bytes)
-    return HostNeed(plan.num_ranks, streamed, streamed * request.sizes.host, resident, resident_bytes, each)
+    return HostNeed(plan.num_ranks, streamed, streamed_bytes, resident, resident_bytes, each)
 
 
 def check_host_memory(need: HostNeed, *, available_bytes: int) -> None:
@@ -163,17 +165,17 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
     streamed = [cut.num_parameters(shape) for cut in own if cut.stage not in plan.resident]
     resident = {cut.stage: cut.num_parameters(shape) for cut in own if cut.stage in plan.resident}
     slots = plan.slots[rank] * max(streamed, default=0)
-    kept = sum(count for stage, count in resident.items() if stage in waiting)
-    # Gradients add up in one fp32 sum, of which there are two where streamed ones leave from it.
-    in_place = {stage for stage in resident if stage in waiting and sizes.gradient == 4}
+    kept = sum(count * sizes.kept(keeps_gradients=stage in waiting) for stage, count in resident.items())
+    # Gradients add up in one fp32 sum, of which there are two where streamed ones leave from it, and come back.
+    in_place = {stage for stage in resident if sizes.in_rounds or (stage in waiting and sizes.gradient == 4)}
     summed = max([*streamed, *(count for stage, count in resident.items() if stage not in in_place)], default=0)
-    num_sums = 2 if streamed and sizes.gradient > sizes.weight else 1
+    num_sums = 2 if plan.sums_travel(rank) or (streamed and sizes.gradient > sizes.weight) else 1
     most = largest_moment(plan, rank, microbatch_bytes(request, layer))
     ends = any(cut.is_first or cut.is_last for cut in own)
     return GpuNeed(
         rank,
         weights=(slots + sum(resident.values())) * sizes.weight,
-        gradients=summed * 4 * num_sums + kept * sizes.gradient,
+        gradients=summed * 4 * num_sums + kept,
         optimizer=sum(resident.values()) * sizes.optimizer,
         stash=most.stash,
         graphs=most.graphs,
@@ -247,7 +249,7 @@ def check_gpu_memory(
         tried = "; or ".join(f"{remedy.options} (needs {bytes_text(remedy.num_bytes)})" for remedy in remedies)
         advice = f"Any of these alone fits: {tried}."
     else:
-        general = ["raise --num_chunks (smaller microbatches)", "lower --batch_size or --seq_length"]
+        general = ["raise --num_chunks (smaller microbatches) and --num_rounds", "lower --batch_size or --seq_length"]
         general.insert(0, "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload")
         advice = f"To fit: {'; '.join(general)}."
     raise GpuMemoryError(

@@ -14,7 +14,7 @@ from mobius.config.config import PipelineConfig
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
 from mobius.plan.cards import GIGA, LATENCY, TERA, estimate_profile
-from mobius.plan.fit import check_given_plan, fit_plan
+from mobius.plan.fit import check_given_plan, fewest_rounds, fit_plan
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import by_score, by_simulation, closed_form
 from mobius.plan.partition import most_stages
@@ -160,19 +160,29 @@ def settle(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequ
     GpuMemoryError if no setting fits.
     """
     if request.num_stages is not None and request.num_chunks is not None:
-        return request
+        return _with_rounds(request)
     if request.machine.on_cpu or (request.card is None and measured is None):
-        return _usual_numbers(request)
+        return _with_rounds(_usual_numbers(request))
     best = choose(replace(request, machine=replace(request.machine, free_bytes=None)), measured=measured)
     logger.info(
-        "chosen: --num_stages %d --num_chunks %d, layers per stage %s; %.3g s per step by %s",
+        "chosen: --num_stages %d --num_chunks %d --num_rounds %d, layers per stage %s; %.3g s per step by %s",
         best.plan.num_stages,
         best.plan.num_microbatches,
+        best.plan.num_rounds,
         " ".join(str(len(cut.layers)) for cut in best.plan.cuts),
         best.seconds,
         best.profile.describe(),
     )
-    return replace(request, num_stages=best.plan.num_stages, num_chunks=best.plan.num_microbatches)
+    plan = best.plan
+    return replace(request, num_stages=plan.num_stages, num_chunks=plan.num_microbatches, num_rounds=plan.num_rounds)
+
+
+def _with_rounds(request: PlanRequest) -> PlanRequest:
+    """The request with a number of rounds, which goes by the card's memory as `settle` says."""
+    if request.num_rounds is not None:
+        return request
+    like_all = replace(request, machine=replace(request.machine, free_bytes=None))
+    return replace(request, num_rounds=fewest_rounds(like_all))
 
 
 def _usual_numbers(request: PlanRequest) -> PlanRequest:
@@ -184,7 +194,9 @@ def _usual_numbers(request: PlanRequest) -> PlanRequest:
         stages = max(num_ranks, most // num_ranks * num_ranks)
     if chunks is None:
         most = max(usual.num_microbatches, num_ranks)
-        chunks = max(n for n in range(1, most + 1) if request.config.pipeline.batch_size % n == 0)
+        rounds = request.num_rounds or 1
+        divisors = [n for n in range(1, most + 1) if request.config.pipeline.batch_size % n == 0]
+        chunks = max((n for n in divisors if n % rounds == 0), default=rounds)
     logger.info("chosen without an estimate for this device: --num_stages %d --num_chunks %d", stages, chunks)
     return replace(request, num_stages=stages, num_chunks=chunks)
 
@@ -223,6 +235,7 @@ def quick_settings(request: PlanRequest, *, measured: Profile | None = None) -> 
 
 def _simulated(request: PlanRequest, measured: Profile | None, *, is_quick: bool = False) -> Setting:
     """Simulate numbers that are given, memory used as the simulation finds best, or quickly by a closed form."""
+    request = _with_rounds(request)
     profile = estimated_profile(request) if measured is None else _checked(measured, request)
     assert profile is not None, "without rates nothing is chosen"
     layer = estimated_layer(request)
@@ -259,6 +272,7 @@ def _chunk_numbers(request: PlanRequest) -> list[int]:
     if request.num_chunks is not None:
         return [request.num_chunks]
     num_ranks, batch_size = request.machine.num_ranks, request.config.pipeline.batch_size
-    most = max(MOST_CHUNKS_PER_RANK * num_ranks, 2 * MOST_CHUNKS_PER_RANK)
-    divisors = [number for number in range(1, min(batch_size, most) + 1) if batch_size % number == 0]
+    rounds = request.num_rounds or 1
+    most = rounds * max(MOST_CHUNKS_PER_RANK * num_ranks, 2 * MOST_CHUNKS_PER_RANK)
+    divisors = [number for number in range(rounds, min(batch_size, most) + 1, rounds) if batch_size % number == 0]
     return [number for number in divisors if 2 * number >= num_ranks] or divisors[-1:]

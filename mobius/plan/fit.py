@@ -23,7 +23,7 @@ from functools import cache
 
 from mobius.config.config import Recompute
 from mobius.errors import GpuMemoryError, PlanError
-from mobius.plan.budget import GpuNeed, Remedy, check_gpu_memory, fullest, gpu_need, gpu_needs
+from mobius.plan.budget import GpuNeed, Remedy, check_gpu_memory, estimated_layer, fullest, gpu_need, gpu_needs
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import Choose, by_score, closed_form
 from mobius.plan.plan import MemoryUse, Plan
@@ -60,6 +60,24 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, choose: C
     _refuse_what_cannot_fit(request, layer, request.gpu_bytes)
     fitting = [_fitting(request, rank, layer, request.gpu_bytes) for rank in range(plan.num_ranks)]
     return plan.using((choose or by_score(closed_form(request)))(request, fitting))
+
+
+def fewest_rounds(request: PlanRequest) -> int:
+    """The fewest rounds with which the least of memory fits, by estimates; as many as can be where none does."""
+    available = request.gpu_bytes
+    if available is None:
+        return 1
+    numbers = _divisors(request.plan.num_microbatches)
+    for number in numbers[:-1]:
+        tried = replace(request, num_rounds=number)
+        need = _fullest_need(tried, tried.num_resident or 0, estimated_layer(tried))
+        if need.total <= int(available * FILLED_SHARE) - tried.mailbox_bytes:
+            return number
+    return numbers[-1]
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | None = None) -> None:
@@ -170,13 +188,20 @@ def find_remedies(request: PlanRequest, need: Callable[[PlanRequest], int], avai
     `need` gives the bytes of the fullest rank for a changed request.
     """
     found = []
-    for changes in (_recompute, _loss_chunks, _stages, _microbatches, _offload, _sequences):
+    for changes in (_rounds, _recompute, _loss_chunks, _stages, _microbatches, _offload, _sequences):
         for options, changed in changes(request):
             num_bytes = need(changed)
             if num_bytes <= available_bytes:
                 found.append(Remedy(options, num_bytes))
                 break
     return found
+
+
+def _rounds(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """More rounds than are asked for; those of auto are as many as there can be, if one is refused."""
+    for number in _divisors(request.plan.num_microbatches):
+        if number > request.plan.num_rounds:
+            yield f"--num_rounds {number}", replace(request, num_rounds=number)
 
 
 def _recompute(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:

@@ -146,7 +146,7 @@ class _Rank:
 
     def __init__(self, plan: Plan, rank: int, size: MicrobatchBytes) -> None:
         self._plan, self._stages, self._size = plan, plan.stages_of(rank), size
-        self._max_sends = max_sends_under_way(plan.num_microbatches)
+        self._max_sends = max_sends_under_way(plan.round_size)
         self._ahead = 0 if plan.num_ranks == 1 else RECEIVES_AHEAD * size.activation
 
     def moments(self) -> Iterator[Held]:
@@ -165,7 +165,7 @@ class _Rank:
         inputs, graphs = self._kept(stage)
         stash, kept = self._all_kept(waiting)
         is_only = self._plan.cuts[stage].is_first
-        gradients = 0 if is_only else self._plan.num_microbatches - 1
+        gradients = 0 if is_only else self._plan.round_size - 1
         messages = self._ahead + self._sent(gradients, self._outputs(waiting))
         output = 0 if self._keeps(stage) else per_message  # a graph has its output in it
         yield Held(stash + inputs, kept + graphs, messages, output + size.loss)
@@ -180,7 +180,7 @@ class _Rank:
         if is_first_backward:
             sent = self._sent(0, self._outputs(waiting))
         else:
-            sent = self._sent(self._plan.num_microbatches, self._max_sends)
+            sent = self._sent(self._plan.round_size, self._max_sends)
         messages = self._ahead + sent
         yield Held(stash, kept, messages, self._layer_work(stage))
         if self._plan.cuts[stage].is_first:
@@ -199,7 +199,7 @@ class _Rank:
 
     def _all_kept(self, stages: Sequence[int]) -> tuple[int, int]:
         each = [self._kept(stage) for stage in stages]
-        number = self._plan.num_microbatches
+        number = self._plan.round_size
         return number * sum(inputs for inputs, _ in each), number * sum(graphs for _, graphs in each)
 
     def _layer_work(self, stage: int) -> int:
@@ -210,7 +210,7 @@ class _Rank:
 
     def _outputs(self, stages: Sequence[int]) -> int:
         """Outputs among the last messages that take memory of their own: a kept graph has its output in it."""
-        number = self._plan.num_microbatches
+        number = self._plan.round_size
         in_graphs = number if stages and self._keeps(stages[-1]) else 0
         return max(0, min(number * len(stages), self._max_sends) - in_graphs)
 

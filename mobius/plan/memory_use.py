@@ -47,9 +47,9 @@ class Rates:
 
     @classmethod
     def of(cls, profile: Profile, request: PlanRequest) -> Rates:
-        """The rates of a profile; the bubble is that of equal stages, which fill and drain the ranks once per step."""
+        """The rates of a profile; the bubble is that of equal stages, which fill and drain the ranks once per round."""
         plan, shape = request.plan, request.shape
-        turns = plan.stages_per_rank * plan.num_microbatches
+        turns = plan.stages_per_rank * plan.round_size
         kinds = [profile.of_layer(layer) for layer in range(shape.num_layers)]
         layers = sum(kind.forward + kind.backward for kind in kinds) * (turns + plan.num_ranks - 1) / turns
         return cls(

@@ -66,6 +66,7 @@ class SavedPlan:
             "seq_length": self.seq_length,
             "num_ranks": plan.num_ranks,
             "num_microbatches": plan.num_microbatches,
+            "num_rounds": plan.num_rounds,
             "slots": plan.slots,
             "spans": [asdict(cut) for cut in plan.cuts],
             "resident": sorted(plan.resident),
@@ -127,6 +128,7 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
         cuts,
         frozenset(_counts(fields, "resident")),
         frozenset(_counts(fields, "kept_activations")),
+        _count(fields, "num_rounds", least=1) if "num_rounds" in fields else 1,  # plans from before rounds
     )
     digest = _digest(_field(fields, "model"))
     return SavedPlan(digest, plan, _count(fields, "batch_size", least=1), _count(fields, "seq_length", least=2))
@@ -193,6 +195,8 @@ def _contradiction(saved: SavedPlan) -> str | None:
         bounds = options()[option].bounds
         if bounds is not None and not bounds.allow(value):
             return f"`{name}` are {value}, which must be {bounds.demand(value)}"
+    if plan.num_microbatches % plan.num_rounds:
+        return f"{plan.num_microbatches} microbatches in {plan.num_rounds} rounds"
     if saved.batch_size % plan.num_microbatches:
         return f"{saved.batch_size} sequences in {plan.num_microbatches} microbatches"
     starts = [0, *(cut.end_layer for cut in plan.cuts)]

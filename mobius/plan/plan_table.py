@@ -52,7 +52,7 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
             ]
         )
     slots = plan.describe_slots() if plan.num_slots is None else f"{plan.describe_slots()} per rank"
-    head = f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.num_microbatches} microbatches, {slots}"
+    head = f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.describe_microbatches()}, {slots}"
     return f"{head}\n{format_columns(rows)}"
 
 

@@ -33,13 +33,15 @@ class ByteSizes:
     """Once summed: as much as the weight, or 4 where gradients are kept in fp32."""
     remainder: int
     """Kept to have an fp32 master: 2 beside bf16, whose bits are half of it, 4 beside fp16."""
+    in_rounds: bool = False
+    """Whether sums in fp32 wait for another round: on the host where gradients lie later, or in a resident stage."""
 
     @classmethod
-    def of(cls, dtype: Dtype, *, has_fp32_gradients: bool = False) -> ByteSizes:
+    def of(cls, dtype: Dtype, *, has_fp32_gradients: bool = False, in_rounds: bool = False) -> ByteSizes:
         """The sizes of a run in `dtype`, in which summed gradients are in the same format or in fp32."""
         weight = 4 if dtype is Dtype.FP32 else 2
         remainder = {Dtype.BF16: 2, Dtype.FP16: 4, Dtype.FP32: 0}[dtype]
-        return cls(weight, 4 if has_fp32_gradients else weight, remainder)
+        return cls(weight, 4 if has_fp32_gradients else weight, remainder, in_rounds)
 
     @property
     def optimizer(self) -> int:
@@ -48,12 +50,16 @@ class ByteSizes:
 
     @property
     def host(self) -> int:
-        """Host bytes per parameter of a streamed stage: weights, gradients, remainder and moments."""
-        return self.weight + self.gradient + self.optimizer
+        """Host bytes per parameter of a streamed stage: weights, gradients or sums, remainder and moments."""
+        return self.weight + (4 if self.in_rounds else self.gradient) + self.optimizer
 
     def resident(self, *, keeps_gradients: bool) -> int:
-        """GPU bytes per parameter of a resident stage: weights, remainder and moments, and gradients that are kept."""
-        return self.weight + self.optimizer + (self.gradient if keeps_gradients else 0)
+        """GPU bytes per parameter of a resident stage: weights, remainder and moments, and gradients or sums kept."""
+        return self.weight + self.optimizer + self.kept(keeps_gradients=keeps_gradients)
+
+    def kept(self, *, keeps_gradients: bool) -> int:
+        """GPU bytes per parameter of a resident stage's own gradients or sums."""
+        return 4 if self.in_rounds else self.gradient if keeps_gradients else 0
 
 
 @dataclass(frozen=True)
@@ -127,11 +133,14 @@ class PlanRequest:
     num_chunks: int | None
     packed: PackedRows | None = None
     """None: every row is one document of `seq_length` tokens, as in a dry run, which does not read the data."""
+    num_rounds: int | None = None
+    """None while auto is not resolved, which is planned as one round."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
         """The question of a run, before anything is chosen."""
-        return cls(config, shape, machine, config.pipeline.num_stages, config.pipeline.num_chunks, packed)
+        pipeline = config.pipeline
+        return cls(config, shape, machine, pipeline.num_stages, pipeline.num_chunks, packed, pipeline.num_rounds)
 
     def with_pipeline(self, **options: Any) -> PlanRequest:
         """The question with other values of options that concern pipeline and memory."""
@@ -144,7 +153,8 @@ class PlanRequest:
     @property
     def settled_config(self) -> Config:
         """The configuration with numbers in the place of auto."""
-        pipeline = replace(self.config.pipeline, num_stages=self.num_stages, num_chunks=self.num_chunks)
+        stages, chunks, rounds = self.num_stages, self.num_chunks, self.num_rounds
+        pipeline = replace(self.config.pipeline, num_stages=stages, num_chunks=chunks, num_rounds=rounds)
         return replace(self.config, pipeline=pipeline)
 
     @cached_property
@@ -162,6 +172,7 @@ class PlanRequest:
             num_stages=self.num_stages,
             num_microbatches=self.num_chunks,
             num_slots=pipeline.num_slots if pipeline.use_offload else None,
+            num_rounds=self.num_rounds or 1,
         )
 
     @property
@@ -197,7 +208,11 @@ class PlanRequest:
 
     @cached_property
     def sizes(self) -> ByteSizes:
-        return ByteSizes.of(self.config.model.dtype, has_fp32_gradients=self.config.pipeline.fp32_gradients)
+        return ByteSizes.of(
+            self.config.model.dtype,
+            has_fp32_gradients=self.config.pipeline.fp32_gradients,
+            in_rounds=(self.num_rounds or 1) > 1,
+        )
 
     @property
     def step_tokens(self) -> int:

@@ -117,6 +117,10 @@ class _Slot:
     free: Task | None = None
 
 
+SUM_BYTES = 4
+"""Bytes per parameter of a stage's sums, which travel in fp32 between rounds."""
+
+
 @dataclass(slots=True)
 class _RankTasks:
     """Where one rank has got to while its tasks are made."""
@@ -126,6 +130,10 @@ class _RankTasks:
     slots: list[_Slot] = field(default_factory=list)
     loads: dict[int, Task] = field(default_factory=dict)
     updates: dict[int, Task] = field(default_factory=dict)
+    sums: dict[int, Task] = field(default_factory=dict)
+    """The last copy of a stage's sums between rounds, to the host or back."""
+    sums_left: Task | None = None
+    """The copy to the host that frees the memory into which sums come next."""
     enqueued: float = 0.0
     """Seconds of the host since the step began."""
     computed: float = 0.0
@@ -171,6 +179,10 @@ class StepTasks:
             self._add_load(rank, action.stage)
         elif action.kind is ActionKind.OFFLOAD and not is_resident:
             self._add_offload(rank, action.stage)
+        elif action.kind is ActionKind.OFFLOAD_SUMS and not is_resident:
+            self._add_sums_offload(rank, action.stage)
+        elif action.kind is ActionKind.LOAD_SUMS and not is_resident:
+            self._add_sums_load(rank, action.stage)
 
     def _add_compute(self, rank: int, action: Action) -> None:
         state, stage, cost = self.ranks[rank], action.stage, self.costs[action.stage]
@@ -184,6 +196,9 @@ class StepTasks:
             WaitCause.WEIGHTS: state.loads.get(stage) if needs_weights else None,
         }
         is_backward = action.kind.is_backward
+        if is_backward and stage in state.sums:
+            both = [task for task in (waits[WaitCause.WEIGHTS], state.sums.pop(stage)) if task is not None]
+            waits[WaitCause.WEIGHTS] = self._task(None, 0.0, both)
         ends_stage = is_backward and action.microbatch == self.schedule.num_microbatches - 1
         seconds = cost.backward if is_backward else cost.forward
         launch = cost.backward_launch if is_backward else cost.forward_launch
@@ -244,6 +259,18 @@ class StepTasks:
         self._homes[stage] = home
         if self._updates_at_once(stage) and self.rules.overlaps_optimizer:
             self._update_on_host(rank, stage, [home])
+
+    def _add_sums_offload(self, rank: int, stage: int) -> None:
+        state = self.ranks[rank]
+        flow = self.flows.offload(rank, self.costs[stage].parameters * SUM_BYTES)
+        home = self._task((Lane.OFFLOAD, rank), flow, [state.last_of_stage[stage]], name=f"OS{stage}")
+        state.sums[stage] = state.sums_left = home
+
+    def _add_sums_load(self, rank: int, stage: int) -> None:
+        state = self.ranks[rank]
+        flow = self.flows.load(rank, self.costs[stage].parameters * SUM_BYTES)
+        needs = [task for task in (state.sums.get(stage), state.sums_left) if task is not None]
+        state.sums[stage] = self._task((Lane.LOAD, rank), flow, needs, name=f"LS{stage}")
 
     def _has_gradients(self, rank: int, stage: int) -> bool:
         return self.ranks[rank].last_is_backward[stage]

@@ -152,7 +152,8 @@ def draw_blueprint(
 def redraw(blueprint: Blueprint, profile: Profile) -> Blueprint:
     """Plan again by what was measured, with the same microbatches; errors as `draw_blueprint`."""
     old = blueprint.answer
-    request = replace(old.request, num_stages=blueprint.asked.pipeline.num_stages)
+    asked = blueprint.asked.pipeline
+    request = replace(old.request, num_stages=asked.num_stages, num_rounds=asked.num_rounds)
     return _draw(request, blueprint.place, blueprint.parts, profile=profile, layer=old.layer)
 
 
@@ -212,7 +213,14 @@ def _blueprint(place: Place, parts: ModelParts, found: Answer) -> Blueprint:
     """The blueprint of an answer whose stages fit into the host's memory. Raises HostMemoryError."""
     _check_host(found)
     plan = found.plan
-    schedule = build_schedule(plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.slots, plan.resident)
+    schedule = build_schedule(
+        plan.num_ranks,
+        plan.stages_per_rank,
+        plan.num_microbatches,
+        plan.slots,
+        plan.resident,
+        num_rounds=plan.num_rounds,
+    )
     return Blueprint(place=place, parts=parts, answer=found, schedule=schedule)
 
 

@@ -45,6 +45,7 @@ def adopt_plan(config: Config, *, given: Collection[str]) -> Adopted:
         config.pipeline,
         batch_size=saved.batch_size,
         num_chunks=plan.num_microbatches,
+        num_rounds=plan.num_rounds,
         num_stages=plan.num_stages,
         use_offload=plan.num_slots is not None,
         use_prefetch=plan.num_slots != 1 or plan.stages_per_rank == 1,
@@ -66,6 +67,7 @@ def _contradictions(config: Config, saved: SavedPlan) -> dict[str, str]:
         "seq_length": (config.data.seq_length, saved.seq_length),
         "num_stages": (pipeline.num_stages, plan.num_stages),
         "num_chunks": (pipeline.num_chunks, plan.num_microbatches),
+        "num_rounds": (pipeline.num_rounds, plan.num_rounds),
         "dtype": (config.model.dtype.value, saved.model.dtype),
     }
     for name, (own, planned) in numbers.items():

@@ -26,7 +26,7 @@ def out_of_memory(error: torch.OutOfMemoryError, rank: int, blueprint: Blueprint
 
 
 def smallest_change(blueprint: Blueprint) -> str:
-    """The change that costs a step least, as it is typed; none of the first five changes what is trained."""
+    """The change that costs a step least, as it is typed; none of the first six changes what is trained."""
     config, plan = blueprint.config.pipeline, blueprint.plan
     num_resident = max(plan.use_of(rank).num_resident for rank in range(plan.num_ranks))
     chunks = [n for n in range(plan.num_microbatches + 1, config.batch_size + 1) if config.batch_size % n == 0]
@@ -35,6 +35,9 @@ def smallest_change(blueprint: Blueprint) -> str:
         return "--recompute full, so that no stage keeps its activations"
     if not config.use_offload:
         return "--use_offload"
+    rounds = [n for n in range(plan.num_rounds + 1, plan.num_microbatches + 1) if plan.num_microbatches % n == 0]
+    if rounds:
+        return f"--num_rounds {rounds[0]} (activations of fewer microbatches at a time)"
     if num_resident:
         return f"--resident_stages {num_resident - 1}"
     if chunks:
@@ -47,6 +50,6 @@ def smallest_change(blueprint: Blueprint) -> str:
 def _plan_text(blueprint: Blueprint, rank: int) -> str:
     plan, use = blueprint.plan, blueprint.plan.use_of(rank)
     return (
-        f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.num_microbatches} microbatches; on rank {rank} "
+        f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.describe_microbatches()}; on rank {rank} "
         f"{use.num_resident} stage(s) resident, {use.num_kept} keep their activations, {use.num_slots} slot(s)"
     )

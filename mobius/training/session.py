@@ -216,7 +216,7 @@ def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
         spans=spans,
         mailboxes=mailboxes,
         # On a CPU the host does the work and is never ahead of it.
-        max_sends=max_sends_under_way(blueprint.plan.num_microbatches) if device.type == "cuda" else None,
+        max_sends=max_sends_under_way(blueprint.plan.round_size) if device.type == "cuda" else None,
     )
 
 
@@ -237,7 +237,7 @@ def _rehearse(blueprint: Blueprint, stages: RankStages) -> None:
         device=place.device,
         shape=blueprint.message_shape,
         dtype=blueprint.dtype,
-        max_sends=max_sends_under_way(blueprint.plan.num_microbatches),
+        max_sends=max_sends_under_way(blueprint.plan.round_size),
     )
     tokens = torch.zeros(config.pipeline.batch_size, config.data.seq_length, dtype=torch.int64)
     documents = _documents([[config.data.seq_length]] * len(tokens), blueprint)

@@ -1,0 +1,58 @@
+"""Whole runs in rounds are, to the bit, the runs that play each step at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+Run = Callable[..., None]
+
+USUAL = "--num_chunks 4 --num_stages 4 --learning_rate 1e-2 --save_params none"
+
+
+def left_by(folder: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [(step["loss"], step["grad_norm"]) for step in map(json.loads, lines)]
+    weights = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    return steps, {name: value for part in weights for name, value in part.items()}
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    (steps, weights), (own_steps, own) = left_by(one), left_by(other)
+    assert own_steps == steps
+    assert own.keys() == weights.keys()
+    assert all(torch.equal(own[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--max_grad_norm 0.5 --num_rounds 2",
+        "--max_grad_norm 0 --num_rounds 4 --resident_stages 1",
+        "--max_grad_norm 0 --num_rounds 4 --no_overlap_optimizer --no_prefetch",
+        "--dtype bf16 --max_grad_norm 0 --num_rounds 2 --no_offload",
+        "--dtype fp16 --num_rounds 2 --resident_stages 2",
+        "--dtype bf16 --fp32_gradients --num_rounds 2 --packing on",
+    ],
+)
+def test_a_run_in_rounds_is_the_run_at_once(run: Run, options: str) -> None:
+    words = f"{USUAL} {options}".split()
+    place = words.index("--num_rounds")
+    run(*words, "--save_dir", "rounds", "--save_results", "rounds.txt")
+    run(*words[:place], *words[place + 2 :], "--save_dir", "once", "--save_results", "once.txt")
+    assert_equal(Path("once"), Path("rounds"))
+
+
+def test_a_checkpoint_of_a_run_at_once_goes_on_in_rounds(run: Run) -> None:
+    words = f"{USUAL} --save_steps 2".split()
+    run(*words, "--num_iterations", "4", "--save_dir", "once", "--save_results", "once.txt")
+    resumed = ["--resume_from_checkpoint", "once/checkpoint-2", "--num_rounds", "4", "--save_dir", "rounds"]
+    run(*words, "--num_iterations", "4", *resumed, "--save_results", "rounds.txt")
+    (steps, weights), (own_steps, own) = left_by(Path("once")), left_by(Path("rounds"))
+    assert own_steps[-2:] == steps[-2:]
+    assert all(torch.equal(own[name], value) for name, value in weights.items())
