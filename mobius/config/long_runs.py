@@ -90,6 +90,11 @@ class EvaluationConfig:
     """Samples to answer of each dataset, from its start. Default: all."""
 
     @property
+    def evaluates(self) -> bool:
+        """Whether anything is evaluated."""
+        return self.eval_strategy is not EvalStrategy.NO or self.eval_on_start or self.do_eval
+
+    @property
     def predicts(self) -> bool:
         """Whether answers are generated."""
         return self.do_predict or self.predict_with_generate

@@ -79,7 +79,7 @@ class JsonLines:
             self._write()
         except OSError as error:
             if not self._has_warned:
-                then = "training goes on, and the file is completed when there is space again"
+                then = "the run goes on, and the file is completed when there is space again"
                 logger.warning("cannot write %s (%s); %s", self._path, error.strerror, then)
             self._has_warned = True
 

@@ -92,6 +92,11 @@ class OutputFolder:
         return self.save_dir / final_weights.EXPORT_NAME if self._is_in_place else self.partial
 
     @property
+    def moves_at_the_end(self) -> bool:
+        """Whether `training_folder` gets another name with the result."""
+        return not self._is_in_place
+
+    @property
     def older_results(self) -> Path | None:
         """Where the results are now that this run replaces, if there are any, on the rank that prepared it."""
         older = self._replaced if self._has_begun else self.save_dir

@@ -214,22 +214,38 @@ class RunLog:
         state.best_metric, state.best_global_step = metric, step
         state.best_model_checkpoint = None if checkpoint is None else str(checkpoint)
 
+    def forget_best(self) -> None:
+        """From now on the state tells of no best evaluation: those to come do not compare with those before."""
+        state = self.state
+        state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+
+    def take_evaluation(self, step: int) -> None:
+        """Make the evaluation behind `step`, whose weights are the run's result, the one that results tell of."""
+        found = next((entry for entry in self.state.log_history.evaluations() if entry["step"] == step), None)
+        self.results.pop("eval", None)
+        if found is not None:
+            self.results["eval"] = _numbers_of_evaluation(found)
+
     def write_state(self, folder: Path) -> None:
         """Write trainer_state.json into `folder`: a checkpoint's, or the run's own. Raises OSError."""
         _write_whole(folder / STATE_FILE, self.state.to_json())
 
-    def finish(self) -> None:
-        """After the last step: leave the state and the results. What cannot be written is told, and ends nothing."""
+    def finish(self) -> OSError | None:
+        """After the last step: leave the state and the results; returns what kept them from being written, told."""
         if self._losses:
             self.results = {"train": self._train_results(), **self.results}
         everything = {key: value for part in self.results.values() for key, value in part.items()}
         everything["epoch"] = self.state.epoch
         try:
             self.write_state(self._folder)
+            if "eval" not in self.results:  # that of the model before, where a run went on behind its end
+                (self._folder / "eval_results.json").unlink(missing_ok=True)
             for name, own in {**self.results, "all": everything}.items():
                 _write_whole(self._folder / f"{name}_results.json", json_text(own, indent=2))
         except OSError as error:
             logger.warning("cannot write all results of the run to %s (%s)", self._folder, error.strerror)
+            return error
+        return None
 
     def _train_results(self) -> dict[str, object]:
         """Numbers of all steps of this process, which go into the history too; with totals for a resumed run."""
@@ -330,10 +346,12 @@ def _mean(losses: Sequence[float]) -> float:
 
 def _last_evaluation(state: TrainerState) -> dict[str, dict[str, object]]:
     """The results that `event` left last, of a run that goes on."""
-    for entry in state.log_history.evaluations():
-        if numbers := {name: value for name, value in entry.items() if name.startswith("eval_")}:
-            return {"eval": {**numbers, "epoch": entry.get("epoch")}}
-    return {}
+    found = next(state.log_history.evaluations(), None)
+    return {} if found is None else {"eval": _numbers_of_evaluation(found)}
+
+
+def _numbers_of_evaluation(entry: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in entry.items() if name.startswith("eval_") or name == "epoch"}
 
 
 def _no_state(path: Path, problem: str) -> CheckpointError:

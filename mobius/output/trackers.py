@@ -147,7 +147,7 @@ class _Feed:
     def _warn(self, problem: str, error: BaseException) -> None:
         """Tell the first failure; the run goes on, and so does the tracker if it can."""
         if not self._has_warned:
-            logger.warning("--report_to %s: it %s (%s); training goes on", self._name, problem, _told(error))
+            logger.warning("--report_to %s: it %s (%s); the run goes on", self._name, problem, _told(error))
         self._has_warned = True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,15 +48,11 @@ class RunData:
 
     def fingerprint(self) -> str:
         """A text that tells these training samples from others: from all lengths, and the tokens of some samples."""
-        found = hashlib.sha256()
-        for dataset, trained in zip(self.prepared.training, self.trained, strict=True):
-            found.update(np.ascontiguousarray(trained).tobytes())
-            found.update(dataset.tokenized.lengths.tobytes())
-            number = len(dataset.tokenized)
-            for index in np.linspace(0, number - 1, min(number, _LOOKED_AT)).astype(int):
-                for part in dataset.tokenized.sample(int(index)):
-                    found.update(np.ascontiguousarray(part).tobytes())
-        return found.hexdigest()[:16]
+        return _fingerprint(zip(self.prepared.training, self.trained, strict=True))
+
+    def judged_fingerprint(self) -> str:
+        """A text that tells the samples to evaluate on from others, in the same way."""
+        return _fingerprint(self.judged())
 
     def judged(self) -> Iterator[tuple[PreparedDataset, npt.NDArray[np.int64]]]:
         """Each dataset to evaluate on, and which of its samples."""
@@ -77,6 +73,18 @@ class RunData:
             is_packed=is_packed,
             num_epochs=config.optim.num_train_epochs,
         )
+
+
+def _fingerprint(parts: Iterable[tuple[PreparedDataset, npt.NDArray[np.int64]]]) -> str:
+    found = hashlib.sha256()
+    for dataset, indices in parts:
+        found.update(np.ascontiguousarray(indices).tobytes())
+        found.update(dataset.tokenized.lengths.tobytes())
+        number = len(dataset.tokenized)
+        for index in np.linspace(0, number - 1, min(number, _LOOKED_AT)).astype(int):
+            for part in dataset.tokenized.sample(int(index)):
+                found.update(np.ascontiguousarray(part).tobytes())
+    return found.hexdigest()[:16]
 
 
 def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> tuple[Config, RunData, Batches]:

@@ -11,7 +11,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -23,13 +23,14 @@ from tqdm import tqdm
 
 from mobius.checkpoints.folders import checkpoint_path
 from mobius.config.config import Config
-from mobius.config.long_runs import BestMetric, EvalStrategy, SaveStrategy, steps_between
+from mobius.config.long_runs import EvalStrategy, SaveStrategy, steps_between
 from mobius.errors import NonFiniteLossError
 from mobius.interruption import Standing
 from mobius.output.metrics import StepMetrics
 from mobius.output.report import StepTotals
 from mobius.output.run_log import METRICS_FILE, RunLog, TrainerState
 from mobius.ranks import launch_id
+from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar, value_of
 from mobius.training.judging.evaluation import EvaluationResult, Evaluator
 from mobius.training.resuming import LAUNCH
 from mobius.training.saving import CheckpointSaver, SavedPoint
@@ -57,47 +58,6 @@ _FOLLOWS: Final = {
     Ending.TIME: "the run ends",
 }
 """Words of a failed save about what follows it."""
-BEST: Final = "best"
-"""Key in a checkpoint's position of the best evaluation so far."""
-BEST_SAVED: Final = "best_saved"
-"""Key of the best one of those that came with a checkpoint: another one where evaluations are more frequent."""
-
-
-@dataclass
-class BestSoFar:
-    """The best evaluation, and how many came since; the same on all ranks, and part of a checkpoint."""
-
-    metric: BestMetric
-    value: float | None = None
-    step: int | None = None
-    evaluations_since: int = 0
-
-    @classmethod
-    def from_position(cls, metric: BestMetric, position: Mapping[str, Any], key: str = BEST) -> BestSoFar:
-        """The best one of a checkpoint's `position`; none if it is of another metric."""
-        saved = position.get(key) or position.get(BEST, {})
-        if saved.get("metric") != metric.value:
-            return cls(metric)
-        return cls(**{**saved, "metric": metric})
-
-    def take(self, result: EvaluationResult, step: int) -> bool:
-        """Whether `result` is the best one so far."""
-        value = value_of(self.metric, result)
-        sign = 1 if self.metric is BestMetric.TOKEN_ACCURACY else -1
-        if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):
-            self.value, self.step, self.evaluations_since = value, step, 0
-            return True
-        self.evaluations_since += 1
-        return False
-
-
-def value_of(metric: BestMetric, result: EvaluationResult) -> float:
-    """Number of an evaluation that `metric` names."""
-    return {
-        BestMetric.LOSS: result.loss,
-        BestMetric.PERPLEXITY: result.perplexity,
-        BestMetric.TOKEN_ACCURACY: result.token_accuracy,
-    }[metric]
 
 
 def numbers_of(result: EvaluationResult) -> dict[str, float]:
@@ -233,11 +193,18 @@ class TrainingLoop:
         self.trainer.leave_out_time()
         return result
 
-    def evaluate_result(self) -> None:
-        """Evaluate the weights that the run ends with, unless that was just done; collective."""
+    def judge_result(self) -> None:
+        """See to it that results tell of the weights that the run ends with; collective.
+
+        They are evaluated if that is wanted and was not just done. The best weights were evaluated when they were made.
+        """
         step = self.trainer.num_steps_done if self.result_step is None else self.result_step
-        if step != self.evaluated_step:
+        if step == self.evaluated_step:
+            return
+        if self.config.evaluation.do_eval:
             self.evaluate(step)
+        elif self.result_step is not None and self.log is not None:
+            self.log.take_evaluation(step)
 
     def _after_step(self, metrics: StepMetrics, exchange: _Exchange) -> Ending | None:
         """Everything that follows a step; the reason to end now, if there is one."""

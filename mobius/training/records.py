@@ -50,14 +50,17 @@ def ideal_step_seconds(blueprint: Blueprint) -> float | None:
     return answer.mfu * answer.step_seconds
 
 
-def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, model_folder: Path) -> None:
-    """After the last step: results, picture and card into `folder`.
+def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, model_folder: Path) -> list[str]:
+    """After the last step: results, picture and card into `folder`; returns the problem that the run is to end with.
 
-    What fails is told and ends nothing: the model is still to be saved. `model_folder` is the one that was trained.
+    After training there is none: what fails is told, and the model is still to be saved. Without it results are all
+    that the run was for. `model_folder` is the one that was trained.
     """
-    log.finish()
+    error = log.finish()
     if not blueprint.config.evaluation.do_train:
-        return
+        where = f"--save_dir {blueprint.config.output.save_dir}"
+        told = "the results cannot be written", "Free some space, or choose another folder, and start again."
+        return [] if error is None else [f"{where}: {told[0]} ({error.strerror}). {told[1]}"]
     history = log.state.log_history
     title = f"{blueprint.config.output.name}: {log.state.global_step} steps"
     facts = CardFacts(
@@ -71,6 +74,7 @@ def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, model_fold
     )
     _leave(folder / "training_loss.png", lambda path: draw_training(history, path, title=title))
     _leave(folder / "README.md", lambda path: path.write_text(model_card(facts), encoding="utf-8"))
+    return []
 
 
 def _first_loss(entries: Iterable[Mapping[str, object]]) -> float:

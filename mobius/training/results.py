@@ -189,8 +189,10 @@ def finish(
     ]
     if steps:
         problems = [*problems, *_report(blueprint, steps, per_rank, timings)]
+    if problems and blueprint.config.evaluation.do_train:
+        problems = [*problems, f"The model itself is complete and checked: {output.save_dir}."]
     if problems:
-        raise CheckpointError("\n".join([*problems, f"The model itself is complete and checked: {output.save_dir}."]))
+        raise CheckpointError("\n".join(problems))
 
 
 def _report(blueprint: Blueprint, steps: StepTotals, per_rank: Sequence[RankMemory], timings: RunTimings) -> list[str]:

@@ -16,7 +16,6 @@ from mobius.activity import Activity
 from mobius.checkpoints.folders import checkpoint_path
 from mobius.config.config import Config
 from mobius.config.launch import how_to_resume
-from mobius.config.long_runs import EvalStrategy
 from mobius.data.batches import Batches
 from mobius.data.chat_templates import resolve_template
 from mobius.errors import MobiusError
@@ -36,9 +35,10 @@ from mobius.planning.planned import adopt_plan
 from mobius.ranks import Ranks, command_words, seconds_since_launch
 from mobius.training.data import RunData, packed_rows, read_data
 from mobius.training.export import check_result
+from mobius.training.judging.answering import only_answers, open_prediction, prompts
+from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar
 from mobius.training.judging.evaluation import Evaluator, evaluation_samples, make_evaluator
-from mobius.training.judging.prediction import PromptAndAnswer, prompts_of
-from mobius.training.loop import BEST_SAVED, BestSoFar, Ending, TrainingLoop
+from mobius.training.loop import Ending, TrainingLoop
 from mobius.training.milestones import log_model, log_start, warn_of_small_pages
 from mobius.training.opening import prepare_output, run_texts, tell_plan
 from mobius.training.out_of_memory import out_of_memory
@@ -99,6 +99,8 @@ class _Opened:
 def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: Standing) -> Prediction | None:
     timing = Timing()
     _check_installed(config)
+    if only_answers(config):
+        return open_prediction(config, ranks, standing, given=given)
     resume = find_resume(config, ranks, given=given)
     config = config if resume is None else resume.config
     watchdog = Watchdog(
@@ -152,22 +154,29 @@ def _train_and_save(run: _Opened, standing: Standing, timing: Timing, watchdog: 
             return None
         if trains and saver is not None and config.evaluation.load_best_model_at_end:
             loop.result_step = _take_best(run, loop, saver)
-        if config.evaluation.do_eval:
-            loop.evaluate_result()
-        if log is not None:
-            leave_records(log, session.blueprint, output.training_folder, model_folder=run.model_folder)
+        loop.judge_result()
+        problems = _leave_result(run, log, standing)
     finally:
         if log is not None:
-            log.close()
-    problems: list[str] = []
-    if trains:
-        problems = save_model(session, output, run.base_files, standing)
-    elif is_first:
-        output.commit()
+            log.close()  # behind the model: a tracker may hang
     finish(session, output, loop.steps, timing.of_run(loop.steps), problems)
     watchdog.stop()
     _close(run, saver)
     return _prediction(run) if config.evaluation.predicts and is_first else None
+
+
+def _leave_result(run: _Opened, log: RunLog | None, standing: Standing) -> list[str]:
+    """Records and model, each in its place; returns problems with which the run ends once everything is there."""
+    session, output, problems = run.session, run.output, list[str]()
+    if log is not None:
+        problems = leave_records(log, session.blueprint, output.training_folder, model_folder=run.model_folder)
+        if output.moves_at_the_end:
+            log.close()  # trackers open their files by name
+    if run.config.evaluation.do_train:
+        return problems + save_model(session, output, run.base_files, standing)
+    if log is not None:
+        output.discard() if problems else output.commit()
+    return problems
 
 
 def _check_installed(config: Config) -> None:
@@ -203,7 +212,7 @@ def _open(
         # Before the ranks meet: a long tokenization inside a process group would run into its time-out.
         config, data, batches = read_data(adopted.config, ranks, tokenizer)
         if config.evaluation.predicts:
-            _prompts(data, config)  # refused now, not behind the training
+            prompts(data, config)  # refused now, not behind the training
         if resume is not None:
             resume.check_steps(config)
             resume.check_data(data.fingerprint())
@@ -248,16 +257,20 @@ def _saver(run: _Opened) -> CheckpointSaver | None:
     texts = run_texts(run.session.blueprint, run.base_files, run.data.fingerprint())
     saver = CheckpointSaver(run.session, run.output.save_dir, texts, made_safe=run.output.first_is_safe)
     if run.resume is not None:
-        best = BestSoFar.from_position(run.config.evaluation.metric_for_best_model, run.resume.position, BEST_SAVED)
-        saver.continues(run.resume.reader.path, run.resume.steps_done, best.step)
+        saver.continues(run.resume.reader.path, run.resume.steps_done, _best(run, BEST_SAVED).step)
     logger.info("%s", saver.describe())
     return saver
 
 
+def _best(run: _Opened, key: str) -> BestSoFar:
+    """The best evaluation of the run before this start, as far as those to come compare with it."""
+    position = {} if run.resume is None else run.resume.position
+    data = run.data.judged_fingerprint() if run.config.evaluation.evaluates else None
+    return BestSoFar.from_position(run.config.evaluation.metric_for_best_model, position, key, data=data)
+
+
 def _evaluator(run: _Opened) -> Evaluator | None:
-    evaluation = run.config.evaluation
-    is_wanted = evaluation.eval_strategy is not EvalStrategy.NO or evaluation.eval_on_start or evaluation.do_eval
-    if not is_wanted:
+    if not run.config.evaluation.evaluates:
         return None
     return make_evaluator(run.session, evaluation_samples(run.data), pad_token_id=pad_token_id(run.tokenizer))
 
@@ -282,8 +295,11 @@ def _loop(
     timing: Timing,
 ) -> TrainingLoop:
     position = {} if run.resume is None else run.resume.position
-    metric = run.config.evaluation.metric_for_best_model
-    older = run.output.older_results
+    best, older = _best(run, BEST), run.output.older_results
+    if best.value is None and position.get(BEST, {}).get("value") is not None:
+        logger.info("the best evaluation so far is on other data or by another metric: the best one begins anew")
+        if log is not None:
+            log.forget_best()
     return TrainingLoop(
         config=run.config,
         trainer=trainer,
@@ -296,8 +312,8 @@ def _loop(
         started=min(timing.started, time.monotonic() - seconds_since_launch()),
         steps_done=trainer.num_steps_done,
         epoch=float(position.get("epoch", 0.0)),
-        best=BestSoFar.from_position(metric, position),
-        best_saved=BestSoFar.from_position(metric, position, BEST_SAVED),
+        best=best,
+        best_saved=_best(run, BEST_SAVED),
         older=None if older is None else f"{run.output.save_dir} is as it was",
     )
 
@@ -363,7 +379,7 @@ def _prediction(run: _Opened) -> Prediction:
     config = run.config
     return Prediction(
         folder=run.output.save_dir if config.evaluation.do_train else run.model_folder,
-        samples=_prompts(run.data, config),
+        samples=prompts(run.data, config),
         output=run.output.save_dir,
         max_new_tokens=config.evaluation.max_new_tokens,
         device=run.session.blueprint.place.device,
@@ -371,10 +387,3 @@ def _prediction(run: _Opened) -> Prediction:
         if config.evaluation.do_train
         else "after the evaluation",
     )
-
-
-def _prompts(data: RunData, config: Config) -> list[PromptAndAnswer]:
-    """Samples to answer, of all datasets to evaluate on. Raises DataError and ConfigError."""
-    most = config.evaluation.max_predict_samples
-    parts = (prompts_of(dataset, indices, config.data, most=most) for dataset, indices in data.judged())
-    return [sample for part in parts for sample in part]

@@ -1,7 +1,7 @@
 """Moves the checked model of a run that saves as it goes into the run's own folder, file by file.
 
     export     final.partial <- every file, config.json last: from here on it is a whole, checked model
-    1 clear    config.json, weights and index of an older model are removed from the folder
+    1 clear    config.json, weights and index of an older model, and its answers, are removed from the folder
     2 rename   final.partial -> final.moving
     3 move     each file of final.moving takes its place in the folder
     4 mark     config.json as the last one: the folder holds the model; the empty final.moving is removed
@@ -15,6 +15,7 @@ A process can be killed between any two of these changes. `settle` is called bef
     -                  only folders        the model is complete; final.moving is removed
 """
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -23,9 +24,13 @@ from typing import Final
 from mobius.output.run_folder.contents import MODEL_MARK
 from mobius.writing import sync_to_disk
 
+logger = logging.getLogger(__name__)
+
 EXPORT_NAME: Final = "final.partial"
 _MOVING_NAME: Final = "final.moving"
 _OLDER_WEIGHTS: Final = ("model*.safetensors", "model.safetensors.index.json")
+_ANSWERS: Final = ("generated_predictions.jsonl", "predict_results.json")
+"""Files of `--do_predict`, which come behind the model that answered."""
 
 
 def make_export_folder(folder: Path) -> Path:
@@ -46,6 +51,10 @@ def hand_over(folder: Path) -> None:
     for pattern in _OLDER_WEIGHTS:
         for path in sorted(folder.glob(pattern)):
             path.unlink()
+    if answers := [path for name in _ANSWERS if (path := folder / name).exists()]:
+        for path in answers:
+            path.unlink()
+        logger.info("answers of the model before are removed: %s", ", ".join(map(str, answers)))
     sync_to_disk(folder)  # an older file that came back after a loss of power would be taken for one of the model
     export.rename(moving)
     _move(moving, folder)

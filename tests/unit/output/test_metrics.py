@@ -129,7 +129,7 @@ def test_a_full_disk_is_told_once_and_no_line_is_lost_when_space_returns(
         assert steps_in(path) == [1, 2, 3, 4]
 
     (record,) = caplog.records
-    assert re.search(r"cannot write .*metrics\.jsonl.*File too large.*training goes on", record.getMessage())
+    assert re.search(r"cannot write .*metrics\.jsonl.*File too large.*the run goes on", record.getMessage())
 
 
 def test_lines_that_could_not_be_written_to_the_end_are_counted(

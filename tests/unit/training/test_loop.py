@@ -23,6 +23,7 @@ from harness.compared_runs import (
 from mobius.config.cli import given_options, parse_args
 from mobius.errors import CheckpointError, DataError, GpuMemoryError
 from mobius.interruption import SavedAndStopped, Standing
+from mobius.output.trackers import Trackers
 from mobius.ranks import Ranks
 from mobius.runtime.executor import Executor
 from mobius.training import saving
@@ -187,6 +188,69 @@ def test_a_run_that_gets_worse_ends_by_its_patience_and_its_best_weights_are_the
     state = json.loads(Path("out/trainer_state.json").read_text())
     assert (state["best_global_step"], state["best_metric"]) == (first, losses[first])
     assert state["best_model_checkpoint"].endswith(f"out/checkpoint-{first}")
+
+
+def test_results_and_card_tell_the_evaluation_of_the_weights_that_are_the_result(workplace: Path) -> None:
+    start(f"{GROWS_WORSE} --num_iterations 8 --load_best_model_at_end")
+
+    losses = {step: loss for step, loss, _ in evaluations_of(Path("out"))}
+    first, last = min(losses.values()), losses[8]
+    assert first < last
+    assert json.loads(Path("out/eval_results.json").read_text())["eval_loss"] == first
+    assert json.loads(Path("out/all_results.json").read_text())["eval_loss"] == first
+    assert f"| eval_loss | {first:.4f} |" in Path("out/README.md").read_text()
+
+
+def test_losses_on_other_data_are_not_compared_with_the_best_one(
+    workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = Path("data.jsonl").read_text().splitlines(keepends=True)
+    Path("first.jsonl").write_text("".join(lines[:4]))
+    Path("other.jsonl").write_text(json.dumps({"prompt": "?", "completion": "zebra quilt oxygen"}) + "\n")
+    start(f"{GROWS_WORSE.replace('--val_size 4', '--eval_dataset first.jsonl')} --num_iterations 2")
+    best = json.loads(Path("out/trainer_state.json").read_text())["best_metric"]
+    caplog.set_level(logging.INFO, logger="mobius")
+    told = "the best evaluation so far is on other data or by another metric: the best one begins anew"
+
+    for data, is_other in (("first.jsonl", False), ("other.jsonl", True)):
+        again = f"--eval_dataset {data} --num_iterations 4 --resume_changes num_iterations --overwrite_output_dir"
+        go_on(data[:5], f"--resume_from_checkpoint out/checkpoint-2 {again}")
+        assert (told in caplog.messages) == is_other
+
+    (_, loss, _) = evaluations_of(Path("other"))[-1]
+    state = json.loads(Path("other/trainer_state.json").read_text())
+    assert loss > best
+    assert (state["best_global_step"], state["best_metric"]) == (4, loss)
+
+
+def test_the_model_is_saved_before_trackers_are_waited_for(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs may cost time, and must not cost the model."""
+    was_saved, close = list[bool](), Trackers.close
+
+    def note(self: Trackers, **more: Any) -> None:
+        was_saved.append(Path("out/config.json").is_file())
+        close(self, **more)
+
+    monkeypatch.setattr(Trackers, "close", note)
+    start(f"{SMALL} {OPTIONS} --num_iterations 1")
+
+    assert was_saved == [True]
+
+
+def test_answers_and_scores_of_the_model_before_do_not_stay_beside_the_new_one(
+    workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(f"{SMALL} {OPTIONS} --num_iterations 4")
+    of_answers = [Path("out", name) for name in ("generated_predictions.jsonl", "predict_results.json")]
+    for path in (*of_answers, Path("out/eval_results.json")):
+        path.write_text("{}")
+    caplog.set_level(logging.INFO, logger="mobius")
+
+    go_on("out", "--num_iterations 5 --resume_changes num_iterations")
+
+    assert not [path for path in (*of_answers, Path("out/eval_results.json")) if path.exists()]
+    told = ", ".join(str(path.resolve()) for path in of_answers)
+    assert f"answers of the model before are removed: {told}" in caplog.messages
 
 
 def test_the_best_of_the_checkpoints_is_the_result_though_a_better_evaluation_came_between(workplace: Path) -> None:
