@@ -19,9 +19,9 @@ from mobius.activity import Activity
 from mobius.schedule.action import Action, ActionKind
 from mobius.watchdog import Watchdog
 
-rank, num_ranks, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+rank, num_ranks, seconds, patience = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
 activity = Activity()
-watchdog = Watchdog(activity, rank=rank, num_ranks=num_ranks, minutes=seconds / 60, patience_seconds=3)
+watchdog = Watchdog(activity, rank=rank, num_ranks=num_ranks, minutes=seconds / 60, patience_seconds=patience)
 
 def hang():
     threading.Event().wait()
@@ -38,10 +38,12 @@ activity.begins(Action(ActionKind.FORWARD_MIDDLE, 4 + rank, 1))
 HANG = "watchdog.start()\nwith activity.waiting('neighbours', rank=0, stage=3): hang()"
 
 
-def start(folder: Path, then: str, *, rank: int = 0, num_ranks: int = 1, seconds: float = 1) -> subprocess.Popen[str]:
+def start(
+    folder: Path, then: str, *, rank: int = 0, num_ranks: int = 1, seconds: float = 1, patience: float = 3
+) -> subprocess.Popen[str]:
     (folder / f"program-{rank}.py").write_text(PROGRAM + then)
     return subprocess.Popen(
-        [sys.executable, f"program-{rank}.py", str(rank), str(num_ranks), str(seconds)],
+        [sys.executable, f"program-{rank}.py", str(rank), str(num_ranks), str(seconds), str(patience)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -68,7 +70,7 @@ def test_a_rank_that_hangs_says_where_and_ends_with_its_own_code(tmp_path: Path)
     assert process.returncode == 75
 
 
-@pytest.mark.parametrize("then", ["go_on(2)", "activity.works('optimizer', 'stage 1'); go_on(2)"])
+@pytest.mark.parametrize("then", ["go_on(1.2)", "activity.works('optimizer', 'stage 1'); go_on(1.2)"])
 def test_a_rank_that_goes_on_is_left_alone_however_long_an_action_takes(tmp_path: Path, then: str) -> None:
     process = start(tmp_path, f"watchdog.start()\n{then}\nprint('done')", seconds=0.5)
     assert outputs(process) == ["done\n"]
@@ -77,23 +79,23 @@ def test_a_rank_that_goes_on_is_left_alone_however_long_an_action_takes(tmp_path
 
 def test_nothing_is_watched_with_zero_minutes_before_the_start_or_after_the_end(tmp_path: Path) -> None:
     processes = [
-        start(tmp_path, "watchdog.start(); time.sleep(2)", rank=0, seconds=0),
-        start(tmp_path, "time.sleep(1.5)", rank=1, seconds=0.3),
-        start(tmp_path, "watchdog.start(); watchdog.stop(); time.sleep(1.5)", rank=2, num_ranks=3, seconds=0.3),
+        start(tmp_path, "watchdog.start(); time.sleep(1)", rank=0, seconds=0),
+        start(tmp_path, "time.sleep(0.9)", rank=1, seconds=0.3),
+        start(tmp_path, "watchdog.start(); watchdog.stop(); time.sleep(0.9)", rank=2, num_ranks=3, seconds=0.3),
     ]
     assert outputs(*processes) == ["", "", ""]
     assert [process.returncode for process in processes] == [0, 0, 0]
 
 
 def test_a_watch_that_was_stopped_begins_anew(tmp_path: Path) -> None:
-    process = start(tmp_path, f"watchdog.start(); watchdog.stop(); time.sleep(1.5)\n{HANG}", seconds=0.5)
+    process = start(tmp_path, f"watchdog.start(); watchdog.stop(); time.sleep(0.9)\n{HANG}", seconds=0.5)
     assert "no progress for 0.5 s" in outputs(process)[0]
     assert process.returncode == 75
 
 
 def test_the_clock_on_the_wall_may_jump(tmp_path: Path) -> None:
     jump = "time.time = lambda: 4e9 if time.monotonic() % 0.4 < 0.2 else 0.0\n"
-    processes = [start(tmp_path, f"{jump}watchdog.start(); go_on(2)"), start(tmp_path, jump + HANG, rank=1)]
+    processes = [start(tmp_path, f"{jump}watchdog.start(); go_on(2)"), start(tmp_path, jump + HANG, rank=1, patience=1)]
     assert outputs(*processes)[0] == ""
     assert [process.returncode for process in processes] == [0, 75]
 
@@ -101,16 +103,16 @@ def test_the_clock_on_the_wall_may_jump(tmp_path: Path) -> None:
 def test_a_process_that_was_stopped_for_long_goes_on(tmp_path: Path) -> None:
     then = """
 watchdog.start()
-end = time.monotonic() + 6.5  # before anybody stops it
+end = time.monotonic() + 3.8  # before anybody stops it
 print('ready', flush=True)
 time.sleep(end - time.monotonic())
 print('done')
 """
-    process = start(tmp_path, then, seconds=4)
+    process = start(tmp_path, then, seconds=2)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGSTOP)
-    time.sleep(5)
+    time.sleep(2.6)
     process.send_signal(signal.SIGCONT)
     (output,) = outputs(process)
     assert "it goes on" in output
@@ -143,36 +145,39 @@ def test_a_rank_waits_for_one_that_goes_on_and_ends_with_it_when_that_stands_sti
     begin = time.monotonic()
     processes = [
         start(tmp_path, HANG, rank=0, num_ranks=2),
-        start(tmp_path, "watchdog.start(); go_on(8); hang()", rank=1, num_ranks=2),
+        start(tmp_path, "watchdog.start(); go_on(3.5); hang()", rank=1, num_ranks=2),
     ]
     texts = outputs(*processes)
 
     assert [process.returncode for process in processes] == [75, 75]
-    assert time.monotonic() - begin > 8
+    assert time.monotonic() - begin > 3.5
     (waited,) = re.findall(r"waits for neighbours.* for (.*) s", texts[0])
-    assert float(waited) > 6  # from the start of the other one, which takes a moment
+    assert float(waited) > 2  # from the start of the other one, which takes a moment
     assert "does not answer" not in "".join(texts)
 
 
 def test_what_compiles_gets_ten_times_as_long_and_what_follows_does_not(tmp_path: Path) -> None:
-    warm_up = "watchdog.start()\nwith activity.warming_up(): time.sleep(3)\nprint('warm', flush=True)\n"
+    warm_up = "watchdog.start()\nwith activity.warming_up(): time.sleep(1.2)\nprint('warm', flush=True)\n"
     too_long = "watchdog.start()\nwith activity.warming_up(): hang()\n"
     processes = [
-        start(tmp_path, warm_up + "go_on(1); print('done')", rank=0, seconds=1),
-        start(tmp_path, warm_up + "hang()", rank=1, seconds=1),
-        start(tmp_path, too_long, rank=2, seconds=0.4),
+        start(tmp_path, warm_up + "go_on(1); print('done')", rank=0, seconds=0.5),
+        start(tmp_path, warm_up + "hang()", rank=1, seconds=0.5, patience=0.5),
+        start(tmp_path, too_long, rank=2, seconds=0.3, patience=0.5),
     ]
     texts = outputs(*processes)
 
     assert [process.returncode for process in processes] == [0, 75, 75]
     assert texts[0] == "warm\ndone\n"
-    assert re.search(r"rank 1 .*: no progress for 1\.\d s", texts[1])
-    assert re.search(r"rank 2 .*: no progress for 4\.\d s", texts[2])
+    assert re.search(r"rank 1 .*: no progress for 0\.[56] s", texts[1])
+    assert re.search(r"rank 2 .*: no progress for 3\.\d s", texts[2])
 
 
 def test_a_call_in_c_that_holds_the_interpreter_is_told_by_the_second_net(tmp_path: Path) -> None:
-    stuck = start(tmp_path, "watchdog.start(); ctypes.PyDLL(None).sleep(1000)", rank=1, num_ranks=2)
-    waiting = start(tmp_path, f"time.sleep(1)\n{HANG}", rank=0, num_ranks=2)
+    then = "watchdog.start(); print('ready', flush=True); ctypes.PyDLL(None).sleep(1000)"
+    stuck = start(tmp_path, then, rank=1, num_ranks=2)
+    assert stuck.stdout is not None
+    stuck.stdout.readline()
+    waiting = start(tmp_path, HANG, rank=0, num_ranks=2, patience=1.5)
     try:
         (text,) = outputs(waiting)
         assert waiting.returncode == 75
@@ -192,7 +197,7 @@ def test_stories_of_ranks_do_not_run_into_each_other(tmp_path: Path) -> None:
     processes = []
     for rank in range(3):
         (tmp_path / f"program-{rank}.py").write_text(PROGRAM + deep + threads + HANG)
-        words = [sys.executable, f"program-{rank}.py", str(rank), "3", "2"]
+        words = [sys.executable, f"program-{rank}.py", str(rank), "3", "2", "3"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         processes.append(subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=end, stderr=end))
     os.close(end)
@@ -225,7 +230,7 @@ def test_nobody_who_reads_what_is_told_does_not_keep_the_process(tmp_path: Path)
     os.set_blocking(writer, True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, "program.py", "0", "1", "1"], cwd=tmp_path, env=environment, stderr=writer
+        [sys.executable, "program.py", "0", "1", "1", "1"], cwd=tmp_path, env=environment, stderr=writer
     )
     assert process.wait(60) == 75
     os.close(reader)
@@ -235,9 +240,9 @@ def test_nobody_who_reads_what_is_told_does_not_keep_the_process(tmp_path: Path)
 @pytest.mark.parametrize("is_moving", [True, False])
 def test_a_device_that_works_through_what_it_was_given_is_progress(tmp_path: Path, is_moving: bool) -> None:
     """The host enqueues and waits; only the device knows how far it is."""
-    position = "str(int(3 * time.monotonic()))" if is_moving else "'F4.0'"
-    then = f"activity.device_position = lambda: {position}\nwatchdog.start()\ntime.sleep(5)\nprint('done')"
-    process = start(tmp_path, then, seconds=1.5)
+    position = "str(int(5 * time.monotonic()))" if is_moving else "'F4.0'"
+    then = f"activity.device_position = lambda: {position}\nwatchdog.start()\ntime.sleep(2.5)\nprint('done')"
+    process = start(tmp_path, then)
     (output,) = outputs(process)
     assert process.returncode == (0 if is_moving else 75)
     assert output == "done\n" if is_moving else "its device: F4.0" in output
@@ -258,7 +263,8 @@ def test_one_rank_says_what_the_run_leaves(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize("user", [0, 65534])
 def test_only_the_own_user_is_heard(tmp_path: Path, user: int) -> None:
-    listening = start(tmp_path, "watchdog.start(); print('ready', flush=True); go_on(6)", num_ranks=2, seconds=60)
+    then = "watchdog.start(); print('ready', flush=True)\nwhile not os.path.exists('called'): go_on(0.1)\ngo_on(1)"
+    listening = start(tmp_path, then, num_ranks=2, seconds=60, patience=1)
     assert listening.stdout is not None
     listening.stdout.readline()
     call = f"""
@@ -270,6 +276,7 @@ RollCall(1, 2).call_all(Call.TELL)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     caller = subprocess.run([sys.executable, "-c", call], env=environment, capture_output=True, text=True, check=False)
     assert caller.returncode == 0, caller.stderr
+    (tmp_path / "called").touch()
     (output,) = outputs(listening)
     assert ("rank 1 has called" in output) == (user == 0)
     assert listening.returncode == (75 if user == 0 else 0)
