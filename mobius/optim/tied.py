@@ -27,6 +27,8 @@ class TiedPair:
     embedding_stage: int
     head_stage: int
     num_ranks: int
+    gradient_dtype: torch.dtype | None = None
+    """Format of summed gradients, in which the two are added wherever they lie in another; None: in that of each."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -37,8 +39,8 @@ class TiedPair:
     ) -> Tensor | None:
         """Replace both gradients by their sum; collective over the owners.
 
-        They are added on `device`, on which all ranks compute, wherever each is kept: a rank need not know whether the
-        other's stage is resident or streamed. Takes three times `CHUNK_ELEMENTS` there.
+        They are added on `device`, on which all ranks compute, wherever and in whatever format each is kept: a rank
+        need not know whether the other's stage is resident or streamed. Takes three times `CHUNK_ELEMENTS` there.
         Returns the sum's squared norm (fp32 scalar on `device`) on the rank of the embedding, None on the others.
         """
         places = ((self.embedding_stage, self.embedding_name), (self.head_stage, self.head_name))
@@ -55,7 +57,7 @@ class TiedPair:
         square = torch.zeros((), dtype=torch.float32, device=device)
         for parts in zip(*(copy.split(CHUNK_ELEMENTS) for copy in copies), strict=True):
             # sync: twice per chunk where the gradient is on the host
-            first, *others = (part.to(device) for part in parts)
+            first, *others = (part.to(device, self.gradient_dtype) for part in parts)
             total = first + (others[0] if others else transport.exchange(first, peer))
             for part in parts:
                 part.copy_(total)

@@ -80,6 +80,11 @@ class Blueprint:
         return TORCH_DTYPES[self.asked.model.dtype]
 
     @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Format in which summed gradients reach the optimizer."""
+        return torch.float32 if self.asked.pipeline.fp32_gradients else self.dtype
+
+    @property
     def message_shape(self) -> tuple[int, int, int]:
         """Shape [B, L, H] of every activation and activation gradient between stages."""
         return _message_shape(self.answer.request)

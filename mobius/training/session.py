@@ -78,7 +78,7 @@ class Session:
         blueprint, device = self.blueprint, self.blueprint.place.device
         optim, plan, names = blueprint.config.optim, blueprint.plan, blueprint.parts.tied_names
         clock = WaitClock(device)
-        tied = TiedPair(*names, 0, plan.num_stages - 1, plan.num_ranks) if names else None
+        tied = TiedPair(*names, 0, plan.num_stages - 1, plan.num_ranks, blueprint.gradient_dtype) if names else None
         kernel = None
         if has_kernel and (self.stages.arena is not None or device.type == "cpu"):
             kernel = load_kernel(cache_folder(), num_threads=optimizer_threads(plan.num_ranks))
@@ -173,7 +173,7 @@ def open_session(
         place.ranks.rank,
         device=place.device,
         dtype=blueprint.dtype,
-        gradient_dtype=torch.float32 if pipeline.fp32_gradients else blueprint.dtype,
+        gradient_dtype=blueprint.gradient_dtype,
         loss_chunk_tokens=pipeline.loss_chunk_tokens,
         waiting=blueprint.answer.request.waiting,
         updates=UpdateQueue(activity) if pipeline.overlap_optimizer else None,

@@ -77,6 +77,19 @@ def test_the_first_step_is_that_of_streamed_stages(train: Train, options: str, c
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0", "--bf16 --max_grad_norm 0.5", "--fp16"])
+def test_ten_steps_in_rounds_are_those_at_once(train: Train, options: str, is_tied: bool) -> None:
+    """Sums go home and come back beside updates of the step before and loads of the next one."""
+    for residency in ("--resident_stages 0", "--resident_stages 1 --no_prefetch", "--no_offload"):
+        shared = f"{options} --compile off --num_chunks 4 {residency}"
+        losses, expected = train(f"{shared} --num_rounds 1", num_steps=10, is_tied=is_tied)
+        for num_rounds in (2, 4):
+            other_losses, masters = train(f"{shared} --num_rounds {num_rounds}", num_steps=10, is_tied=is_tied)
+            assert other_losses == losses
+            assert all(torch.equal(masters[name], value) for name, value in expected.items()), residency
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0", "--bf16 --max_grad_norm 0.5", "--fp16", "--fp32"])
 def test_ten_steps_stay_near_those_of_streamed_stages(train: Train, options: str, is_tied: bool) -> None:
     """In bf16 they are those; else an ulp of a master changes a weight, and with it what follows, by little."""

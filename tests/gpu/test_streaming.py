@@ -64,6 +64,26 @@ def test_streaming_gives_the_bits_of_resident_stages_when_copies_are_slower_than
             assert torch.equal(streamed.gradients[name], gradient.cpu()), (name, num_slots)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rounds_give_the_bits_of_a_step_at_once_when_copies_are_slower_than_compute(dtype: torch.dtype) -> None:
+    model = _heavy_model(12)
+    batch = make_batch(4)
+    nothing = frozenset[int]()
+    for num_ranks, stages_per_rank, resident in ((1, 6, nothing), (1, 6, frozenset({0, 3})), (2, 3, nothing)):
+        once = Pipeline(model, num_ranks, stages_per_rank, 4, 2, resident=resident, device=CUDA, dtype=dtype)
+        expected_loss = once.run(batch)
+        for num_slots in (1, 2, 3):
+            for num_rounds in (2, 4):
+                rounds = Pipeline(
+                    model, num_ranks, stages_per_rank, 4, num_slots,
+                    resident=resident, device=CUDA, dtype=dtype, num_rounds=num_rounds,
+                )  # fmt: skip
+                assert torch.equal(rounds.run(batch), expected_loss)
+                for name, gradient in once.gradients.items():
+                    own = rounds.gradients[name].cpu().to(dtype)
+                    assert torch.equal(own, gradient.cpu().to(dtype)), (name, num_ranks, num_slots, num_rounds)
+
+
 def test_arena_memory_is_page_locked_and_exact() -> None:
     layout = StageLayout.of({"a.weight": (1000, 1000), "a.bias": (1000,)})
     arena = HostArena({0: layout}, dtype=torch.bfloat16, register=True)

@@ -150,7 +150,7 @@ class Pipeline:
         sums = stages.executor(schedule, transport).run(batch)
         if parts.tied_names:
             embedding, head = parts.tied_names
-            pair = TiedPair(embedding, head, 0, plan.num_stages - 1, self.num_ranks)
+            pair = TiedPair(embedding, head, 0, plan.num_stages - 1, self.num_ranks, self.dtype)
             pair.sum_gradients(stages.memory, transport, self.device)
         named: dict[str, Tensor] = {}
         for own in stages.memory.values():

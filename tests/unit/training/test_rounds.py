@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.runs import make_checkpoint
 from safetensors.torch import load_file
 
 Run = Callable[..., None]
@@ -38,9 +39,12 @@ def assert_equal(one: Path, other: Path) -> None:
         "--dtype bf16 --max_grad_norm 0 --num_rounds 2 --no_offload",
         "--dtype fp16 --num_rounds 2 --resident_stages 2",
         "--dtype bf16 --fp32_gradients --num_rounds 2 --packing on",
+        "--model_path tied --dtype bf16 --max_grad_norm 0 --num_rounds 2 --num_iterations 4 --no_offload",
+        "--model_path tied --dtype bf16 --max_grad_norm 0.1 --num_rounds 4 --num_iterations 4 --resident_stages 1",
     ],
 )
 def test_a_run_in_rounds_is_the_run_at_once(run: Run, options: str) -> None:
+    make_checkpoint(Path("tied"), is_tied=True)
     words = f"{USUAL} {options}".split()
     place = words.index("--num_rounds")
     run(*words, "--save_dir", "rounds", "--save_results", "rounds.txt")
