@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from harness.launched import Launched
 from harness.runs import ROOT, command, environment, free_port, make_checkpoint, make_dataset
 
 MINUTE = 60.0
+Process = subprocess.Popen[bytes] | Launched
 Moment = Callable[[Path, int], object]
 """Whether a run in this folder, with this launcher, has come to a phase."""
 OPTIONS = """--device cpu --model_path model --dataset data.jsonl --fp32 --num_stages 4 --num_chunks 2 --batch_size 4
@@ -25,13 +27,18 @@ ENDLESS = f"{OPTIONS} --num_iterations 100000".split()
 
 
 @contextmanager
-def started(words: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def started(words: list[str], folder: Path, *, is_forked: bool = False) -> Iterator[Process]:
     """A run in a session of its own, which prints to `output.txt`; what is left of it is killed in the end."""
-    with open(folder / "output.txt", "wb") as output:
-        variables = environment(folder / "cache")
-        process = subprocess.Popen(
-            words, cwd=folder, env=variables, stdout=output, stderr=output, start_new_session=True
-        )
+    variables = environment(folder / "cache")
+    process: Process
+    if is_forked:
+        process = Launched(words[2:], folder, variables, forks_ranks=True)
+        (folder / "output.txt").symlink_to(process.output_file)
+    else:
+        with open(folder / "output.txt", "wb") as output:
+            process = subprocess.Popen(
+                words, cwd=folder, env=variables, stdout=output, stderr=output, start_new_session=True
+            )
     try:
         yield process
     finally:
@@ -59,15 +66,16 @@ def family(process: int) -> set[int]:
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
-    """Rank -> process, of those that live."""
+    """Rank -> process, of those that live; one that is forked has it in its name."""
     found = {}
     for child in family(launcher):
         try:
             variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            parent = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
+            name, _, rest = Path(f"/proc/{child}/stat").read_text().partition(" (")[2].rpartition(")")
         except OSError:
             continue
-        rank = next((int(each.partition(b"=")[2]) for each in variables if each.startswith(b"RANK=")), None)
+        words, parent = [*variables, name.replace("rank ", "RANK=").encode()], int(rest.split()[1])
+        rank = next((int(each.partition(b"=")[2]) for each in words if each.startswith(b"RANK=")), None)
         if rank is not None and parent == launcher:
             found[rank] = child
     return found
@@ -89,7 +97,7 @@ def comes(condition: Callable[[], object], *, seconds: float) -> bool:
     return True
 
 
-def wait_for(moment: Moment, process: subprocess.Popen[bytes], folder: Path) -> None:
+def wait_for(moment: Moment, process: Process, folder: Path) -> None:
     """Return when the run has come to the moment; one that ends before fails the test."""
     come = comes(lambda: process.poll() is not None or moment(folder, process.pid), seconds=300)
     assert come, (folder / "output.txt").read_text()
@@ -121,7 +129,7 @@ PHASES: dict[str, tuple[Moment, int]] = {
 }
 
 
-def kill_and_look(process: subprocess.Popen[bytes], folder: Path, victim: int, shared: set[str]) -> str:
+def kill_and_look(process: Process, folder: Path, victim: int, shared: set[str]) -> str:
     """Kill a rank; all of the run is gone within a minute, and nothing of it is left in shared memory."""
     members = {process.pid, *family(process.pid)}
     os.kill(ranks_of(process.pid)[victim], signal.SIGKILL)
@@ -146,7 +154,8 @@ def test_a_killed_rank_ends_all_within_a_minute_and_is_named(tmp_path: Path, pha
     records = make_dataset(tmp_path / "data.jsonl", num_records=300).read_text()
     (tmp_path / "data.jsonl").write_text(records * (200 if "tokenizing" in phase else 1))
     shared = shared_files()
-    with started(our_launcher(*ENDLESS), tmp_path) as process:
+    # Only the first phase has programs that are being loaded.
+    with started(our_launcher(*ENDLESS), tmp_path, is_forked=phase != "starting") as process:
         wait_for(moment, process, tmp_path)
         time.sleep(random.uniform(0, 0.5))
         output = kill_and_look(process, tmp_path, victim, shared)
@@ -161,7 +170,7 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_no_model(tmp_path: Path) ->
     make_checkpoint(tmp_path / "model", num_layers=64)
     make_dataset(tmp_path / "data.jsonl")
     shared = shared_files()
-    with started(our_launcher(*f"{OPTIONS} --num_iterations 2".split()), tmp_path) as process:
+    with started(our_launcher(*f"{OPTIONS} --num_iterations 2".split()), tmp_path, is_forked=True) as process:
         wait_for(is_saving, process, tmp_path)
         output = kill_and_look(process, tmp_path, 1, shared)
 

@@ -12,7 +12,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from harness.runs import TOKENIZER, command, environment
+from harness.runs import TOKENIZER, command, environment, run_main
 
 COLOURS = {"\x1b[0m", "\x1b[1m", "\x1b[32m", "\x1b[33m", "\x1b[90m"}
 HOSTILE = [
@@ -111,10 +111,8 @@ def test_a_pipe_gets_no_colours(folder: Path, tmp_path: Path) -> None:
 def test_a_broken_record_is_one_message_that_steers_nothing(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write('{"prompt": "a", "completion": "b"}\n' * 400 + '{"prompt": "\x1b[2J\u202e" "completion"}\n')
-    words = command(1, ["--preview", "--model_path", str(TOKENIZER), "--dataset", "a.jsonl.gz"])
-    variables = environment(tmp_path / "cache")
-    done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    done = run_main(1, tmp_path, "--preview", "--model_path", str(TOKENIZER), "--dataset", "a.jsonl.gz")
     assert done.returncode == 1
     assert "line 401" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout
     assert steering_of(done.stdout) == set()

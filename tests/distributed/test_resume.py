@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,8 @@ from pathlib import Path
 import pytest
 from harness.compared_runs import assert_goes_on_exactly, evaluations_of, steps_of, tensors_of
 from harness.forked import HANG_SECONDS
-from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset, run_main
+from harness.launched import Launched
+from harness.runs import ROOT, environment, make_checkpoint, make_dataset, run_main
 
 OPTIONS = """--model_path model --dataset data.jsonl --num_chunks 2 --batch_size 4 --seq_length 32 --num_iterations 12
     --save_steps 4 --save_total_limit 0 --learning_rate 1e-3 --warmup_steps 1 --save_params none --val_size 4
@@ -100,39 +99,29 @@ def test_all_ranks_refuse_a_damaged_shard_of_one_of_them(place: Path) -> None:
 
 
 @pytest.fixture
-def launched(place: Path) -> Iterator[subprocess.Popen[bytes]]:
+def launched(place: Path) -> Iterator[Launched]:
     """A run under our launcher, which may start its ranks again once."""
-    launcher = [str(ROOT / "scripts" / "run_ranks.py"), "--nproc_per_node", "2", "--max_restarts", "1"]
-    launcher += ["--master_port", str(free_port()), str(ROOT / "main.py"), "--device", "cpu"]
+    launcher = f"--nproc_per_node 2 --max_restarts 1 --master_port 0 {ROOT / 'main.py'} --device cpu".split()
     words = f"{OPTIONS} --fp32 --num_stages 4 --save_dir again --save_results again.txt --num_iterations 24"
-    with open(place / "again.log", "wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *launcher, *words.split()],
-            cwd=place,
-            env=environment(place / "cache"),
-            stdout=output,
-            stderr=output,
-        )
+    process = Launched([*launcher, *words.split()], place, environment(place / "cache"), forks_ranks=True)
     yield process
     process.kill()
     process.wait()
 
 
-def test_a_launcher_that_starts_ranks_again_goes_on_from_the_newest_checkpoint(
-    place: Path, launched: subprocess.Popen[bytes]
-) -> None:
+def test_a_launcher_that_starts_ranks_again_goes_on_from_the_newest_checkpoint(place: Path, launched: Launched) -> None:
     end = time.monotonic() + HANG_SECONDS
     while not (place / "again" / "checkpoint-4").exists():
         assert time.monotonic() < end
-        assert launched.poll() is None, (place / "again.log").read_text()
+        assert launched.poll() is None, launched.output()
         time.sleep(0.01)
     children = Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split()
-    ranks = [int(child) for child in children if b"RANK=" in Path(f"/proc/{child}/environ").read_bytes()]
-    os.kill(ranks[-1], signal.SIGKILL)
+    ranks = {Path(f"/proc/{child}/comm").read_text().strip(): int(child) for child in children}
+    os.kill(ranks["rank 1"], signal.SIGKILL)
 
-    assert launched.wait(HANG_SECONDS) == 0, (place / "again.log").read_text()
+    assert launched.wait(HANG_SECONDS) == 0, launched.output()
 
-    output = (place / "again.log").read_text()
+    output = launched.output()
     assert "they start again (1 of 1 times)" in output
     assert "resumed from again/checkpoint-" in output
     assert [row["step"] for row in steps_of(place / "again")] == list(range(1, 25))

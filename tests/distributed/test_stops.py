@@ -15,11 +15,16 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 from harness.forked import HANG_SECONDS
+from harness.launched import Launched
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "tests" / "harness" / "saving_run.py")
-OURS = [str(ROOT / "scripts" / "run_ranks.py"), "--nproc_per_node", "2", "--master_port", "0"]
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+RANKS = ["--nproc_per_node", "2", "--master_port", "0"]
+OURS = ["forked", *RANKS]
+"""Our launcher, which has imported torch when it starts."""
+LOADED = [str(ROOT / "scripts" / "run_ranks.py"), *RANKS]
+"""The same as a program of its own."""
+TORCHRUN = ["-m", "torch.distributed.run", *RANKS]
 ANOTHER_PRESS = 2.3
 """Seconds after which a signal is no longer the same press of Ctrl-C."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -29,26 +34,32 @@ SHARED_MEMORY = Path("/dev/shm")
 class Started:
     """A launcher in a process group of its own, as a terminal starts it, and the folder of its run."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes] | Launched
     folder: Path
+    output_file: Path
+    num_ready: int = 0
 
-    def wait_until_ready(self) -> None:
-        assert self.process.stdout is not None
-        seen = []
-        for line in self.process.stdout:
-            seen.append(line)
-            if line.startswith("ready"):
-                return
-        pytest.fail("".join(seen))
+    def wait_until_ready(self) -> str:
+        """Returns the line of the first rank, once all are in the first step of this start."""
+        self.num_ready += 1
+        assert wait_for(lambda: self.process.poll() is not None or len(self.ready_lines()) >= self.num_ready)
+        assert len(self.ready_lines()) >= self.num_ready, self.output_file.read_text()
+        return self.ready_lines()[self.num_ready - 1]
+
+    def ready_lines(self) -> list[str]:
+        text = self.output_file.read_text(errors="replace")
+        return [line for line in text.splitlines(keepends=True) if line.startswith("ready") and line.endswith("\n")]
 
     def rank(self, number: int) -> int:
         return int((self.folder / f"process-{number}").read_text())
 
     def output(self) -> str:
-        assert self.process.stdout is not None
-        output, _ = self.process.communicate(timeout=HANG_SECONDS)
+        """What was printed after the last `ready`, once all processes have ended."""
+        self.process.wait(HANG_SECONDS)
         assert wait_for(lambda: not any(is_alive(self.rank(number)) for number in range(2)))
-        return "\n".join(line for line in output.splitlines() if not re.match(r"\*|W\d|\[W|Setting OMP", line))
+        printed = self.output_file.read_text(errors="replace").splitlines()
+        begin = max((number for number, line in enumerate(printed, 1) if line.startswith("ready")), default=0)
+        return "\n".join(line for line in printed[begin:] if not re.match(r"\*|W\d|\[W|Setting OMP", line))
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("checkpoint-*"))
@@ -75,38 +86,36 @@ def heed_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def ignore_hang_up() -> None:
-    """Do what `nohup` does."""
-    heed_signals()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
 @dataclass
 class Starter:
     """Starts runs in a folder, and kills what is left of them in the end."""
 
     folder: Path
-    running: list[subprocess.Popen[str]]
+    running: list[subprocess.Popen[bytes] | Launched]
 
     def __call__(
-        self,
-        launcher: Sequence[str],
-        *arguments: str,
-        prepare: Callable[[], None] = heed_signals,
-        **environment: str,
+        self, launcher: Sequence[str], *arguments: str, ignores_hang_up: bool = False, **environment: str
     ) -> Started:
-        process = subprocess.Popen(
-            [sys.executable, *launcher, PROGRAM, str(self.folder), *arguments],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            preexec_fn=prepare,
-        )
+        words = [*launcher[1:], PROGRAM, str(self.folder), *arguments]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment}
+        process: subprocess.Popen[bytes] | Launched
+        if launcher[0] == OURS[0]:
+            process = Launched(words, self.folder, variables, ignores_hang_up=ignores_hang_up)
+            output_file = process.output_file
+        else:
+            output_file = self.folder / "output.txt"
+            with open(output_file, "wb") as output:
+                process = subprocess.Popen(
+                    [sys.executable, launcher[0], *words],
+                    cwd=self.folder,
+                    env=variables,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    preexec_fn=heed_signals,
+                )
         self.running.append(process)
-        started = Started(process, self.folder)
+        started = Started(process, self.folder, output_file)
         started.wait_until_ready()
         return started
 
@@ -132,16 +141,18 @@ def send(run: Started, to: str, number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(
-    ("to", "number"),
+    ("launcher", "to", "number"),
     [
-        ("launcher", signal.SIGTERM),
-        ("group", signal.SIGINT),
-        ("group", signal.SIGHUP),
-        ("rank 1", signal.SIGINT),
+        (OURS, "launcher", signal.SIGTERM),
+        (LOADED, "group", signal.SIGINT),
+        (OURS, "group", signal.SIGHUP),
+        (OURS, "rank 1", signal.SIGINT),
     ],
 )
-def test_one_signal_saves_and_ends_all_ranks_whoever_gets_it(start: Starter, to: str, number: signal.Signals) -> None:
-    run = start([*OURS, "--max_restarts", "3"], "0.5")
+def test_one_signal_saves_and_ends_all_ranks_whoever_gets_it(
+    start: Starter, launcher: list[str], to: str, number: signal.Signals
+) -> None:
+    run = start([*launcher, "--max_restarts", "3"], "0.5")
     send(run, to, number)
     first, last = run.output().splitlines()
     assert re.fullmatch(
@@ -174,9 +185,10 @@ def test_a_third_signal_kills_ranks_that_do_not_end(start: Starter) -> None:
     run = start(OURS, "60")
     for rank in range(2):
         os.kill(run.rank(rank), signal.SIGSTOP)
-    for _ in range(3):
+    for _ in range(2):
         send(run, "launcher", signal.SIGINT)
         time.sleep(ANOTHER_PRESS)
+    send(run, "launcher", signal.SIGINT)
     run.output()
     assert run.process.returncode == 130
 
@@ -226,9 +238,8 @@ def test_ranks_start_again_from_the_newest_checkpoint_but_not_after_a_signal(sta
     run = start([*OURS, "--max_restarts", "2"], "0.5", "store")  # which has a port, though 0 was given
     assert wait_for(lambda: "checkpoint-40" in run.checkpoints())
     send(run, "rank 1", signal.SIGKILL)
-    assert run.process.stdout is not None
-    seen = list(iter(lambda: next(run.process.stdout), "ready, goes on from step 40\n"))
-    assert "they start again (1 of 2 times)" in "".join(seen)
+    assert run.wait_until_ready() == "ready, goes on from step 40\n"
+    assert "they start again (1 of 2 times)" in run.output_file.read_text()
     send(run, "rank 1", signal.SIGTERM)
     assert "saved to checkpoint-" in run.output().splitlines()[-1]
     assert run.process.returncode == 130
@@ -262,7 +273,7 @@ def test_ranks_end_with_their_launcher_while_they_save(start: Starter) -> None:
 
 
 def test_a_run_under_nohup_goes_on_when_the_terminal_closes(start: Starter) -> None:
-    run = start(OURS, "0.1", prepare=ignore_hang_up)
+    run = start(OURS, "0.1", ignores_hang_up=True)
     send(run, "group", signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
         run.process.wait(1.5)
