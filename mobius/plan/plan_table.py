@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, HostNeed
 from mobius.plan.choice import Answer
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import Plan
+from mobius.plan.profile import Profile
+from mobius.plan.simulation import plan_seconds
 from mobius.schedule.lanes import WaitCause
 from mobius.units import GIB, bytes_text, gib_cell
 
@@ -90,11 +93,23 @@ def describe_step(found: Answer) -> str:
         return "no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16)"
     waits = ", ".join(f"{cause} {found.prediction.worst_wait(cause):.3f}" for cause in WaitCause)
     return "\n".join(
-        (
+        [
             f"predicted step: {found.step_seconds:.3f} s for {found.request.step_tokens:,} tokens, "
             f"{found.tokens_per_second:,.0f} tokens/s, {100 * found.mfu:.0f} % MFU",
             f"  limited by {found.forecast.limit} ({100 * found.forecast.gain:.1f} % shorter if it were 1.1 times as "
             f"fast); bubble {100 * found.prediction.bubble:.0f} %; the worst rank waits, s: {waits}",
+            *([] if found.plan.num_rounds == 1 else [f"  {_describe_rounds(found, found.profile)}"]),
             f"  {found.profile.describe()}",
-        )
+        ]
+    )
+
+
+def _describe_rounds(found: Answer, profile: Profile) -> str:
+    """Compare with the same plan with all microbatches at once, as if there were the memory for it."""
+    plan = found.plan
+    at_once = plan_seconds(replace(plan, num_rounds=1), found.request, profile)
+    return (
+        f"{plan.num_rounds} rounds of {plan.round_size} microbatches cost {found.step_seconds - at_once:.3f} s of it: "
+        f"weights of streamed stages travel {plan.num_rounds} times, their fp32 sums {plan.num_rounds - 1} times each "
+        "way"
     )

@@ -30,16 +30,16 @@ def smallest_change(blueprint: Blueprint) -> str:
     config, plan = blueprint.config.pipeline, blueprint.plan
     num_resident = max(plan.use_of(rank).num_resident for rank in range(plan.num_ranks))
     chunks = [n for n in range(plan.num_microbatches + 1, config.batch_size + 1) if config.batch_size % n == 0]
+    rounds = [n for n in range(plan.num_rounds + 1, plan.num_microbatches + 1) if plan.num_microbatches % n == 0]
     stages = range(plan.num_stages + plan.num_ranks, blueprint.shape.num_layers + 1, plan.num_ranks)
     if config.recompute is not Recompute.FULL and (plan.kept or not config.use_offload):
         return "--recompute full, so that no stage keeps its activations"
     if not config.use_offload:
         return "--use_offload"
-    rounds = [n for n in range(plan.num_rounds + 1, plan.num_microbatches + 1) if plan.num_microbatches % n == 0]
-    if rounds:
-        return f"--num_rounds {rounds[0]} (activations of fewer microbatches at a time)"
     if num_resident:
         return f"--resident_stages {num_resident - 1}"
+    if rounds:
+        return f"--num_rounds {rounds[0]} (activations of fewer microbatches at a time)"
     if chunks:
         return f"--num_chunks {chunks[0]} (smaller microbatches)"
     if stages:

@@ -18,6 +18,7 @@ from mobius.plan.fit import fit_plan
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import MemoryUse, Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, read_plan
+from mobius.plan.plan_table import describe_step
 from mobius.plan.request import Machine, PlanRequest
 from mobius.plan.simulation import plan_seconds
 from mobius.units import GIB
@@ -116,6 +117,14 @@ def test_a_round_more_costs_time_for_its_copies_where_compute_does_not_hide_them
     seconds = [plan_seconds(replace(plan, num_rounds=number), request, profile) for number in (1, 2, 32)]
     assert seconds[0] < seconds[1] < 1.1 * seconds[0]
     assert seconds[2] > 1.3 * seconds[0]
+
+
+def test_the_table_says_what_rounds_cost() -> None:
+    found = answer(request_for("--num_rounds", "4", "--resident_stages", "0"))
+    cost = re.search(r"4 rounds of 8 microbatches cost (\d\.\d+) s of it: .* 4 times, .* 3 times", describe_step(found))
+    assert cost is not None
+    assert 0 < float(cost[1]) < found.step_seconds
+    assert "rounds" not in describe_step(answer(request_for("--num_rounds", "1")))
 
 
 def test_a_plan_file_keeps_the_rounds_and_one_from_before_has_one(tmp_path: Path) -> None:
