@@ -136,6 +136,22 @@ def disagreements(config: Any) -> list[str]:
     return problems
 
 
+def unseen_positions(config: Any, seq_length: int) -> str | None:
+    """A sentence on rows of `seq_length` tokens that are longer than the model was made for, if they are.
+
+    All supported families have rotary positions, which go on beyond that; learned ones would end there.
+    """
+    longest = config.max_position_embeddings
+    if seq_length <= longest:
+        return None
+    return (
+        f"--seq_length {seq_length} is beyond the {longest} positions that the model was made for "
+        "(max_position_embeddings in its config.json): they are trained as they come, without scaling. Choose "
+        f"--seq_length {longest} or less, or set rope_parameters there to a kind that scales (such as yarn) and "
+        "max_position_embeddings to the length that it is to have."
+    )
+
+
 def _complaint(name: str, value: object, rule: Rule) -> str:
     return f"{name!r} is {shown(value)}, it must be {rule.wanted}"
 

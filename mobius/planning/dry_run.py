@@ -18,6 +18,7 @@ from mobius.machine.available import available_host_bytes
 from mobius.machine.cpu_dtype import settle_on_cpus
 from mobius.machine.device_order import device_names, order_devices
 from mobius.models.blocks import ModelParts
+from mobius.models.config_rules import unseen_positions
 from mobius.models.families import load_planned_config
 from mobius.models.weights import check_model_weights
 from mobius.plan.budget import check_host_memory, estimated_layer
@@ -58,6 +59,8 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     parts = ModelParts(model_config, torch.device("cpu"))
     if model_folder is not None:
         check_model_weights(model_folder, parts, config.model)
+        if (warning := unseen_positions(model_config, config.data.seq_length)) is not None:
+            logger.warning("%s", warning)
     shape, dtype = parts.shape(), config.model.dtype
     logger.info("plan of %s: %.3g parameters, %s", config.model.model_path, shape.num_parameters, dtype)
     if not machine.on_cpu:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from mobius.log import SAID_ONCE
 from mobius.machine.available import huge_page_share
 from mobius.machine.devices import MemoryMeter
 from mobius.models.attention import DocumentAttention
+from mobius.models.config_rules import unseen_positions
 from mobius.planning.blueprint import Blueprint
 from mobius.training.session import Session
 from mobius.units import GIB
@@ -21,6 +23,9 @@ def log_model(blueprint: Blueprint, folder: Path) -> None:
     """The milestone of the model; its weights follow when the stages are filled, each rank's own."""
     family, dtype = blueprint.parts.config.model_type, blueprint.config.model.dtype.value
     logger.info("model loaded: %s (%s), %.3g parameters, %s", folder, family, blueprint.shape.num_parameters, dtype)
+    warning = unseen_positions(blueprint.parts.config, blueprint.config.data.seq_length)
+    if warning is not None:
+        logger.warning("%s", warning, extra=SAID_ONCE)
 
 
 def warn_of_small_pages(session: Session) -> None:

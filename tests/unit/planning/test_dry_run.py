@@ -299,3 +299,11 @@ def test_a_plan_of_a_step_that_no_machine_holds_is_refused_before_anything_is_ma
 
     with pytest.raises(PlanError, match=r"--plan plan\.json cannot be run: .*`--batch_size`"):
         adopt_plan(parse_args(argv, num_ranks=1), given=given_options(argv))
+
+
+@pytest.mark.parametrize(("length", "is_beyond"), [("2048", False), ("2112", True)])
+def test_rows_longer_than_the_model_was_made_for_are_told(
+    workplace: Path, caplog: pytest.LogCaptureFixture, length: str, is_beyond: bool
+) -> None:
+    assert dry("--model_path", "model", *NODE[2:6], "--batch_size", "8", "--num_stages", "4", "--seq_length", length)
+    assert ("--seq_length 2112 is beyond the 2048 positions" in told(caplog)) == is_beyond
