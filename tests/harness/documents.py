@@ -185,6 +185,8 @@ def _problems(words: Sequence[str]) -> list[str]:
             return problems + read_command_line(for_mobius).problems
         case ["pytest", *rest]:
             return _missing([word for word in rest if "/" in word])
+        case ["tail", "-n", _, file, ">", _]:
+            return _missing([file])
         case ["pip", *_] | ["scripts/run_docs"]:
             return []
         case _:
