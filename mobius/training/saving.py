@@ -94,6 +94,10 @@ class RunTexts:
     data_fingerprint: str
 
 
+class _NotBegunError(CheckpointError):
+    """A save for which the first rank could not make a folder."""
+
+
 class CheckpointSaver:
     """Owns the saves of a run, one at a time, and the copies that they are made from."""
 
@@ -173,6 +177,8 @@ class CheckpointSaver:
         except CheckpointError as error:
             problem = [error]
         self._transport.barrier()  # the folder is there, or there is none to write to
+        if not problem and not partial.is_dir():
+            problem = [_NotBegunError("the first rank tells why")]
 
         def write(stage: int, tensors: Mapping[str, Tensor]) -> None:
             if problem:
@@ -236,6 +242,8 @@ class CheckpointSaver:
 
     def _tell_failure(self, error: BaseException) -> None:
         assert self._point is not None
+        if isinstance(error, _NotBegunError):
+            return
         told = str(error) if isinstance(error, MobiusError) else f"{type(error).__name__}: {first_line(error)}"
         last = f" The last good checkpoint is {self.newest}." if self.newest else ""
         step, follows = self._point.step, self._point.follows

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import kill_and_resume
 import pytest
-from harness.forked import HANG_SECONDS, ROOT
-from harness.runs import environment
+from harness.forked import HANG_SECONDS, ROOT, Ranks
+from harness.runs import environment, make_checkpoint, make_dataset
 from kill_and_resume import TrialError, compare
 from started_ranks import Started, comes, descendants, forked, left_in_shared_memory
 
@@ -38,6 +38,36 @@ def test_a_run_that_is_killed_four_times_is_the_one_that_was_left_alone(tmp_path
     assert compared
     assert int(compared[1]) >= 2
     assert not list(tmp_path.glob("kills-*")), "what was equal is removed"
+
+
+FULL_FOR_THE_FIRST = """
+import os
+import mobius.training.saving as saving
+def no_space(save_dir, num_bytes, check=saving.check_space):
+    check(save_dir, 10**18 if os.environ["RANK"] == "0" else num_bytes)
+saving.check_space = no_space
+"""
+
+
+def test_a_save_that_the_first_rank_cannot_begin_is_told_once(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    make_dataset(tmp_path / "data.jsonl")
+    options = """--device cpu --fp32 --model_path model --dataset data.jsonl --num_stages 4 --num_chunks 2
+        --batch_size 4 --seq_length 32 --num_iterations 3 --save_steps 2 --save_params none --save_dir saved"""
+    ranks = Ranks(
+        "harness.standing_still",
+        "faulty_main",
+        [FULL_FOR_THE_FIRST, *options.split()],
+        num_ranks=2,
+        folder=tmp_path,
+        environment=environment(tmp_path / "cache"),
+    )
+
+    code, output = ranks.wait(), ranks.output()
+    assert code == 0, output
+    (warning,) = re.findall("^.*warning.*$", output, re.MULTILINE)
+    assert re.search(r"warning: checkpoint of step 2 is not saved, and training goes on: .* needs .* is free", warning)
+    assert not list(tmp_path.glob("saved/checkpoint-*"))
 
 
 def test_the_script_tells_what_differs() -> None:
