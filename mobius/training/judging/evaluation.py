@@ -147,7 +147,7 @@ class Evaluator:
         return result
 
     def _evaluate(self, show_progress: bool) -> EvaluationResult:
-        num_microbatches = self._blueprint.plan.num_microbatches
+        num_microbatches = self._blueprint.plan.round_size
         self._activity.begins("the start of the evaluation")
         self._transport.barrier()
         start = time.perf_counter()
@@ -182,7 +182,7 @@ class Evaluator:
         Where receives that wait occupy the GPU, either would wait for them (messages/rehearsal.py).
         """
         blueprint, number = self._blueprint, self._batches_per_pass
-        num_microbatches = blueprint.plan.num_microbatches * number
+        num_microbatches = blueprint.plan.round_size * number
         transport = RehearsalTransport(
             rank=self._transport.rank,
             device=blueprint.place.device,
@@ -190,7 +190,7 @@ class Evaluator:
             dtype=blueprint.dtype,
             max_sends=max_sends_under_way(num_microbatches),
         )
-        shape = blueprint.config.pipeline.batch_size, blueprint.config.data.seq_length
+        shape = _batch_size(blueprint), blueprint.config.data.seq_length
         tokens = np.zeros(shape, dtype=np.int64)
         rows = ((shape[1],),) * shape[0] if blueprint.answer.request.packed else None
         batch = Batch(tokens, tokens, tokens.size, tokens.size, shape[0], 0.0, rows)
@@ -214,7 +214,7 @@ class Evaluator:
 
     def _schedule(self, num_batches: int) -> Schedule:
         plan = self._blueprint.plan
-        number = plan.num_microbatches * num_batches
+        number = plan.round_size * num_batches
         return build_schedule(
             plan.num_ranks, plan.stages_per_rank, number, plan.slots, plan.resident, is_evaluation=True
         )
@@ -222,7 +222,7 @@ class Evaluator:
     def _add(self, made: Sequence[tuple[list[str], EvaluationSums]], counts: Mapping[str, _Counts]) -> None:
         """Bring the sums to the host, each to its dataset's."""
         self._meter.synchronize()  # sync: once per evaluation
-        num_microbatches = self._blueprint.plan.num_microbatches
+        num_microbatches = self._blueprint.plan.round_size
         for names, sums in made:
             losses = sums.losses.cpu().view(-1, num_microbatches).tolist()
             num_correct = sums.num_correct.cpu().view(-1, num_microbatches).sum(1).tolist()
@@ -268,7 +268,7 @@ def make_evaluator(session: Session, samples: Sequence[EvaluationSamples], *, pa
         name: EvaluationBatches(
             each.tokenized,
             each.indices,
-            batch_size=blueprint.config.pipeline.batch_size,
+            batch_size=_batch_size(blueprint),
             seq_length=blueprint.config.data.seq_length,
             pad_token_id=pad_token_id,
             most_documents=None if packed is None else packed.most_documents,
@@ -298,23 +298,29 @@ def evaluation_samples(data: RunData) -> list[EvaluationSamples]:
     return [*given, *(each for each in held_out if len(each))]
 
 
-def batches_per_pass(plan: Plan) -> int:
-    """Batches that go through the pipeline together, so that no rank holds more than in a step.
+def _batch_size(blueprint: Blueprint) -> int:
+    """Rows of an evaluation's batch, as many as a round of a step has: a step of several rounds does not fit at once."""
+    return blueprint.config.pipeline.batch_size // blueprint.plan.num_rounds
 
-    While the microbatches of a pass go through one stage, their messages to the next one wait. A step keeps as many
+
+def batches_per_pass(plan: Plan) -> int:
+    """Batches that go through the pipeline together, so that no rank holds more than in a round of a step.
+
+    While the microbatches of a pass go through one stage, their messages to the next one wait. A round keeps as many
     messages for one batch, and beside them the inputs of all layers of the stages that wait for their backward.
     """
     waiting = [
         [stage for stage in plan.stages_of(rank) if not plan.cuts[stage].is_last] for rank in range(plan.num_ranks)
     ]
     num_layers = [sum(len(plan.cuts[stage].layers) for stage in own) for own in waiting if own]
-    return min(MOST_BATCHES_PER_PASS, 1 + min(num_layers, default=MOST_BATCHES_PER_PASS))
+    most = MOST_BATCHES_PER_PASS * plan.num_rounds
+    return min(most, 1 + min(num_layers, default=most))
 
 
 def join(batches: Sequence[Batch], blueprint: Blueprint) -> StepBatch:
     """The batches of a pass one behind the other, each in the order of its microbatches; page-locked for a GPU."""
     plan, packed = blueprint.plan, blueprint.answer.request.packed
-    arranged = [arrange(batch, plan.num_microbatches) for batch in batches]
+    arranged = [arrange(batch, plan.round_size) for batch in batches]
 
     def tensor(array: npt.NDArray[np.integer]) -> Tensor:
         made = torch.from_numpy(array)
@@ -325,7 +331,7 @@ def join(batches: Sequence[Batch], blueprint: Blueprint) -> StepBatch:
         positions, bounds = place_documents(
             [row for batch in arranged for row in batch.documents or ()],
             seq_length=blueprint.config.data.seq_length,
-            num_microbatches=plan.num_microbatches * len(batches),
+            num_microbatches=plan.round_size * len(batches),
             most_documents=packed.most_documents,
         )
         documents = tensor(positions), tensor(bounds)

@@ -11,6 +11,10 @@ import torch
 from harness.runs import make_checkpoint
 from safetensors.torch import load_file
 
+from mobius.plan.partition import balanced_partition
+from mobius.plan.plan import Plan
+from mobius.training.judging.evaluation import batches_per_pass
+
 Run = Callable[..., None]
 
 USUAL = "--num_chunks 4 --num_stages 4 --learning_rate 1e-2 --save_params none"
@@ -60,3 +64,24 @@ def test_a_checkpoint_of_a_run_at_once_goes_on_in_rounds(run: Run) -> None:
     (steps, weights), (own_steps, own) = left_by(Path("once")), left_by(Path("rounds"))
     assert own_steps[-2:] == steps[-2:]
     assert all(torch.equal(own[name], value) for name, value in weights.items())
+
+
+def test_evaluations_beside_rounds_hold_no_more_than_a_round_and_say_the_same(run: Run) -> None:
+    words = f"{USUAL} --val_size 9 --eval_strategy steps --eval_steps 1 --packing off".split()
+    run(*words, "--num_rounds", "4", "--save_dir", "rounds", "--save_results", "rounds.txt")
+    run(*words, "--save_dir", "once", "--save_results", "once.txt")
+
+    def told(folder: str) -> list[tuple[float, float]]:
+        history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
+        return [(entry["eval_loss"], entry["eval_token_accuracy"]) for entry in history if "eval_loss" in entry]
+
+    assert len(told("rounds")) == 3
+    assert told("rounds") == told("once")
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2, 8])
+def test_a_pass_of_an_evaluation_has_no_more_messages_than_a_round_has_inputs(num_rounds: int) -> None:
+    cuts = balanced_partition(32, 8, num_ranks=4)
+    plan = Plan(4, 16, (2,) * 4, cuts, frozenset(), num_rounds=num_rounds)
+    messages = batches_per_pass(plan) * plan.round_size
+    assert messages <= plan.round_size * (1 + 4)  # rank 3's first stage waits, with its four layers
