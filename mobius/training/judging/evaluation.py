@@ -299,7 +299,7 @@ def evaluation_samples(data: RunData) -> list[EvaluationSamples]:
 
 
 def _batch_size(blueprint: Blueprint) -> int:
-    """Rows of an evaluation's batch, as many as a round of a step has: a step of several rounds does not fit at once."""
+    """Rows of an evaluation's batch: as many as a round of a step has, since a whole step may not fit at once."""
     return blueprint.config.pipeline.batch_size // blueprint.plan.num_rounds
 
 
