@@ -2,9 +2,10 @@
 
 Per rank three lanes run side by side: compute, load and offload. Within a lane actions keep their order, and
 
-    compute   waits for its stage's load and for the message of the neighbouring stage
+    compute   waits for its stage's load and for the message of the neighbouring stage, a backward for its sums
     load      waits for a slot: the one that the offload `num_slots` loads ago gives back
     offload   waits for its stage's last compute; it takes time only when gradients go home
+    sums      come on the lane of loads, behind the last ones that left; they leave on that of offloads
 """
 
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ class Costs:
     load: int = 2
     offload: int = 2
     """Sending the gradients of a stage home; giving up a slot without gradients takes no time."""
+    sums: int = 4
+    """Sending the fp32 sums of a stage home between rounds, or bringing them back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,12 @@ class ActionSpan:
 Timeline = tuple[tuple[ActionSpan, ...], ...]
 """The spans of every rank, in the order of its actions."""
 
-_LANES = {ActionKind.LOAD: Lane.LOAD, ActionKind.OFFLOAD: Lane.OFFLOAD}
+_LANES = {
+    ActionKind.LOAD: Lane.LOAD,
+    ActionKind.LOAD_SUMS: Lane.LOAD,
+    ActionKind.OFFLOAD: Lane.OFFLOAD,
+    ActionKind.OFFLOAD_SUMS: Lane.OFFLOAD,
+}
 
 
 @dataclass
@@ -49,6 +57,9 @@ class _RankClock:
     weights_ready: dict[int, int] = field(default_factory=dict)
     stage_idle: dict[int, int] = field(default_factory=dict)
     with_gradients: set[int] = field(default_factory=set)
+    sums_ready: dict[int, int] = field(default_factory=dict)
+    """End of the last copy of a stage's sums, to the host or back."""
+    sums_left: int = 0
     num_loads: int = 0
     offload_ends: list[int] = field(default_factory=list)
 
@@ -84,8 +95,17 @@ def _play(clock: _RankClock, action: Action, arrival: int, num_slots: int, costs
         start = max(start, clock.stage_idle.get(action.stage, clock.weights_ready[action.stage]))
         duration = costs.offload if action.stage in clock.with_gradients else 0
         clock.offload_ends.append(start + duration)
+    elif action.kind is ActionKind.OFFLOAD_SUMS:
+        start, duration = max(start, clock.stage_idle[action.stage]), costs.sums
+        clock.with_gradients.remove(action.stage)
+        clock.sums_ready[action.stage] = clock.sums_left = start + duration
+    elif action.kind is ActionKind.LOAD_SUMS:
+        start, duration = max(start, clock.sums_ready[action.stage], clock.sums_left), costs.sums
+        clock.sums_ready[action.stage] = start + duration
     elif action.kind.is_compute:
         start = max(start, clock.weights_ready.get(action.stage, 0))
+        if action.kind.is_backward:
+            start = max(start, clock.sums_ready.get(action.stage, 0))
         duration = costs.backward if action.kind.is_backward else costs.forward
         clock.stage_idle[action.stage] = start + duration
         if action.kind.is_backward:

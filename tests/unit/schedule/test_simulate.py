@@ -57,6 +57,16 @@ def test_with_one_slot_compute_waits_for_every_load() -> None:
     assert (spans["O1"].end, spans["L0 again"].start, spans["B0.0"].start) == (14, 14, 16)
 
 
+def test_sums_leave_behind_their_backward_and_come_back_before_the_next_one() -> None:
+    spans = spans_by_name(build_schedule(1, 2, 4, 2, num_rounds=2), 0)
+    # F0 2-4, F1 4-6, B1 6-10, B0 10-14, and the same again; a stage's sums take four slots each way.
+    assert (spans["B1.1"].end, spans["OS1"].start, spans["OS1"].end) == (10, 10, 14)
+    assert (spans["B0.1"].end, spans["OS0"].start, spans["OS0"].end) == (14, 14, 18)
+    assert (spans["LS1"].start, spans["LS1"].end, spans["B1.2"].start) == (18, 22, 22)
+    assert spans["LS0"].lane is Lane.LOAD
+    assert spans["LS0"].end <= spans["B0.2"].start
+
+
 def test_no_lane_does_two_things_at_once_and_no_message_arrives_before_it_is_sent(
     all_schedules: list[Schedule],
 ) -> None:
