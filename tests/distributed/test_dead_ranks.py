@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from harness.launched import Launched
+from harness.processes import comes, is_alive
 from harness.runs import ROOT, command, environment, free_port, make_checkpoint, make_dataset
 
 MINUTE = 60.0
@@ -79,22 +80,6 @@ def ranks_of(launcher: int) -> dict[int, int]:
         if rank is not None and parent == launcher:
             found[rank] = child
     return found
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def comes(condition: Callable[[], object], *, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def wait_for(moment: Moment, process: Process, folder: Path) -> None:

@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from harness.forked import HANG_SECONDS, Ranks
+from harness.processes import comes, is_alive
 from harness.runs import command, environment, make_checkpoint, make_dataset
 from launch import free_port
 
@@ -78,22 +79,6 @@ def children(process: int) -> list[int]:
     ]
 
 
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_for(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + HANG_SECONDS
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 @contextmanager
 def in_step(number: int, folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A run of two ranks, started as train.sh does it, that has made `number` steps; and the ranks' processes."""
@@ -106,7 +91,7 @@ def in_step(number: int, folder: Path, *options: str) -> Iterator[tuple[subproce
         ranks = children(process.pid)
         assert len(ranks) == 2
         yield process, ranks
-        assert wait_for(lambda: not any(is_alive(rank) for rank in ranks))
+        assert comes(lambda: not any(is_alive(rank) for rank in ranks))
 
 
 def forked_to_step(number: int, folder: Path, *options: str) -> Ranks:
@@ -115,7 +100,7 @@ def forked_to_step(number: int, folder: Path, *options: str) -> Ranks:
     make_dataset(folder / "data.jsonl")
     arguments, variables = ["--device", "cpu", *ENDLESS, *options], environment(folder / "cache")
     ranks = Ranks("main", "main", arguments, num_ranks=2, folder=folder, environment=variables)
-    assert wait_for(lambda: f"step {number:>6}/100000" in ranks.output()), ranks.output()
+    assert comes(lambda: f"step {number:>6}/100000" in ranks.output()), ranks.output()
     return ranks
 
 
@@ -204,7 +189,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         assert len(ranks) == 2
         process.kill()
         try:
-            assert wait_for(lambda: not any(is_alive(rank) for rank in ranks))
+            assert comes(lambda: not any(is_alive(rank) for rank in ranks))
         finally:
             for rank in filter(is_alive, ranks):
                 os.kill(rank, signal.SIGKILL)
@@ -216,7 +201,7 @@ def test_ctrl_c_while_workers_tokenize_leaves_one_line_and_nothing_else(tmp_path
     (tmp_path / "data.jsonl").write_text(lines * 200)
     before = {path.name for path in tmp_path.iterdir()} | {"cache"}
     with started(command(1, [*ENDLESS, "--preprocessing_num_workers", "2"]), tmp_path) as process:
-        assert wait_for(lambda: bool(children(process.pid)))
+        assert comes(lambda: bool(children(process.pid)))
         workers = children(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         lines_seen = [line for line in lines_after(process) if not line.startswith(("model loaded", "tokenizing"))]
@@ -225,4 +210,4 @@ def test_ctrl_c_while_workers_tokenize_leaves_one_line_and_nothing_else(tmp_path
     assert lines_seen == [expected], "\n".join(lines_seen)
     assert process.returncode == 130
     assert {path.name for path in tmp_path.iterdir()} == before
-    assert wait_for(lambda: not any(is_alive(worker) for worker in workers))
+    assert comes(lambda: not any(is_alive(worker) for worker in workers))

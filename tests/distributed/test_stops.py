@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 import torch.distributed.run
 from harness.forked import HANG_SECONDS
 from harness.launched import Launched
+from harness.processes import comes, is_alive
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "tests" / "harness" / "saving_run.py")
@@ -42,7 +43,7 @@ class Started:
     def wait_until_ready(self) -> str:
         """Returns the line of the first rank, once all are in the first step of this start."""
         self.num_ready += 1
-        assert wait_for(lambda: self.process.poll() is not None or len(self.ready_lines()) >= self.num_ready)
+        assert comes(lambda: self.process.poll() is not None or len(self.ready_lines()) >= self.num_ready)
         assert len(self.ready_lines()) >= self.num_ready, self.output_file.read_text()
         return self.ready_lines()[self.num_ready - 1]
 
@@ -56,29 +57,13 @@ class Started:
     def output(self) -> str:
         """What was printed after the last `ready`, once all processes have ended."""
         self.process.wait(HANG_SECONDS)
-        assert wait_for(lambda: not any(is_alive(self.rank(number)) for number in range(2)))
+        assert comes(lambda: not any(is_alive(self.rank(number)) for number in range(2)))
         printed = self.output_file.read_text(errors="replace").splitlines()
         begin = max((number for number, line in enumerate(printed, 1) if line.startswith("ready")), default=0)
         return "\n".join(line for line in printed[begin:] if not re.match(r"\*|W\d|\[W|Setting OMP", line))
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("checkpoint-*"))
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_for(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + HANG_SECONDS
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def heed_signals() -> None:
@@ -236,7 +221,7 @@ def test_a_rank_that_dies_is_no_request_to_save(start: Starter) -> None:
 
 def test_ranks_start_again_from_the_newest_checkpoint_but_not_after_a_signal(start: Starter) -> None:
     run = start([*OURS, "--max_restarts", "2"], "0.5", "store")  # which has a port, though 0 was given
-    assert wait_for(lambda: "checkpoint-40" in run.checkpoints())
+    assert comes(lambda: "checkpoint-40" in run.checkpoints())
     send(run, "rank 1", signal.SIGKILL)
     assert run.wait_until_ready() == "ready, goes on from step 40\n"
     assert "they start again (1 of 2 times)" in run.output_file.read_text()
