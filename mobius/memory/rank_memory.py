@@ -36,15 +36,16 @@ def take_memory(
     part if `device` is a GPU; it is to be closed when nothing copies any more. Raises HostMemoryError.
     """
     streamed = {stage: layout for stage, layout in layouts.items() if stage not in resident}
-    in_place = [
-        adds_in_place(gradient_dtype, keeps_gradients=stage in waiting, in_rounds=in_rounds) for stage in layouts
+    summed = [
+        layout.num_trained
+        for stage, layout in layouts.items()
+        if stage in streamed or not adds_in_place(gradient_dtype, keeps_gradients=stage in waiting, in_rounds=in_rounds)
     ]
     sums_travel = in_rounds and len(streamed) > 1
     total: GradientSum | None = None
-    if streamed or not all(in_place):
-        longest = max(layout.num_trained for layout in layouts.values())
+    if summed:
         num_buffers = 2 if sums_travel or (streamed and gradient_dtype.itemsize > dtype.itemsize) else 1
-        total = GradientSum(longest, device=device, num_buffers=num_buffers)
+        total = GradientSum(max(summed), device=device, num_buffers=num_buffers)
     memory: dict[int, StageMemory] = {
         stage: ResidentStage(
             stage,

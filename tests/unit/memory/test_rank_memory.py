@@ -89,3 +89,23 @@ def test_a_streamed_stage_is_not_added_to_a_resident_one(layouts: Layouts) -> No
     memory[2].gradients()
     with pytest.raises(AssertionError, match="stages .2. are not sealed before stage 0"):
         memory[0].gradients()
+
+
+def test_sums_are_as_long_as_the_stages_that_add_up_in_them(layouts: Layouts) -> None:
+    """A resident stage that has a sum of its own, as in rounds, lengthens none of the others'."""
+    shapes = {0: {"matrix": (50, 400)}, **{stage: {"matrix": (5, 40)} for stage in (2, 4)}}
+    given = {stage: StageLayout.of(own) for stage, own in shapes.items()}
+    memory, arena = take_memory(
+        given,
+        resident=(0,),
+        num_slots=2,
+        dtype=torch.bfloat16,
+        gradient_dtype=torch.bfloat16,
+        waiting=(),
+        device=CPU,
+        in_rounds=True,
+    )
+    longest = {stage: memory[stage].gradients()["matrix"].untyped_storage().nbytes() // 4 for stage in (0, 2)}
+    assert longest == {0: given[0].num_trained, 2: given[2].num_trained}
+    assert arena is not None
+    assert arena.num_bytes == sum((2 + 4 + 2 + 8) * given[stage].num_elements for stage in (2, 4))
