@@ -162,6 +162,7 @@ def open_session(
     with activity.warming_up():
         transport = transport or _connect(blueprint, spans)
         blueprint = plan_by_measurement(blueprint, transport)
+    transport.bound_sends(max_sends_under_way(blueprint.plan.round_size))  # another plan may have other rounds
     if settled is not None:
         settled(blueprint)
     done("connect")

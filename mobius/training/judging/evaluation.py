@@ -169,7 +169,7 @@ class Evaluator:
                     own.num_samples += batch.num_samples
                 made.append((names, self._executor(len(batches)).evaluate(join(batches, self._blueprint))))
                 progress.update(len(batches))
-        self._transport.bound_sends(max_sends_under_way(self._blueprint.plan.round_size))
+        self._transport.bound_sends(max_sends_under_way(num_microbatches))
         self._activity.begins("the end of the evaluation")
         with self._activity.waiting("the device"):
             self._add(made, counts)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.local_transport import LocalTransport
 from harness.runs import make_checkpoint
+from harness.sessions import evaluator_of, in_sessions, random_samples
 from safetensors.torch import load_file
 
-from mobius.plan.partition import balanced_partition
-from mobius.plan.plan import Plan
-from mobius.training.judging.evaluation import batches_per_pass
+from mobius.data.batches import Batches
+from mobius.limits import max_sends_under_way
+from mobius.training.session import Session
 
 Run = Callable[..., None]
 
@@ -79,9 +81,20 @@ def test_evaluations_beside_rounds_hold_no_more_than_a_round_and_say_the_same(ru
     assert told("rounds") == told("once")
 
 
-@pytest.mark.parametrize("num_rounds", [1, 2, 8])
-def test_a_pass_of_an_evaluation_has_no_more_messages_than_a_round_has_inputs(num_rounds: int) -> None:
-    cuts = balanced_partition(32, 8, num_ranks=4)
-    plan = Plan(4, 16, (2,) * 4, cuts, frozenset(), num_rounds=num_rounds)
-    messages = batches_per_pass(plan) * plan.round_size
-    assert messages <= plan.round_size * (1 + 4)  # rank 3's first stage waits, with its four layers
+def test_a_rank_keeps_no_more_messages_than_its_rounds_and_evaluations_are_planned_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds: list[int] = []
+    monkeypatch.setattr(
+        LocalTransport, "bound_sends", lambda self, most: bounds.append(most) if self.rank == 0 else None
+    )
+    make_checkpoint(tmp_path, num_layers=4)
+    options = """--num_stages 4 --num_chunks 8 --num_rounds 4 --batch_size 8 --seq_length 32 --packing off --fp32
+        --no_offload"""
+
+    def evaluate(session: Session, _: Batches) -> None:
+        evaluator_of(session, random_samples(40, 20)).evaluate()
+
+    in_sessions(2, tmp_path, options, random_samples(64, 20), evaluate)
+    # A round has two microbatches; a pass as many as one of them and its inputs of the one layer that waits on rank 1.
+    assert bounds == [max_sends_under_way(number) for number in (2, 4, 2)]
