@@ -146,6 +146,12 @@ def _misfit_sizes(config: Config, num_ranks: int | None) -> _Misfits:
             f"use --num_chunks {near_chunks}, or --batch_size {_nearest_multiple(batch, chunks)}",
         )
     rounds = config.pipeline.num_rounds
+    if chunks is None and rounds is not None and batch % rounds and not is_planned:
+        yield (
+            "batch_size num_rounds plan",
+            f"`--batch_size` {batch} cannot be cut into `--num_rounds` {rounds} equal rounds; use --batch_size "
+            f"{_nearest_multiple(batch, rounds)}, or another number of rounds",
+        )
     if chunks is not None and rounds is not None and chunks % rounds and not is_planned:
         possible = _nearest(rounds, [number for number in range(1, chunks + 1) if chunks % number == 0])
         yield (

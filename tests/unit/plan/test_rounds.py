@@ -136,3 +136,15 @@ def test_a_plan_file_keeps_the_rounds_and_one_from_before_has_one(tmp_path: Path
 
     (tmp_path / "plan.json").write_text(re.sub(r' *"num_rounds": 4,\n', "", saved.to_json()))
     assert read_plan(tmp_path / "plan.json").plan == replace(plan, num_rounds=1)
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_chunks_left_to_auto_go_by_rounds_of_any_number_that_divides_the_batch(on_cpu: bool) -> None:
+    words = [*BATCH[:-2], "--num_chunks", "auto", "--num_rounds"]
+    machine = Machine(2) if on_cpu else Machine(2, find_card("H200"))
+    request = settle(PlanRequest.of(parse_args([*words, "16"]), SHAPE, machine))
+    assert request.num_chunks is not None
+    assert (request.num_chunks % 16, 256 % request.num_chunks) == (0, 0)
+
+    with pytest.raises(ConfigError, match=r"`--batch_size` 256 .* `--num_rounds` 12 equal rounds; use --batch_size 25"):
+        parse_args([*words, "12"])
