@@ -9,6 +9,9 @@ INCOMING_EDGES = 2
 NUM_MAILBOXES = 2
 """Mailboxes of each edge: one is filled while the other is emptied."""
 
+MAX_SUMS = 2
+"""Stages of a rank whose fp32 sums are on the GPU at a time where sums travel: one that adds up, one on its way."""
+
 
 def max_sends_under_way(round_size: int) -> int:
     """Sent messages that a rank keeps at most; before the next one, compute waits for the first of them.

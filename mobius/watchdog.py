@@ -67,7 +67,7 @@ class Watchdog:
 
         `left` clears up and returns what the run leaves, as a text that goes on from "all ranks end ": one rank has it.
         """
-        self.activity = self._activity = activity
+        self.activity = activity
         """Told by whatever is to be watched."""
         self._rank, self._num_ranks = rank, num_ranks
         self._limit, self._left, self._patience = 60 * minutes, left, patience_seconds
@@ -83,7 +83,7 @@ class Watchdog:
             return
         self._is_stopped.clear()
         self._roll_call = RollCall(self._rank, self._num_ranks)
-        self._activity.progress()
+        self.activity.progress()
         # Stacks that faulthandler writes do not say whose they are, but the names of functions.
         code = Watchdog._watch.__code__.replace(co_name=f"watchdog_of_rank_{self._rank}")
         watch = FunctionType(code, Watchdog._watch.__globals__)
@@ -102,7 +102,7 @@ class Watchdog:
 
     def _watch(self, roll_call: RollCall) -> None:
         interval = min(self._limit / _LOOKS, _LOOK_SECONDS)
-        seen, idle, last = self._activity.last_progress, 0.0, time.monotonic()
+        seen, idle, last = self.activity.last_progress, 0.0, time.monotonic()
         while not self._is_stopped.is_set():
             limit = self._patience_for_now()
             # Later than this thread would notice it: it speaks only where this one cannot.
@@ -118,7 +118,7 @@ class Watchdog:
                 self._end(roll_call, f"rank {call[1]} has called all ranks", told=_told(call))
             if elapsed > limit:
                 self._write(f"rank {self._rank} was stopped, or held up in C, for {duration_text(elapsed)}; it goes on")
-            progress = self._activity.last_progress
+            progress = self.activity.last_progress
             goes_on = progress != seen or (idle >= limit / 2 and self._device_has_moved())
             if goes_on:
                 roll_call.call_all(Call.GOES_ON)
@@ -131,7 +131,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _patience_for_now(self) -> float:
-        if not self._activity.is_warming_up:
+        if not self.activity.is_warming_up:
             return self._limit
         return max(self._limit, min(WARM_UP_FACTOR * self._limit, _WARM_UP_SECONDS))
 
@@ -156,10 +156,10 @@ class Watchdog:
 
         def ask() -> None:
             with contextlib.suppress(Exception):  # the run is about to end for another reason
-                if self._activity.device_position is not None:
-                    answers.append(str(self._activity.device_position()))
+                if self.activity.device_position is not None:
+                    answers.append(str(self.activity.device_position()))
 
-        if self._activity.device_position is None:
+        if self.activity.device_position is None:
             return None
         if self._asking is None or not self._asking.is_alive():
             self._asking = threading.Thread(target=ask, name="device", daemon=True)
@@ -198,7 +198,7 @@ class Watchdog:
 
     def _tell(self, roll_call: RollCall, reason: str) -> None:
         head = f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}): {reason}"
-        lines = [head, *(f"    {line}" for line in self._activity.tell())]
+        lines = [head, *(f"    {line}" for line in self.activity.tell())]
         if (position := self._ask_device()) is not None:
             lines.append(f"    its device: {position}")
         lines += [f"    {line}" for line in thread_stacks(but={"watchdog", "teller", "device"})]

@@ -13,7 +13,6 @@ import importlib.util
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,8 @@ from typing import NoReturn
 
 if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from run_ranks import free_port
 
 from mobius.ranks import prepare_environment
 
@@ -162,13 +163,6 @@ def forked(work: Callable[[], object], folder: Path, output_file: Path) -> int:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(code)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def reap(codes: dict[int, int]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from mobius.limits import MAX_SUMS
 from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
@@ -44,7 +45,7 @@ def take_memory(
     sums_travel = in_rounds and len(streamed) > 1
     total: GradientSum | None = None
     if summed:
-        num_buffers = 2 if sums_travel or (streamed and gradient_dtype.itemsize > dtype.itemsize) else 1
+        num_buffers = MAX_SUMS if sums_travel or (streamed and gradient_dtype.itemsize > dtype.itemsize) else 1
         total = GradientSum(max(summed), device=device, num_buffers=num_buffers)
     memory: dict[int, StageMemory] = {
         stage: ResidentStage(

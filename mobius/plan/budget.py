@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from mobius.errors import GpuMemoryError, HostMemoryError
+from mobius.limits import MAX_SUMS
 from mobius.plan.gpu_peak import (
     LayerBytes,
     MicrobatchBytes,
@@ -169,7 +170,7 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
     # Gradients add up in one fp32 sum, of which there are two where streamed ones leave from it, and come back.
     in_place = {stage for stage in resident if sizes.in_rounds or (stage in waiting and sizes.gradient == 4)}
     summed = max([*streamed, *(count for stage, count in resident.items() if stage not in in_place)], default=0)
-    num_sums = 2 if plan.sums_travel(rank) or (streamed and sizes.gradient > sizes.weight) else 1
+    num_sums = MAX_SUMS if plan.sums_travel(rank) or (streamed and sizes.gradient > sizes.weight) else 1
     most = largest_moment(plan, rank, microbatch_bytes(request, layer))
     ends = any(cut.is_first or cut.is_last for cut in own)
     return GpuNeed(

@@ -10,6 +10,7 @@ from enum import StrEnum
 from itertools import product
 
 from mobius.errors import ScheduleError
+from mobius.limits import MAX_SUMS
 from mobius.schedule.action import ActionKind, describe_misfit
 from mobius.schedule.schedule import Schedule, take_turns
 
@@ -40,9 +41,6 @@ class Rule(StrEnum):
     DEADLOCK = "deadlock"
     """All ranks reach the end of their lists."""
 
-
-MAX_SUMS = 2
-"""Stages whose gradients add up, come or leave at a time: the memory for a stage's sums is there twice."""
 
 _OUTSIDE_SLOTS = (ActionKind.GENERATE_DATA, ActionKind.LOAD_SUMS, ActionKind.OFFLOAD_SUMS)
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 from harness.launched import Launched
-from harness.processes import comes, is_alive
+from harness.processes import is_alive
 from harness.runs import ROOT, command, environment, free_port, make_checkpoint, make_dataset
+from started_ranks import comes
 
 MINUTE = 60.0
 Process = subprocess.Popen[bytes] | Launched

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 from harness.forked import HANG_SECONDS, Ranks
-from harness.processes import comes, is_alive
+from harness.processes import is_alive
 from harness.runs import command, environment, make_checkpoint, make_dataset
 from launch import free_port
+from started_ranks import comes
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = """--model_path model --dataset data.jsonl --fp32 --num_stages 4 --num_chunks 2 --batch_size 4 --seq_length 16
@@ -91,7 +92,7 @@ def in_step(number: int, folder: Path, *options: str) -> Iterator[tuple[subproce
         ranks = children(process.pid)
         assert len(ranks) == 2
         yield process, ranks
-        assert comes(lambda: not any(is_alive(rank) for rank in ranks))
+        assert comes(lambda: not any(is_alive(rank) for rank in ranks), HANG_SECONDS)
 
 
 def forked_to_step(number: int, folder: Path, *options: str) -> Ranks:
@@ -100,7 +101,7 @@ def forked_to_step(number: int, folder: Path, *options: str) -> Ranks:
     make_dataset(folder / "data.jsonl")
     arguments, variables = ["--device", "cpu", *ENDLESS, *options], environment(folder / "cache")
     ranks = Ranks("main", "main", arguments, num_ranks=2, folder=folder, environment=variables)
-    assert comes(lambda: f"step {number:>6}/100000" in ranks.output()), ranks.output()
+    assert comes(lambda: f"step {number:>6}/100000" in ranks.output(), HANG_SECONDS), ranks.output()
     return ranks
 
 
@@ -189,7 +190,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         assert len(ranks) == 2
         process.kill()
         try:
-            assert comes(lambda: not any(is_alive(rank) for rank in ranks))
+            assert comes(lambda: not any(is_alive(rank) for rank in ranks), HANG_SECONDS)
         finally:
             for rank in filter(is_alive, ranks):
                 os.kill(rank, signal.SIGKILL)
@@ -201,7 +202,7 @@ def test_ctrl_c_while_workers_tokenize_leaves_one_line_and_nothing_else(tmp_path
     (tmp_path / "data.jsonl").write_text(lines * 200)
     before = {path.name for path in tmp_path.iterdir()} | {"cache"}
     with started(command(1, [*ENDLESS, "--preprocessing_num_workers", "2"]), tmp_path) as process:
-        assert comes(lambda: bool(children(process.pid)))
+        assert comes(lambda: bool(children(process.pid)), HANG_SECONDS)
         workers = children(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         lines_seen = [line for line in lines_after(process) if not line.startswith(("model loaded", "tokenizing"))]
@@ -210,4 +211,4 @@ def test_ctrl_c_while_workers_tokenize_leaves_one_line_and_nothing_else(tmp_path
     assert lines_seen == [expected], "\n".join(lines_seen)
     assert process.returncode == 130
     assert {path.name for path in tmp_path.iterdir()} == before
-    assert comes(lambda: not any(is_alive(worker) for worker in workers))
+    assert comes(lambda: not any(is_alive(worker) for worker in workers), HANG_SECONDS)

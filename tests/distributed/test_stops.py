@@ -16,7 +16,8 @@ import pytest
 import torch.distributed.run
 from harness.forked import HANG_SECONDS
 from harness.launched import Launched
-from harness.processes import comes, is_alive
+from harness.processes import is_alive
+from started_ranks import comes
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "tests" / "harness" / "saving_run.py")
@@ -43,7 +44,7 @@ class Started:
     def wait_until_ready(self) -> str:
         """Returns the line of the first rank, once all are in the first step of this start."""
         self.num_ready += 1
-        assert comes(lambda: self.process.poll() is not None or len(self.ready_lines()) >= self.num_ready)
+        assert comes(lambda: self.process.poll() is not None or len(self.ready_lines()) >= self.num_ready, HANG_SECONDS)
         assert len(self.ready_lines()) >= self.num_ready, self.output_file.read_text()
         return self.ready_lines()[self.num_ready - 1]
 
@@ -57,7 +58,7 @@ class Started:
     def output(self) -> str:
         """What was printed after the last `ready`, once all processes have ended."""
         self.process.wait(HANG_SECONDS)
-        assert comes(lambda: not any(is_alive(self.rank(number)) for number in range(2)))
+        assert comes(lambda: not any(is_alive(self.rank(number)) for number in range(2)), HANG_SECONDS)
         printed = self.output_file.read_text(errors="replace").splitlines()
         begin = max((number for number, line in enumerate(printed, 1) if line.startswith("ready")), default=0)
         return "\n".join(line for line in printed[begin:] if not re.match(r"\*|W\d|\[W|Setting OMP", line))
@@ -221,7 +222,7 @@ def test_a_rank_that_dies_is_no_request_to_save(start: Starter) -> None:
 
 def test_ranks_start_again_from_the_newest_checkpoint_but_not_after_a_signal(start: Starter) -> None:
     run = start([*OURS, "--max_restarts", "2"], "0.5", "store")  # which has a port, though 0 was given
-    assert comes(lambda: "checkpoint-40" in run.checkpoints())
+    assert comes(lambda: "checkpoint-40" in run.checkpoints(), HANG_SECONDS)
     send(run, "rank 1", signal.SIGKILL)
     assert run.wait_until_ready() == "ready, goes on from step 40\n"
     assert "they start again (1 of 2 times)" in run.output_file.read_text()
