@@ -202,7 +202,7 @@ def test_ctrl_c_while_workers_tokenize_leaves_one_line_and_nothing_else(tmp_path
     (tmp_path / "data.jsonl").write_text(lines * 200)
     before = {path.name for path in tmp_path.iterdir()} | {"cache"}
     with started(command(1, [*ENDLESS, "--preprocessing_num_workers", "2"]), tmp_path) as process:
-        assert comes(lambda: bool(children(process.pid)), HANG_SECONDS)
+        assert comes(lambda: (tmp_path / "cache").exists() and children(process.pid), HANG_SECONDS, pause=0.02)
         workers = children(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         lines_seen = [line for line in lines_after(process) if not line.startswith(("model loaded", "tokenizing"))]
