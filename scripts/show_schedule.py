@@ -32,6 +32,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--resident_stages", type=int, default=0, help="stages per GPU, the first, that stay (default: %(default)s)"
     )
+    parser.add_argument(
+        "--stashed_stages",
+        type=int,
+        default=0,
+        help="stages per GPU, the first, whose activations wait on the host (default: %(default)s)",
+    )
     parser.add_argument("--actions", action="store_true", help="print each rank's action list too")
     parser.add_argument("--output", type=Path, help="write a picture, FILE.png or FILE.svg", metavar="FILE")
     return parser.parse_args(argv)
@@ -53,6 +59,9 @@ def make_schedule(arguments: argparse.Namespace) -> Schedule:
     if not 0 <= num_resident <= num_stages // num_ranks:
         raise ScheduleError(f"--resident_stages {num_resident}: each GPU has {num_stages // num_ranks} stages")
     resident = range(num_resident * num_ranks)
+    num_stashed = arguments.stashed_stages
+    if not 0 <= num_stashed <= num_stages // num_ranks:
+        raise ScheduleError(f"--stashed_stages {num_stashed}: each GPU has {num_stages // num_ranks} stages")
     return build_schedule(
         num_ranks,
         num_stages // num_ranks,
@@ -60,6 +69,7 @@ def make_schedule(arguments: argparse.Namespace) -> Schedule:
         num_slots,
         resident,
         num_rounds=arguments.num_rounds,
+        stashed=range(min(num_stashed * num_ranks, num_stages - 1)),
     )
 
 

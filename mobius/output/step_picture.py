@@ -23,6 +23,8 @@ LANES: dict[Lane, tuple[Colour, str]] = {
     Lane.LOAD: ((0.95, 0.65, 0.22), "L s  load weights"),
     Lane.OFFLOAD: ((0.54, 0.37, 0.75), "O s  offload: gradients go home"),
     Lane.OPTIMIZER: ((0.76, 0.30, 0.30), "U s  update of stage s"),
+    Lane.STASH: ((0.36, 0.62, 0.55), "S s  stash: layers' inputs go home"),
+    Lane.FETCH: ((0.60, 0.75, 0.45), "T s  fetch: they are taken back"),
     Lane.SEND: ((0.45, 0.45, 0.45), "message on its way"),
 }
 """Colour and words of every lane beneath the computation."""
@@ -30,6 +32,7 @@ WAIT_COLOURS: dict[str, Colour] = {
     WaitCause.WEIGHTS: (0.99, 0.88, 0.70),
     WaitCause.NEIGHBOURS: (0.85, 0.85, 0.85),
     WaitCause.OPTIMIZER: (0.95, 0.80, 0.80),
+    WaitCause.ACTIVATIONS: (0.80, 0.90, 0.86),
 }
 
 _IDLE_COLOUR = (0.95, 0.95, 0.95)

@@ -18,6 +18,9 @@ class MemoryUse:
     """Stages that keep their activations from forward to backward: the last ones of the rank."""
     num_slots: int
     """Slots for the streamed stages; 0 where nothing is streamed."""
+    num_stashed: int = 0
+    """Stages whose layers' inputs wait on the host from forward to backward: the first ones of the rank, which wait
+    longest. The model's last stage is never one."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Plan:
     """Stages that keep their activations from forward to backward; the others recompute them."""
     num_rounds: int = 1
     """Parts of a step's microbatches that go forward and backward one after the other."""
+    stashed: frozenset[int] = frozenset()
+    """Stages whose layers' inputs wait on the host from forward to backward."""
 
     @property
     def round_size(self) -> int:
@@ -72,12 +77,14 @@ class Plan:
             slots=tuple(min(use.num_slots, len(stages) - use.num_resident) for stages, use in each),
             resident=frozenset(stage for stages, use in each for stage in stages[: use.num_resident]),
             kept=frozenset(stage for stages, use in each for stage in stages[len(stages) - use.num_kept :]),
+            stashed=frozenset(stage for stages, use in each for stage in stages[: use.num_stashed]),
         )
 
     def use_of(self, rank: int) -> MemoryUse:
-        """The numbers of resident and keeping stages of `rank`, and its slots."""
+        """The numbers of resident, keeping and stashed stages of `rank`, and its slots."""
         own = self.stages_of(rank)
-        return MemoryUse(len(self.resident.intersection(own)), len(self.kept.intersection(own)), self.slots[rank])
+        resident, kept, stashed = (len(each.intersection(own)) for each in (self.resident, self.kept, self.stashed))
+        return MemoryUse(resident, kept, self.slots[rank], stashed)
 
     def describe_slots(self) -> str:
         """The slots of the ranks that have any, as text."""

@@ -95,10 +95,17 @@ def schedule_of(plan: Plan) -> Schedule:
     """The schedule of `plan` as `build_schedule` makes it, but unchecked, and in less time for plans that are alike."""
     numbers = (plan.num_ranks, plan.num_stages, plan.num_microbatches)
     actions = tuple(
-        _actions(rank, *numbers, num_slots, plan.resident & {*plan.stages_of(rank)}, num_rounds=plan.num_rounds)
+        _actions(
+            rank,
+            *numbers,
+            num_slots,
+            plan.resident & {*plan.stages_of(rank)},
+            num_rounds=plan.num_rounds,
+            stashed=plan.stashed & {*plan.stages_of(rank)},
+        )
         for rank, num_slots in enumerate(plan.slots)
     )
-    return Schedule(*numbers, plan.slots, actions, plan.resident, num_rounds=plan.num_rounds)
+    return Schedule(*numbers, plan.slots, actions, plan.resident, num_rounds=plan.num_rounds, stashed=plan.stashed)
 
 
 _actions = lru_cache(maxsize=1024)(rank_actions)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch._C._autograd import _profiler_enabled
 
 from mobius.activity import Activity
 from mobius.limits import RECEIVES_AHEAD
+from mobius.memory.activation_home import ActivationHome
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, StageMemory
 from mobius.memory.streams import new_stream, record_current
@@ -24,6 +26,7 @@ from mobius.models.blocks import LayerArguments
 from mobius.models.graph import Views
 from mobius.runtime.device_position import DevicePosition
 from mobius.runtime.stage import Kept, StageModule
+from mobius.runtime.stash import Stash
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.action import Action, ActionKind, incoming
 from mobius.schedule.lanes import Lane, WaitCause
@@ -98,7 +101,7 @@ class _Step:
 
 
 class Executor:
-    """Owns the activations that forward keeps for backward; memory, transport and stage code are handed in."""
+    """Owns the state of a step; memory, transport and stage code are handed in."""
 
     def __init__(
         self,
@@ -112,13 +115,15 @@ class Executor:
         device: torch.device,
         unsealed_names: frozenset[str] = frozenset(),
         graph_stages: frozenset[int] = frozenset(),
+        home: ActivationHome | None = None,
         spans: Spans = NO_SPANS,
         activity: Activity | None = None,
     ) -> None:
         """`stages` and `memory` are this rank's, and `activity` is told each action and wait.
 
         `unsealed_names` are parameters whose norm is taken later (tied weights). `graph_stages` keep their graphs from
-        forward to backward instead of recomputing; their weights must stay where they are meanwhile.
+        forward to backward instead of recomputing; their weights must stay where they are meanwhile. `home` has places
+        for what the stashed stages of the schedule send to the host.
         """
         self._schedule, self._rank = schedule, transport.rank
         self._actions: Sequence[Action] = schedule.actions[transport.rank]
@@ -128,8 +133,8 @@ class Executor:
         self._spans, self._activity = spans, activity or Activity()
         self._position = DevicePosition(self._actions, device)
         self._to_device = new_stream(device)
-        self._stash: dict[tuple[int, int], list[Kept]] = {}
-        """Layer inputs or graphs by stage and microbatch, from forward to backward."""
+        waiting = partial(self._waiting, WaitCause.ACTIVATIONS)
+        self._stash = Stash(home, device=device, waiting=waiting, spans=spans)
         self._step: _Step
         sources = [incoming(action, schedule.num_stages) for action in self._actions]
         self._senders = [self._schedule.rank_of(source) for source in sources if source is not None]
@@ -149,6 +154,8 @@ class Executor:
             ActionKind.BACKWARD_FIRST: self._backward,
             ActionKind.BACKWARD_MIDDLE: self._backward,
             ActionKind.BACKWARD_LAST: self._backward_last,
+            ActionKind.STASH: self._stash.send,
+            ActionKind.FETCH: self._stash.fetch,
         }
 
     def run(self, batch: StepBatch, *, loss_scale: float = 1.0, listener: GradientListener | None = None) -> StepSums:
@@ -246,7 +253,7 @@ class Executor:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         output, kept = self._run_layers(stage, microbatch, self._stage_input(stage, microbatch))
-        self._stash[stage, microbatch] = kept
+        self._stash.put(stage, microbatch, kept)
         self._transport.send(output, self._schedule.rank_of(stage + 1))
 
     def _forward_only(self, stage: int, microbatch: int) -> None:
@@ -267,15 +274,15 @@ class Executor:
 
     def _forward_last(self, stage: int, microbatch: int) -> None:
         """Keep the input only: the last stage's forward happens inside its backward, just before the loss."""
-        self._stash[stage, microbatch] = [self._stage_input(stage, microbatch)]
+        self._stash.put(stage, microbatch, [self._stage_input(stage, microbatch)])
 
     def _backward(self, stage: int, microbatch: int) -> None:
         gradient, weights = self._receive(stage + 1), self._weights(stage)
-        self._finish_backward(stage, microbatch, weights, self._stash.pop((stage, microbatch)), gradient)
+        self._finish_backward(stage, microbatch, weights, self._stash.take(stage, microbatch), gradient)
 
     def _backward_last(self, stage: int, microbatch: int) -> None:
         module, weights = self._stages[stage], self._weights(stage)
-        (inputs,) = self._stash.pop((stage, microbatch))
+        (inputs,) = self._stash.take(stage, microbatch)
         assert isinstance(inputs, Tensor), "the last stage stashes its input"
         hidden, kept = self._run_layers(stage, microbatch, inputs)
         loss, gradient = module.loss(

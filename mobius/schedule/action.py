@@ -7,6 +7,7 @@ backward_first 1 0 -1 0      stage 0 gets the activation gradient of microbatch 
 evaluate_last 2 3 -1 0       stage 3 of 4 makes the loss of microbatch 0, and no backward follows
 load -1 3 -1 -1              the weights of stage 3 start their way into a GPU slot
 load_sums -1 3 -1 -1         what earlier rounds left of stage 3's gradients starts its way back to the GPU
+stash -1 1 -1 0              what backward needs of microbatch 0's forward in stage 1 starts its way to the host
 """
 
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ class ActionKind(StrEnum):
     """Gradients that a stage's earlier microbatches have added up come back from the host, to go on with."""
     OFFLOAD_SUMS = "offload_sums"
     """Gradients that have been added up so far go to the host, for another round of the step to go on with."""
+    STASH = "stash"
+    """What a microbatch's forward leaves for its backward, the inputs of the stage's layers, goes to the host."""
+    FETCH = "fetch"
+    """What was stashed comes back to the GPU."""
 
     @property
     def is_forward(self) -> bool:
@@ -44,6 +49,11 @@ class ActionKind(StrEnum):
     def is_compute(self) -> bool:
         return self.is_forward or self.is_backward
 
+    @property
+    def has_microbatch(self) -> bool:
+        """Whether it concerns one microbatch; the others concern a whole stage."""
+        return self.is_compute or self in (ActionKind.STASH, ActionKind.FETCH)
+
 
 _POSITIONS = (ActionKind.FORWARD_FIRST, ActionKind.FORWARD_MIDDLE, ActionKind.FORWARD_LAST)
 _FORWARD_KINDS = (*_POSITIONS, ActionKind.EVALUATE_LAST)
@@ -54,19 +64,22 @@ _LETTERS = {
     ActionKind.OFFLOAD: "O",
     ActionKind.LOAD_SUMS: "LS",
     ActionKind.OFFLOAD_SUMS: "OS",
+    ActionKind.STASH: "S",
+    ActionKind.FETCH: "T",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing one rank does; `microbatch` is None for everything but forward and backward."""
+    """One thing one rank does; `microbatch` is None for what concerns a whole stage."""
 
     kind: ActionKind
     stage: int
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        """The short name of the grid, the picture and the trace: `F4.1`, `B4.1`, `L4`, `O4`, `LS4`, `OS4`, `D0`."""
+        """The short name of the grid, the picture and the trace: `F4.1`, `B4.1`, `L4`, `O4`, `LS4`, `OS4`, `S4.1` for
+        a stash, `T4.1` for a fetch (taken back), `D0`."""
         letter = _LETTERS.get(self.kind, "F" if self.kind.is_forward else "B")
         return f"{letter}{self.stage}" if self.microbatch is None else f"{letter}{self.stage}.{self.microbatch}"
 
@@ -109,10 +122,13 @@ def describe_misfit(action: Action, num_stages: int, *, is_evaluation: bool = Fa
     """Reason why `action` cannot exist among `num_stages` stages, in a step or an evaluation; None where it can."""
     if not 0 <= action.stage < num_stages:
         return f"there is no stage {action.stage}, the stages are 0 to {num_stages - 1}"
-    if not action.kind.is_compute:
+    if not action.kind.has_microbatch:
         return None if action.microbatch is None else f"{action.kind} concerns a whole stage, not a microbatch"
     if action.microbatch is None:
         return f"{action.kind} needs a microbatch"
+    if not action.kind.is_compute:
+        turns = action.stage == num_stages - 1
+        return f"stage {action.stage} is the model's last, whose backward follows its forward" if turns else None
     expected = compute_kinds(action.stage, num_stages)[action.kind.is_backward]
     where = ""
     if is_evaluation:

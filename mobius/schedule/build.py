@@ -8,6 +8,7 @@ from mobius.schedule.check import check
 from mobius.schedule.looped import compute_order, data_actions, evaluation_order
 from mobius.schedule.residency import add_transfers
 from mobius.schedule.schedule import Schedule
+from mobius.schedule.stashing import add_stashes
 
 
 def build_schedule(
@@ -18,13 +19,15 @@ def build_schedule(
     resident: Collection[int] = (),
     *,
     num_rounds: int = 1,
+    stashed: Collection[int] = (),
     is_evaluation: bool = False,
 ) -> Schedule:
     """The looped breadth-first schedule of one step, or of one pass of an evaluation, already checked.
 
     The stages in `resident` stay on the GPU for good. `num_slots` GPU slots per rank, or of each rank, hold the weights
     of the others: 2 prefetch the next stage, 1 does not; with None every stage is resident. In `num_rounds` rounds one
-    part of the microbatches goes forward and backward after the other.
+    part of the microbatches goes forward and backward after the other. The layers' inputs of the stages in `stashed`
+    wait for backward on the host.
     Raises ScheduleError where a number is below 1, and for rounds that the microbatches are no multiple of.
     """
     num_stages = num_ranks * stages_per_rank
@@ -54,11 +57,14 @@ def build_schedule(
             own_slots,
             staying,
             num_rounds=num_rounds,
+            stashed=stashed,
             is_evaluation=is_evaluation,
         )
         for rank, own_slots in enumerate(slots)
     )
-    schedule = Schedule(num_ranks, num_stages, num_microbatches, slots, actions, staying, is_evaluation, num_rounds)
+    numbers_of = num_ranks, num_stages, num_microbatches
+    away = frozenset(stashed)
+    schedule = Schedule(*numbers_of, slots, actions, staying, is_evaluation, num_rounds, away)
     check(schedule)
     return schedule
 
@@ -72,10 +78,13 @@ def rank_actions(
     resident: Collection[int],
     *,
     num_rounds: int = 1,
+    stashed: Collection[int] = (),
     is_evaluation: bool = False,
 ) -> tuple[Action, ...]:
     """All actions of `rank`, not checked; 0 slots if it streams no stage."""
     numbers = rank, num_ranks, num_stages, num_microbatches
     order = evaluation_order(*numbers) if is_evaluation else compute_order(*numbers, num_rounds)
     transfers = add_transfers(order, num_slots, resident) if num_slots else order
-    return (*data_actions(rank, num_ranks, num_stages), *transfers)
+    own = set(stashed).intersection(range(rank, num_stages, num_ranks))
+    actions = add_stashes(transfers, own) if own and not is_evaluation else transfers
+    return (*data_actions(rank, num_ranks, num_stages), *actions)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from itertools import product
 
 from mobius.errors import ScheduleError
-from mobius.limits import MAX_SUMS
+from mobius.limits import MAX_FETCHED, MAX_SUMS
 from mobius.schedule.action import ActionKind, describe_misfit
 from mobius.schedule.schedule import Schedule, take_turns
 
@@ -38,11 +38,15 @@ class Rule(StrEnum):
     GRADIENTS = "gradients"
     """A streamed stage is offloaded after its last backward and is not loaded again in this step. Before that its sums
     are where its next backward adds to them, or on the host; those of two stages at most are on the GPU."""
+    STASH = "stash"
+    """Inputs of a stashed stage's layers go to the host behind their forward and come back before their backward, into
+    a place that is free; two microbatches at most have come back and wait. Other stages have no stash or fetch."""
     DEADLOCK = "deadlock"
     """All ranks reach the end of their lists."""
 
 
-_OUTSIDE_SLOTS = (ActionKind.GENERATE_DATA, ActionKind.LOAD_SUMS, ActionKind.OFFLOAD_SUMS)
+_STASHES = (ActionKind.STASH, ActionKind.FETCH)
+_OUTSIDE_SLOTS = (ActionKind.GENERATE_DATA, ActionKind.LOAD_SUMS, ActionKind.OFFLOAD_SUMS, *_STASHES)
 
 _Breach = tuple[int, Rule, str]
 """Index of the action, the rule that it breaks, and how."""
@@ -55,7 +59,7 @@ def check(schedule: Schedule) -> None:
     if schedule.num_stages < 1 or schedule.num_stages % schedule.num_ranks:
         raise ScheduleError(f"{Rule.SHAPE}: {schedule.num_stages} stages is no multiple of {schedule.num_ranks} ranks")
     for rank in range(schedule.num_ranks):
-        for breaches in (_check_form, _check_data, _check_complete, _check_order, _check_sums, _check_residency):
+        for breaches in _CHECKS:
             for index, rule, text in breaches(schedule, rank):
                 raise _violation(schedule, rank, index, rule, text)
     _, conflict = take_turns(schedule)
@@ -100,7 +104,7 @@ def _check_complete(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     seen: set[tuple[bool, int, int | None]] = set()
     for index, action in enumerate(schedule.actions[rank]):
         key = (action.kind.is_backward, action.stage, action.microbatch)
-        if key in seen:
+        if action.kind.is_compute and key in seen:
             yield index, Rule.COMPLETE, "it is there a second time"
         if action.kind.is_compute:
             seen.add(key)
@@ -136,7 +140,7 @@ def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     num_backwards: Counter[int] = Counter()
     for index, action in enumerate(schedule.actions[rank]):
         stage, kind = action.stage, action.kind
-        if not kind.is_compute and kind is not ActionKind.GENERATE_DATA:
+        if not kind.is_compute and kind is not ActionKind.GENERATE_DATA and kind not in _STASHES:
             if schedule.num_slots is None:
                 yield index, Rule.BUDGET, "the schedule has no slots, all weights stay on the GPU"
             if stage in schedule.resident:
@@ -192,3 +196,40 @@ def _check_sums(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             num_backwards[stage] += 1
         if len(on_gpu) > MAX_SUMS:
             yield index, Rule.BUDGET, f"the sums of the stages {sorted(on_gpu)} are on the GPU at a time"
+
+
+def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
+    left: set[tuple[int, int]] = set()
+    """Stages and microbatches whose forward has run, with the inputs still on the GPU."""
+    home: dict[tuple[int, int], int] = {}
+    """By stage and place on the host: the microbatch whose inputs lie there."""
+    back: set[tuple[int, int]] = set()
+    for index, action in enumerate(schedule.actions[rank]):
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
+        if kind in _STASHES and stage not in schedule.stashed:
+            yield index, Rule.STASH, f"what backward needs of stage {stage} stays on the GPU"
+        if microbatch is None or stage not in schedule.stashed or schedule.is_evaluation:
+            continue
+        own, place = (stage, microbatch), (stage, microbatch % schedule.round_size)
+        if kind.is_forward:
+            left.add(own)
+        elif kind is ActionKind.STASH:
+            if own not in left:
+                yield index, Rule.STASH, "its forward has not run yet, or its inputs have left already"
+            if place in home:
+                yield index, Rule.STASH, f"microbatch {home[place]} still lies in its place on the host"
+            left.discard(own)
+            home[place] = microbatch
+        elif kind is ActionKind.FETCH:
+            if home.pop(place, None) != microbatch:
+                yield index, Rule.STASH, "its inputs are not on the host"
+            back.add(own)
+            if len(back) > MAX_FETCHED:
+                yield index, Rule.STASH, f"{len(back)} microbatches have come back and wait, {MAX_FETCHED} may"
+        else:
+            if own not in back:
+                yield index, Rule.STASH, "its inputs have not come back"
+            back.discard(own)
+
+
+_CHECKS = (_check_form, _check_data, _check_complete, _check_order, _check_sums, _check_stashes, _check_residency)

@@ -12,6 +12,8 @@ class Lane(StrEnum):
     WAIT = "wait"
     LOAD = "load"
     OFFLOAD = "offload"
+    STASH = "stash"
+    FETCH = "fetch"
     SEND = "send"
     RECEIVE = "receive"
     OPTIMIZER = "optimizer"
@@ -23,6 +25,8 @@ class WaitCause(StrEnum):
     WEIGHTS = "weights"
     OPTIMIZER = "optimizer"
     NEIGHBOURS = "neighbours"
+    ACTIVATIONS = "activations"
+    """Inputs of layers that come back from the host, or must leave before there is room for others."""
 
 
 @dataclass(frozen=True, slots=True)

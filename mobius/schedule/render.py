@@ -10,7 +10,7 @@ _LABEL_WIDTH = 11
 
 
 def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, line_width: int = 160) -> str:
-    """The timeline as a grid: ranks are rows, time slots are columns, loads and offloads have rows of their own.
+    """The timeline as a grid: ranks are rows, time slots are columns, copies have rows of their own by kind.
 
     A column is one forward of one microbatch long; `.` is an idle GPU. Grids wider than `line_width` go on below.
     `failed` is (rank, index into `schedule.actions[rank]`): that action is put between `>` and `<`, its row marked, and
@@ -27,7 +27,7 @@ def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, li
         band = range(start, min(start + per_band, duration))
         lines.append(("time".ljust(_LABEL_WIDTH) + "".join(str(slot).ljust(cell) for slot in band)).rstrip())
         for rank, spans in enumerate(timeline):
-            for lane in (Lane.COMPUTE, Lane.LOAD, Lane.OFFLOAD) if schedule.streamed_stages(rank) else (Lane.COMPUTE,):
+            for lane in _lanes(schedule, rank):
                 row = [span for span in spans if span.lane is lane]
                 label = (f"rank {rank}" if lane is Lane.COMPUTE else f"  {lane}").ljust(_LABEL_WIDTH)
                 line = (label + _draw_row(row, failed_span, cell, duration, lane)[_columns(band, cell)]).rstrip()
@@ -38,6 +38,13 @@ def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, li
         action = schedule.actions[failed[0]][failed[1]]
         lines.append(f"rank {failed[0]}, action {failed[1]}: {action.to_text(schedule.num_stages)} {_ERROR_MARK}")
     return "\n".join(lines).rstrip()
+
+
+def _lanes(schedule: Schedule, rank: int) -> list[Lane]:
+    """The lanes on which the rank has anything to do."""
+    moves = [Lane.LOAD, Lane.OFFLOAD] if schedule.streamed_stages(rank) else []
+    stashes = schedule.stashed.intersection(schedule.local_stages(rank)) and not schedule.is_evaluation
+    return [Lane.COMPUTE, *moves, *([Lane.STASH, Lane.FETCH] if stashes else [])]
 
 
 def _name(span: ActionSpan, failed_span: ActionSpan | None) -> str:

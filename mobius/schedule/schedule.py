@@ -31,6 +31,8 @@ class Schedule:
     """Whether there is no backward: stages only go forward, the last one with its loss."""
     num_rounds: int = 1
     """Parts of the microbatches that go forward and backward one after the other; each has as many."""
+    stashed: frozenset[int] = frozenset()
+    """Stages whose layers' inputs wait on the host from forward to backward."""
 
     @property
     def round_size(self) -> int:

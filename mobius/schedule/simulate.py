@@ -1,15 +1,19 @@
 """Owns when each action of a schedule starts and ends under given costs: the timeline behind the grid and the picture.
 
-Per rank three lanes run side by side: compute, load and offload. Within a lane actions keep their order, and
+Per rank five lanes run side by side: compute, load, offload, stash and fetch. Within a lane actions keep their order,
+and
 
     compute   waits for its stage's load and for the message of the neighbouring stage, a backward for its sums
     load      waits for a slot: the one that the offload `num_slots` loads ago gives back
     offload   waits for its stage's last compute; it takes time only when gradients go home
     sums      come on the lane of loads, behind the last ones that left; they leave on that of offloads
+    stash     waits for its forward; the second forward behind that one waits for it
+    fetch     waits for its stash and for what computes before it in the list; its backward waits for it
 """
 
 from dataclasses import dataclass, field
 
+from mobius.limits import MAX_LEAVING
 from mobius.schedule.action import Action, ActionKind, incoming
 from mobius.schedule.lanes import Lane
 from mobius.schedule.schedule import Schedule, take_turns
@@ -26,6 +30,8 @@ class Costs:
     """Sending the gradients of a stage home; giving up a slot without gradients takes no time."""
     sums: int = 4
     """Sending the fp32 sums of a stage home between rounds, or bringing them back."""
+    stash: int = 1
+    """Sending the inputs of a stage's layers and a microbatch home, or bringing them back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,8 @@ _LANES = {
     ActionKind.LOAD_SUMS: Lane.LOAD,
     ActionKind.OFFLOAD: Lane.OFFLOAD,
     ActionKind.OFFLOAD_SUMS: Lane.OFFLOAD,
+    ActionKind.STASH: Lane.STASH,
+    ActionKind.FETCH: Lane.FETCH,
 }
 
 
@@ -60,6 +68,11 @@ class _RankClock:
     sums_ready: dict[int, int] = field(default_factory=dict)
     """End of the last copy of a stage's sums, to the host or back."""
     sums_left: int = 0
+    computed: int = 0
+    """End of the last compute action."""
+    left: dict[tuple[int, int | None], int] = field(default_factory=dict)
+    """End of each stash, from then on; of its fetch, once it came back."""
+    stash_ends: list[int] = field(default_factory=list)
     num_loads: int = 0
     offload_ends: list[int] = field(default_factory=list)
 
@@ -102,12 +115,22 @@ def _play(clock: _RankClock, action: Action, arrival: int, num_slots: int, costs
     elif action.kind is ActionKind.LOAD_SUMS:
         start, duration = max(start, clock.sums_ready[action.stage], clock.sums_left), costs.sums
         clock.sums_ready[action.stage] = start + duration
+    elif action.kind is ActionKind.STASH:
+        start, duration = max(start, clock.computed), costs.stash
+        clock.left[action.stage, action.microbatch] = start + duration
+        clock.stash_ends.append(start + duration)
+    elif action.kind is ActionKind.FETCH:
+        start, duration = max(start, clock.left[action.stage, action.microbatch], clock.computed), costs.stash
+        clock.left[action.stage, action.microbatch] = start + duration
     elif action.kind.is_compute:
         start = max(start, clock.weights_ready.get(action.stage, 0))
+        if action.kind.is_forward and len(clock.stash_ends) > MAX_LEAVING:
+            start = max(start, clock.stash_ends[-MAX_LEAVING - 1])
         if action.kind.is_backward:
             start = max(start, clock.sums_ready.get(action.stage, 0))
+            start = max(start, clock.left.pop((action.stage, action.microbatch), 0))
         duration = costs.backward if action.kind.is_backward else costs.forward
-        clock.stage_idle[action.stage] = start + duration
+        clock.stage_idle[action.stage] = clock.computed = start + duration
         if action.kind.is_backward:
             clock.with_gradients.add(action.stage)
     clock.lane_free[lane] = start + duration

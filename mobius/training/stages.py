@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 from mobius.activity import Activity
+from mobius.memory.activation_home import ActivationHome
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.rank_memory import take_memory
@@ -36,6 +37,8 @@ class RankStages:
     layer_inputs: LayerInputs
     arena: HostArena | None
     """The host's part of the memory; None where no stage is streamed."""
+    home: ActivationHome | None = None
+    """Places of the activations that wait on the host; None where none do."""
 
     @classmethod
     def take(
@@ -49,11 +52,13 @@ class RankStages:
         gradient_dtype: torch.dtype,
         loss_chunk_tokens: int,
         waiting: Collection[int],
+        message_shape: tuple[int, int, int] | None = None,
         updates: UpdateQueue | None = None,
         spans: Spans = NO_SPANS,
     ) -> RankStages:
         """Zeroed stages of `rank` as `plan` says; those in `waiting` keep their gradients (`take_memory`).
 
+        `message_shape` [B, L, H] is that of a layer's input, needed where some are stashed.
         Raises HostMemoryError.
         """
         modules = {
@@ -73,7 +78,20 @@ class RankStages:
             spans=spans,
         )
         inputs = LayerInputs(parts, device=device, dtype=dtype)
-        return cls(plan=plan, device=device, modules=modules, memory=memory, layer_inputs=inputs, arena=arena)
+        home = None
+        stashed = plan.stashed.intersection(modules)
+        if stashed:
+            assert message_shape is not None, "what is stashed has a shape"
+            home = ActivationHome(
+                {stage: len(plan.cuts[stage].layers) for stage in sorted(stashed)},
+                round_size=plan.round_size,
+                shape=message_shape,
+                dtype=dtype,
+                register=device.type == "cuda",
+            )
+        return cls(
+            plan=plan, device=device, modules=modules, memory=memory, layer_inputs=inputs, arena=arena, home=home
+        )
 
     def fill(
         self, source: WeightSource, *, show_progress: bool = False, progress: Callable[[], None] = lambda: None
@@ -111,6 +129,7 @@ class RankStages:
             device=self.device,
             unsealed_names=unsealed_names,
             graph_stages=self.plan.kept,
+            home=self.home,
             spans=spans,
             activity=activity,
         )
@@ -119,3 +138,5 @@ class RankStages:
         """Give page-locked memory back; nothing may be copying any more."""
         if self.arena is not None:
             self.arena.close()
+        if self.home is not None:
+            self.home.close()

@@ -110,6 +110,8 @@ class Pipeline:
     dtype: torch.dtype = torch.float32
     compiled: bool = False
     num_rounds: int = 1
+    stashed: frozenset[int] = frozenset()
+    """Stages whose layers' inputs wait on the host."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     _stages: list[RankStages] = field(default_factory=list)
 
@@ -136,6 +138,7 @@ class Pipeline:
             gradient_dtype=self.dtype,
             loss_chunk_tokens=self.loss_chunk_tokens,
             waiting=range(plan.num_stages),
+            message_shape=(*batch.input_ids.chunk(self.num_microbatches)[0].shape, self.model.config.hidden_size),
         )
         self._stages.append(stages)
         stages.fill(ModelWeights(self.model))
@@ -146,6 +149,7 @@ class Pipeline:
             self.num_slots,
             self.resident,
             num_rounds=self.num_rounds,
+            stashed=self.stashed,
         )
         sums = stages.executor(schedule, transport).run(batch)
         if parts.tied_names:
@@ -168,6 +172,7 @@ class Pipeline:
             partition_of(self.sizes) if self.sizes else balanced_partition(num_layers, num_stages),
             frozenset(range(num_stages)) if self.num_slots is None else self.resident,
             num_rounds=self.num_rounds,
+            stashed=self.stashed,
         )
         staying = {s for rank in range(self.num_ranks) for s in plan.streamed_stages(rank)[-(self.num_slots or 1) :]}
         return replace(plan, kept=plan.resident | staying) if self.keeps_graphs else plan

@@ -1,0 +1,111 @@
+"""Holds what forward leaves for backward, by stage and microbatch; that of stashed stages waits on the host.
+
+A copy never stops the host. The memory of what leaves is kept until compute has waited for its copy, so that what
+compute makes next cannot lie where a copy still reads:
+
+    compute     F0   F1   F2   waits for S0, whose memory is free then   F3   waits for S1   F4
+    to host          S0   S1   S2 ...
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mobius.limits import MAX_LEAVING
+from mobius.memory.activation_home import ActivationHome
+from mobius.memory.spans import NO_SPANS, Spans
+from mobius.memory.streams import Event, new_stream, record_current
+from mobius.runtime.stage import Kept
+from mobius.schedule.lanes import Lane
+
+Waiting = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    kept: list[Tensor]
+    arrival: Event
+
+
+class Stash:
+    """Owns the activations of one rank between forward and backward."""
+
+    def __init__(
+        self, home: ActivationHome | None, *, device: torch.device, waiting: Waiting, spans: Spans = NO_SPANS
+    ) -> None:
+        """`home` has places for the stashed stages; `waiting` makes contexts in which compute is told to wait."""
+        self._home, self._device, self._waiting, self._spans = home, device, waiting, spans
+        self._to_host, self._to_device = new_stream(device), new_stream(device)
+        self._kept: dict[tuple[int, int], list[Kept]] = {}
+        self._leaving: deque[_Leaving] = deque()
+        self._arrivals: dict[tuple[int, int], Event] = {}
+        """Ends of the last copies: to the host, then back."""
+
+    def __len__(self) -> int:
+        return len(self._kept) + len(self._arrivals)
+
+    def put(self, stage: int, microbatch: int, kept: list[Kept]) -> None:
+        """Keep what `StageModule.forward` gave."""
+        self._kept[stage, microbatch] = kept
+
+    def take(self, stage: int, microbatch: int) -> list[Kept]:
+        """What was put, for backward; compute waits for what came back."""
+        key = stage, microbatch
+        arrival = self._arrivals.pop(key, None)
+        if arrival is not None:
+            with self._waiting():
+                arrival.wait()
+        return self._kept.pop(key)
+
+    def send(self, stage: int, microbatch: int) -> None:
+        """Start to copy inputs of layers to the host; compute waits for the copies before the last ones."""
+        place, key = self._place(stage, microbatch), (stage, microbatch)
+        kept = self._kept.pop(key)
+        inputs = [each for each in kept if isinstance(each, Tensor)]
+        assert len(inputs) == len(kept), f"stage {stage} keeps graphs, which cannot leave"
+        done = record_current(self._device)
+        with self._to_host.run():
+            done.wait()
+            with self._spans.device_span(Lane.STASH, f"S{stage}.{microbatch}"):
+                for target, source in zip(place, inputs, strict=True):
+                    target.copy_(source, non_blocking=True)
+            arrival = self._arrivals[key] = self._to_host.record()
+        self._leaving.append(_Leaving(inputs, arrival))
+        self._let_go(MAX_LEAVING)
+
+    def fetch(self, stage: int, microbatch: int) -> None:
+        """Start to copy inputs of layers back; `take` then gives them."""
+        place, key = self._place(stage, microbatch), (stage, microbatch)
+        self._let_go(0)
+        inputs = [torch.empty_like(source, device=self._device) for source in place]
+        is_free = record_current(self._device)  # of what their memory was before
+        with self._to_device.run():
+            is_free.wait()
+            self._arrivals[key].wait()
+            with self._spans.device_span(Lane.FETCH, f"T{stage}.{microbatch}"):
+                for target, source in zip(reversed(inputs), reversed(place.unbind()), strict=True):
+                    target.copy_(source, non_blocking=True)
+            self._arrivals[key] = self._to_device.record()
+        self._kept[key] = [*inputs]
+
+    def clear(self) -> None:
+        """Forget everything, after an error; copies may still run."""
+        self._kept.clear()
+        self._arrivals.clear()
+        self._leaving.clear()
+
+    def _place(self, stage: int, microbatch: int) -> Tensor:
+        assert self._home is not None, f"there is no room on the host for stage {stage}'s inputs"
+        return self._home.place(stage, microbatch)
+
+    def _let_go(self, most: int) -> None:
+        """Give back the memory of what has left, but for the last `most`; compute waits until it has."""
+        while len(self._leaving) > most:
+            with self._waiting():
+                self._leaving.popleft().arrival.wait()

@@ -1,0 +1,39 @@
+"""Owns when the inputs of a stage's layers go to the host and come back: a pass over all actions of one rank.
+
+Between forward and backward a stage keeps the inputs of its layers, from which backward recomputes. Those of a stashed
+stage wait on the host: each microbatch's leave behind its forward and come back under the compute action before its
+backward. So two microbatches are on their way at most, in either direction, however many there are in a round.
+
+    rank 0 of 2, stages 0 and 2, of which stage 0 is stashed, three microbatches:
+
+    compute   F0.0 F0.1 F0.2 F2.0 F2.1 F2.2   B2.0 B2.1 B2.2 B0.0 B0.1 B0.2
+    stash          S0.0 S0.1 S0.2
+    fetch                                               T0.0 T0.1 T0.2
+
+The model's last stage turns each microbatch round at once, and is never stashed.
+"""
+
+from collections.abc import Collection, Sequence
+
+from mobius.schedule.action import Action, ActionKind
+
+
+def add_stashes(actions: Sequence[Action], stashed: Collection[int]) -> list[Action]:
+    """Add to `actions`, those of one rank, a stash and a fetch for each microbatch of the stages in `stashed`.
+
+    A fetch stands before the compute action that its backward follows, but never before a stash: with that microbatch's
+    own, the memory of those that are leaving is given back.
+    """
+    result: list[Action] = []
+    place = 0
+    """Index of the last compute action, or behind a stash."""
+    for action in actions:
+        if action.stage in stashed and action.kind.is_backward:
+            result.insert(place, Action(ActionKind.FETCH, action.stage, action.microbatch))
+        if action.kind.is_compute:
+            place = len(result)
+        result.append(action)
+        if action.stage in stashed and action.kind.is_forward:
+            result.append(Action(ActionKind.STASH, action.stage, action.microbatch))
+            place = len(result)
+    return result

@@ -1,0 +1,54 @@
+"""Activations that wait on the host change no bit: inputs of layers come back as they left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.pipelines import Pipeline, make_batch, make_model
+
+CASES = {  # number of slots, places of the resident stages among a rank's, rounds
+    "resident": (None, (), 1),
+    "streamed": (1, (), 1),
+    "streamed, prefetched": (2, (), 1),
+    "first resident": (2, (0,), 1),
+    "streamed, rounds": (2, (), 2),
+}
+PIPELINES = ((1, 3), (2, 1), (2, 3), (4, 2))  # ranks, stages of each
+FORMATS = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_stashing_changes_no_bit(family: str, case: str) -> None:
+    """Every stage but the model's last, or the first ones of each rank."""
+    model = make_model(family)
+    num_slots, places, num_rounds = CASES[case]
+    first = sorted(CASES).index(case) + (family == "llama")
+    for turn, (num_ranks, stages_per_rank) in enumerate(PIPELINES):
+        num_stages = num_ranks * stages_per_rank
+        resident = frozenset(
+            rank + place * num_ranks for rank in range(num_ranks) for place in places if place < stages_per_rank
+        )
+        num_microbatches = (4, 6)[turn % 2]
+        batch = make_batch(num_microbatches)
+        runs = {}
+        for stashed in (frozenset(), frozenset(range(num_ranks)) - {num_stages - 1}, frozenset(range(num_stages - 1))):
+            pipeline = Pipeline(
+                model,
+                num_ranks,
+                stages_per_rank,
+                num_microbatches,
+                num_slots,
+                resident=resident,
+                dtype=FORMATS[(first + turn) % len(FORMATS)],
+                num_rounds=num_rounds,
+                stashed=stashed,
+            )
+            runs[stashed] = pipeline.run(batch), pipeline.gradients
+        loss, gradients = runs.pop(frozenset())
+        for stashed, (own_loss, own) in runs.items():
+            where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} {sorted(stashed)}"
+            assert torch.equal(own_loss, loss), where
+            for name, gradient in gradients.items():
+                assert torch.equal(own[name], gradient), f"{where} {name}"
+                assert gradient.abs().max() > 0, name
