@@ -38,6 +38,7 @@ Device = StrEnum("Device", ["AUTO", "CUDA", "CPU"])
 Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
 """Whether layers run as compiled graphs."""
 Recompute = StrEnum("Recompute", ["AUTO", "FULL", "NONE"])
+ActivationOffloading = StrEnum("ActivationOffloading", ["AUTO", "ON", "OFF"])
 """Choice of the layers that run their forward again in backward."""
 Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
 """How samples become rows of seq_length."""
@@ -166,6 +167,10 @@ class PipelineConfig:
     """Whether backward runs each layer's forward again, so that one layer's activations exist at a time. auto: the last
     stages of each rank keep theirs, as far as GPU memory allows. full: all recompute. none: none does, a quarter less
     compute; needs no_offload or resident_stages all, where weights stay in place."""
+    activation_offloading: ActivationOffloading = ActivationOffloading.AUTO
+    """Whether the inputs of layers, from which backward recomputes, wait for it in page-locked CPU memory. Results are
+    the same to the bit. auto: those of a GPU's first stages, as many as are needed to fit, or as shorten the step by
+    what is done with the memory. on: of all stages that recompute. off: none do."""
     compile: Compile = Compile.AUTO
     """Run layers and loss under torch.compile, which takes a minute in the first run. auto: on a GPU. Where it fails,
     they run as they are, and a line says so."""

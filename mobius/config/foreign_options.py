@@ -63,6 +63,9 @@ label_smoothing_factor neftune_noise_alpha
     not available; the loss is plain cross entropy
 data_seed -> seed
     use --seed, which also orders the data
+activation_offload offload_activations enable_activation_offloading cpu_checkpointing activation_cpu_offload
+offload_gradient_checkpoints activation_checkpointing_offload cpu_offloading_activations -> activation_offloading
+    use --activation_offloading on, off or auto, the default: activations wait in CPU memory where they do not fit
 gradient_checkpointing activation_checkpointing disable_gradient_checkpointing checkpoint_activations use_reentrant_gc
 gradient_checkpointing_kwargs -> recompute
     use --recompute full (on), none (off) or auto

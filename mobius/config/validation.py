@@ -13,7 +13,7 @@ from itertools import chain, combinations, islice
 from pathlib import Path, PurePath
 from typing import Final
 
-from mobius.config.config import TRACKERS, Config, DatasetEntry, Datasets, Device, Recompute
+from mobius.config.config import TRACKERS, ActivationOffloading, Config, DatasetEntry, Datasets, Device, Recompute
 from mobius.config.long_runs import EvalStrategy, SaveStrategy, steps_between
 from mobius.config.options import Option, OptionValue, config_from, dataset_spellings, option_values, options
 from mobius.errors import ConfigError
@@ -234,6 +234,12 @@ def _misfit_choices(config: Config) -> _Misfits:
             "recompute use_offload resident_stages",
             "`--recompute none` needs a layer's weights until its backward, but with `--use_offload` they leave the "
             "GPU; use --no_offload, or --recompute auto",
+        )
+    if pipeline.recompute is Recompute.NONE and pipeline.activation_offloading is ActivationOffloading.ON:
+        yield (
+            "recompute activation_offloading",
+            "`--activation_offloading on` sends inputs that backward recomputes from to the host, and with "
+            "`--recompute none` it does not; use --recompute auto, or --activation_offloading auto",
         )
     if resident not in ("auto", "all") and not pipeline.use_offload:
         yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 
@@ -16,6 +17,15 @@ def available_host_bytes(root: Path = Path("/")) -> int:
         _cgroup_left(root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ]
     return min(limit for limit in limits if limit is not None)
+
+
+def total_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes of the whole machine, or of its container: every process finds the same. `root` is for tests."""
+    limits = [_line_bytes(root / "proc/meminfo", "MemTotal")]
+    for file in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # there is no such cgroup, or "max"
+            limits.append(int((root / file).read_text()))
+    return min(limits)
 
 
 def _cgroup_left(folder: Path, limit_file: str, usage_file: str) -> int | None:

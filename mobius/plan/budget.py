@@ -54,10 +54,12 @@ class HostNeed:
     """Resident stages of ranks that compute on the CPU; on GPUs they take none."""
     process_bytes: int
     """Bytes of one process beside its stages."""
+    stash: int = 0
+    """Inputs of layers that wait there from forward to backward."""
 
     @property
     def total(self) -> int:
-        return self.streamed + self.resident + self.num_ranks * self.process_bytes
+        return self.streamed + self.resident + self.stash + self.num_ranks * self.process_bytes
 
     def describe(self) -> str:
         """The sum as text."""
@@ -69,6 +71,8 @@ class HostNeed:
             )
             if count > 0 and num_bytes > 0
         ]
+        if self.stash:
+            parts.append(f"{self.stash / GIB:.3g} GiB for activations")
         parts.append(f"{self.num_ranks} x {self.process_bytes / GIB:.3g} GiB for the processes")
         return " + ".join(parts)
 
@@ -101,17 +105,29 @@ def host_need(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostNe
     each = process_bytes(request, plan)
     if not request.machine.on_cpu:
         each = max(each, own_bytes)
-    return HostNeed(plan.num_ranks, streamed, streamed_bytes, resident, resident_bytes, each)
+    stash = sum(len(plan.cuts[stage].layers) for stage in plan.stashed) * plan.round_size * request.message_bytes
+    return HostNeed(plan.num_ranks, streamed, streamed_bytes, resident, resident_bytes, each, stash)
 
 
 def check_host_memory(need: HostNeed, *, available_bytes: int) -> None:
     """Raise HostMemoryError, with the arithmetic, if `need` exceeds `available_bytes` of the machine."""
-    if need.total > available_bytes:
-        raise HostMemoryError(
-            f"{need.num_ranks} rank(s) need {bytes_text(need.total)} of host memory ({need.describe()}), "
-            f"{bytes_text(available_bytes)} is available. Use a smaller model or a host with more memory; if this "
-            "host's memory grows on demand, state how much may be used with --host_memory_limit."
+    if need.total <= available_bytes:
+        return
+    others = need.total - need.stash
+    if others < available_bytes:
+        share = (available_bytes - others) / need.stash
+        advice = (
+            f"Without the activations {bytes_text(others)} is needed: use {1 / share:.2g} times as many --num_rounds, "
+            f"{share:.2g} of the tokens in a step (--batch_size, --seq_length), --activation_offloading off, or a host "
+            "with more memory"
         )
+    else:
+        advice = "Use a smaller model or a host with more memory"
+    raise HostMemoryError(
+        f"{need.num_ranks} rank(s) need {bytes_text(need.total)} of host memory ({need.describe()}), "
+        f"{bytes_text(available_bytes)} is available. {advice}; if this host's memory grows on demand, state how much "
+        "may be used with --host_memory_limit."
+    )
 
 
 @dataclass(frozen=True)
@@ -122,7 +138,7 @@ class GpuNeed:
     weights: int
     gradients: int
     optimizer: int
-    stash: int
+    inputs: int
     working_set: int
     graphs: int = 0
     """Activations that are kept from forward to backward."""
@@ -138,7 +154,7 @@ class GpuNeed:
 
     @property
     def total(self) -> int:
-        return self.states + self.stash + self.graphs + self.messages + self.working_set + self.libraries
+        return self.states + self.inputs + self.graphs + self.messages + self.working_set + self.libraries
 
     def describe(self) -> str:
         """The sum as text."""
@@ -147,7 +163,7 @@ class GpuNeed:
                 ("weights", self.weights),
                 ("gradients", self.gradients),
                 ("optimizer", self.optimizer),
-                ("stashed activations", self.stash),
+                ("inputs of layers", self.inputs),
                 ("kept activations", self.graphs),
                 ("messages", self.messages),
                 ("one layer's work", self.working_set),
@@ -178,7 +194,7 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
         weights=(slots + sum(resident.values())) * sizes.weight,
         gradients=summed * 4 * num_sums + kept,
         optimizer=sum(resident.values()) * sizes.optimizer,
-        stash=most.stash,
+        inputs=most.inputs,
         graphs=most.graphs,
         messages=most.messages,
         working_set=most.work,

@@ -14,7 +14,7 @@ from mobius.config.config import PipelineConfig
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
 from mobius.plan.cards import GIGA, LATENCY, TERA, estimate_profile
-from mobius.plan.fit import check_given_plan, fewest_rounds, fit_plan
+from mobius.plan.fit import check_given_plan, fit_plan, numbers_of_rounds
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import by_score, by_simulation, closed_form
 from mobius.plan.partition import most_stages
@@ -160,9 +160,9 @@ def settle(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequ
     GpuMemoryError if no setting fits.
     """
     if request.num_stages is not None and request.num_chunks is not None:
-        return _with_rounds(request)
+        return _with_rounds(request, measured)
     if request.machine.on_cpu or (request.card is None and measured is None):
-        return _with_rounds(_usual_numbers(request))
+        return _with_rounds(_usual_numbers(request), measured)
     best = choose(replace(request, machine=replace(request.machine, free_bytes=None)), measured=measured)
     logger.info(
         "chosen: --num_stages %d --num_chunks %d --num_rounds %d, layers per stage %s; %.3g s per step by %s",
@@ -177,12 +177,20 @@ def settle(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequ
     return replace(request, num_stages=plan.num_stages, num_chunks=plan.num_microbatches, num_rounds=plan.num_rounds)
 
 
-def _with_rounds(request: PlanRequest) -> PlanRequest:
-    """The request with a number of rounds, which goes by the card's memory as `settle` says."""
+def _with_rounds(request: PlanRequest, measured: Profile | None) -> PlanRequest:
+    """The request with a number of rounds, which goes by the card's memory as `settle` says.
+
+    Where fewer rounds fit if activations wait on the host, the faster of both by prediction; without rates, the more.
+    """
     if request.num_rounds is not None:
         return request
     like_all = replace(request, machine=replace(request.machine, free_bytes=None))
-    return replace(request, num_rounds=fewest_rounds(like_all))
+    numbers = numbers_of_rounds(like_all)
+    if len(numbers) == 1 or (request.card is None and measured is None):
+        return replace(request, num_rounds=numbers[-1])
+    settings = [_simulated(replace(like_all, num_rounds=number), measured, is_quick=True) for number in numbers]
+    best = min(settings, key=lambda setting: setting.seconds)
+    return replace(request, num_rounds=best.plan.num_rounds)
 
 
 def _usual_numbers(request: PlanRequest) -> PlanRequest:
@@ -235,7 +243,7 @@ def quick_settings(request: PlanRequest, *, measured: Profile | None = None) -> 
 
 def _simulated(request: PlanRequest, measured: Profile | None, *, is_quick: bool = False) -> Setting:
     """Simulate numbers that are given, memory used as the simulation finds best, or quickly by a closed form."""
-    request = _with_rounds(request)
+    request = _with_rounds(request, measured)
     profile = estimated_profile(request) if measured is None else _checked(measured, request)
     assert profile is not None, "without rates nothing is chosen"
     layer = estimated_layer(request)

@@ -6,6 +6,8 @@ Three things do, and they share the memory of a rank:
     activations       the last of the rank: backward need not run their forward again, a quarter of their compute
     a third slot      loads a stage while the gradients of another leave
 
+Where activations may wait on the host, each of these uses has as many stages stash theirs as it needs to fit.
+
 Kept activations need their weights in place from forward to backward: those of a resident stage are, and of a rank's
 streamed stages the last `num_slots` stay.
 
@@ -21,9 +23,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 
-from mobius.config.config import Recompute
+from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, PlanError
-from mobius.plan.budget import GpuNeed, Remedy, check_gpu_memory, estimated_layer, fullest, gpu_need, gpu_needs
+from mobius.plan.budget import (
+    GpuNeed,
+    Remedy,
+    check_gpu_memory,
+    estimated_layer,
+    fullest,
+    gpu_need,
+    gpu_needs,
+    host_need,
+)
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import Choose, by_score, closed_form
 from mobius.plan.plan import MemoryUse, Plan
@@ -56,24 +67,43 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, choose: C
             "--num_stages."
         )
     if request.gpu_bytes is None:
-        return plan.using([_least(request)] * plan.num_ranks)
+        return plan.using([_least(request, layer)] * plan.num_ranks)
     _refuse_what_cannot_fit(request, layer, request.gpu_bytes)
     fitting = [_fitting(request, rank, layer, request.gpu_bytes) for rank in range(plan.num_ranks)]
     return plan.using((choose or by_score(closed_form(request)))(request, fitting))
 
 
-def fewest_rounds(request: PlanRequest) -> int:
-    """The fewest rounds with which the least of memory fits, by estimates; as many as can be where none does."""
+def numbers_of_rounds(request: PlanRequest) -> list[int]:
+    """The fewest rounds with which the least of memory fits, by estimates; as many as can be where none does.
+
+    If fewer do where activations wait on the host, and that is neither asked for nor ruled out, that number comes
+    before.
+    """
+    if request.gpu_bytes is None:
+        return [1]
+    choices = [ActivationOffloading.OFF, ActivationOffloading.ON]
+    asked = request.config.pipeline.activation_offloading
+    if asked is not ActivationOffloading.AUTO or request.config.pipeline.recompute is Recompute.NONE:
+        choices = [asked]
+    found = [_fewest_rounds(request.with_pipeline(activation_offloading=choice)) for choice in choices]
+    most = request.plan.num_microbatches
+    fitting = [number for number in found if number is not None]
+    return sorted({number for number in fitting if number <= (found[0] or most)}) or [most]
+
+
+def _fewest_rounds(request: PlanRequest) -> int | None:
+    """The fewest rounds with which the least fits; None where none does."""
     available = request.gpu_bytes
-    if available is None:
-        return 1
-    numbers = _divisors(request.plan.num_microbatches)
-    for number in numbers[:-1]:
+    assert available is not None
+    for number in _divisors(request.plan.num_microbatches):
         tried = replace(request, num_rounds=number)
-        need = _fullest_need(tried, tried.num_resident or 0, estimated_layer(tried))
-        if need.total <= int(available * FILLED_SHARE) - tried.mailbox_bytes:
+        layer = estimated_layer(tried)
+        need = _fullest_need(tried, tried.num_resident or 0, layer)
+        use = _least(tried, layer)
+        is_home = use.num_stashed == 0 or _fits_host(tried, use)
+        if is_home and need.total <= int(available * FILLED_SHARE) - tried.mailbox_bytes:
             return number
-    return numbers[-1]
+    return None
 
 
 def _divisors(number: int) -> list[int]:
@@ -91,21 +121,35 @@ def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | No
         )
 
 
-def _least(request: PlanRequest) -> MemoryUse:
-    """The use that takes the least memory of what is asked for."""
-    return _with_resident(request, request.num_resident or 0)
+def _least(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
+    """The use that takes the least GPU memory of what is asked for."""
+    return _with_resident(request, request.num_resident or 0, layer)
 
 
-def _with_resident(request: PlanRequest, num_resident: int) -> MemoryUse:
+def _with_resident(request: PlanRequest, num_resident: int, layer: LayerBytes | None) -> MemoryUse:
     """So many resident stages, and beside them no more than is asked for."""
     per_rank = request.plan.stages_per_rank
     num_kept = per_rank if request.config.pipeline.recompute is Recompute.NONE else 0
-    return MemoryUse(num_resident, num_kept, min(request.plan.num_slots or 0, per_rank - num_resident))
+    use = MemoryUse(num_resident, num_kept, min(request.plan.num_slots or 0, per_rank - num_resident))
+    numbers = _stash_numbers(request, num_kept)
+    if request.gpu_bytes is None or len(numbers) == 1:
+        return replace(use, num_stashed=numbers[0])
+    # With few microbatches what is on its way takes more than what stays.
+    uses = [replace(use, num_stashed=number) for number in (numbers[0], numbers[-1])]
+    return min(uses, key=lambda each: fullest(_needs(request, each, layer)).total)
+
+
+def _stash_numbers(request: PlanRequest, num_kept: int) -> range:
+    """How many of a rank's stages may stash activations, where so many keep them."""
+    asked, most = request.config.pipeline.activation_offloading, request.plan.stages_per_rank - num_kept
+    if asked is ActivationOffloading.AUTO:
+        return range(most + 1)
+    return range(most, most + 1) if asked is ActivationOffloading.ON else range(1)
 
 
 def _uses(request: PlanRequest, *, knows_layer: bool) -> Iterator[MemoryUse]:
     """Everything that may be asked of a rank's memory, whether it fits or not."""
-    plan, least = request.plan, _least(request)
+    plan, least = request.plan, _least(request, None)
     per_rank = plan.stages_per_rank
     may_keep = request.config.pipeline.recompute is Recompute.AUTO and knows_layer
     most_resident = per_rank if request.num_resident is None else least.num_resident
@@ -123,7 +167,7 @@ def _uses(request: PlanRequest, *, knows_layer: bool) -> Iterator[MemoryUse]:
 
 
 def _fitting(request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_bytes: int) -> list[MemoryUse]:
-    """The uses that fit; the least if no other does."""
+    """The uses that fit, each with as few stages that stash as it takes; the least if no other does."""
     usable = int(gpu_bytes * FILLED_SHARE) - request.mailbox_bytes
 
     @cache
@@ -131,25 +175,36 @@ def _fitting(request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_byte
         return _need(request, rank, MemoryUse(num_resident, 0, num_slots), layer).states
 
     @cache
-    def rest_takes(num_kept: int) -> int:
-        need = _need(request, rank, MemoryUse(0, num_kept, request.plan.num_slots or 0), layer)
+    def rest_takes(num_kept: int, num_stashed: int) -> int:
+        need = _need(request, rank, MemoryUse(0, num_kept, request.plan.num_slots or 0, num_stashed), layer)
         return need.total - need.states
 
-    fitting = [
-        use
-        for use in _uses(request, knows_layer=layer is not None)
-        if states_take(use.num_resident, use.num_slots) + rest_takes(use.num_kept) <= usable
-    ]
-    return fitting or [_least(request)]
+    fitting = []
+    for use in _uses(request, knows_layer=layer is not None):
+        rest = usable - states_take(use.num_resident, use.num_slots)
+        numbers = _stash_numbers(request, use.num_kept)
+        fewest = next((number for number in numbers if rest_takes(use.num_kept, number) <= rest), None)
+        if fewest is not None and (fewest == numbers[0] or _fits_host(request, replace(use, num_stashed=fewest))):
+            fitting.append(replace(use, num_stashed=fewest))
+    return fitting or [_least(request, layer)]
+
+
+def _fits_host(request: PlanRequest, use: MemoryUse) -> bool:
+    """Whether the host has the memory for ranks that all do this."""
+    plan = request.plan.using([use] * request.plan.num_ranks)
+    return request.host_bytes is None or host_need(request, plan).total <= request.host_bytes
 
 
 def _need(request: PlanRequest, rank: int, use: MemoryUse, layer: LayerBytes | None) -> GpuNeed:
     return gpu_need(request, request.plan.using([use] * request.plan.num_ranks), rank=rank, layer=layer)
 
 
+def _needs(request: PlanRequest, use: MemoryUse, layer: LayerBytes | None) -> tuple[GpuNeed, ...]:
+    return gpu_needs(request, request.plan.using([use] * request.plan.num_ranks), layer)
+
+
 def _fullest_need(request: PlanRequest, num_resident: int, layer: LayerBytes | None) -> GpuNeed:
-    plan = request.plan.using([_with_resident(request, num_resident)] * request.plan.num_ranks)
-    return fullest(gpu_needs(request, plan, layer))
+    return fullest(_needs(request, _with_resident(request, num_resident, layer), layer))
 
 
 def _refuse_what_cannot_fit(request: PlanRequest, layer: LayerBytes | None, available: int) -> None:
@@ -188,13 +243,21 @@ def find_remedies(request: PlanRequest, need: Callable[[PlanRequest], int], avai
     `need` gives the bytes of the fullest rank for a changed request.
     """
     found = []
-    for changes in (_rounds, _recompute, _loss_chunks, _stages, _microbatches, _offload, _sequences):
+    for changes in (_stashes, _rounds, _recompute, _loss_chunks, _stages, _microbatches, _offload, _sequences):
         for options, changed in changes(request):
             num_bytes = need(changed)
             if num_bytes <= available_bytes:
                 found.append(Remedy(options, num_bytes))
                 break
     return found
+
+
+def _stashes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    pipeline = request.config.pipeline
+    is_off = pipeline.activation_offloading is ActivationOffloading.OFF
+    if is_off and pipeline.recompute is not Recompute.NONE:
+        on = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
+        yield "--activation_offloading on", on
 
 
 def _rounds(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:

@@ -7,6 +7,9 @@
 
 So the most is held at the model's last stage's turn, or when a stage begins its backward; it is looked for there.
 
+Inputs of a stashed stage's layers wait on the host. Of those, two microbatches are on the GPU at most, leaving or come
+back, and a third while a forward makes it.
+
 The work of a moment is one layer's backward, head and loss, or the embedding's backward. Widths count tensors
 [tokens, width] of the working format. A layer by what its code keeps and makes (models/linear.py: the gradients of all
 linear outputs live until its backward ends), H hidden, I feed-forward, A + Q what the attention's four products have
@@ -28,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mobius.limits import RECEIVES_AHEAD, max_sends_under_way
+from mobius.limits import MAX_FETCHED, MAX_LEAVING, RECEIVES_AHEAD, max_sends_under_way
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import Plan
 
@@ -69,7 +72,7 @@ class MicrobatchBytes:
 class Held:
     """Bytes at one moment, beside weights and optimizer."""
 
-    stash: int = 0
+    inputs: int = 0
     """Inputs of layers, for recomputing."""
     graphs: int = 0
     """Kept activations."""
@@ -79,7 +82,7 @@ class Held:
 
     @property
     def total(self) -> int:
-        return self.stash + self.graphs + self.messages + self.work
+        return self.inputs + self.graphs + self.messages + self.work
 
 
 def document_bytes(shape: ModelShape, num_documents: int) -> int:
@@ -147,11 +150,19 @@ class _Rank:
     def __init__(self, plan: Plan, rank: int, size: MicrobatchBytes) -> None:
         self._plan, self._stages, self._size = plan, plan.stages_of(rank), size
         self._max_sends = max_sends_under_way(plan.round_size)
+        inputs = [len(plan.cuts[stage].layers) for stage in self._stages if stage in plan.stashed]
+        self._most_inputs = max(inputs, default=0) * size.activation
+        """Bytes of the inputs of a stashed stage's layers and a microbatch."""
+        self._under_way = min(MAX_FETCHED, plan.round_size) * self._most_inputs
+        """Bytes of what leaves or has come back; while the model's last stage turns, it need not all be there."""
         self._ahead = 0 if plan.num_ranks == 1 else RECEIVES_AHEAD * size.activation
 
     def moments(self) -> Iterator[Held]:
         """Moments at which most may be held: turns of the model's last stage, and each stage's first backward."""
         waiting = [stage for stage in self._stages if not self._plan.cuts[stage].is_last]
+        for index, stage in enumerate(waiting):
+            if stage in self._plan.stashed:
+                yield self._leaving(stage, waiting[:index])
         turns = len(waiting) < len(self._stages)
         if turns:
             yield from self._turn(self._stages[-1], waiting)
@@ -159,33 +170,45 @@ class _Rank:
             is_first_backward = index == len(waiting) - 1 and not turns
             yield from self._backward(stage, waiting[: index + 1], is_first_backward=is_first_backward)
 
+    def _leaving(self, stage: int, before: list[int]) -> Held:
+        """The forward of a stashed stage, while inputs of the microbatches before leave."""
+        stayed, kept = self._all_kept(before)
+        number = min(MAX_LEAVING + 1, self._plan.round_size)
+        own = number * len(self._plan.cuts[stage].layers) * self._size.activation
+        messages = self._ahead + self._sent(0, self._outputs([*before, stage]))
+        # A forward without a graph makes less than one with it.
+        return Held(stayed + own, kept, messages, self._size.layer.graph)
+
     def _turn(self, stage: int, waiting: list[int]) -> Iterator[Held]:
         """Forward, loss and backward of one microbatch of the model's last stage."""
         size, per_message = self._size, self._size.activation
         inputs, graphs = self._kept(stage)
-        stash, kept = self._all_kept(waiting)
+        stayed, kept = self._all_kept(waiting)
+        stayed += self._under_way
         is_only = self._plan.cuts[stage].is_first
         gradients = 0 if is_only else self._plan.round_size - 1
         messages = self._ahead + self._sent(gradients, self._outputs(waiting))
         output = 0 if self._keeps(stage) else per_message  # a graph has its output in it
-        yield Held(stash + inputs, kept + graphs, messages, output + size.loss)
+        yield Held(stayed + inputs, kept + graphs, messages, output + size.loss)
         # The output and its gradient stay until the backward of the stage is done.
-        yield Held(stash + inputs, kept + graphs, messages, output + per_message + self._layer_work(stage))
+        yield Held(stayed + inputs, kept + graphs, messages, output + per_message + self._layer_work(stage))
         if is_only:
-            yield Held(stash, kept, messages, 3 * per_message + size.embedding)
+            yield Held(stayed, kept, messages, 3 * per_message + size.embedding)
 
     def _backward(self, stage: int, waiting: list[int], *, is_first_backward: bool) -> Iterator[Held]:
         """The first microbatch's backward of `stage`, the last of those that are `waiting`."""
-        stash, kept = self._all_kept(waiting)
+        stayed, kept = self._all_kept(waiting)
+        stayed += self._under_way
         if is_first_backward:
             sent = self._sent(0, self._outputs(waiting))
         else:
             sent = self._sent(self._plan.round_size, self._max_sends)
         messages = self._ahead + sent
-        yield Held(stash, kept, messages, self._layer_work(stage))
+        yield Held(stayed, kept, messages, self._layer_work(stage))
         if self._plan.cuts[stage].is_first:
             inputs, graphs = self._kept(stage)
-            yield Held(stash - inputs, kept - graphs, messages, self._size.activation + self._size.embedding)
+            inputs = 0 if stage in self._plan.stashed else inputs
+            yield Held(stayed - inputs, kept - graphs, messages, self._size.activation + self._size.embedding)
 
     def _keeps(self, stage: int) -> bool:
         return stage in self._plan.kept and len(self._plan.cuts[stage].layers) > 0
@@ -198,7 +221,7 @@ class _Rank:
         return num_layers * self._size.activation, 0
 
     def _all_kept(self, stages: Sequence[int]) -> tuple[int, int]:
-        each = [self._kept(stage) for stage in stages]
+        each = [self._kept(stage) for stage in stages if stage not in self._plan.stashed]
         number = self._plan.round_size
         return number * sum(inputs for inputs, _ in each), number * sum(graphs for _, graphs in each)
 

@@ -100,8 +100,8 @@ def closed_form(request: PlanRequest, profile: Profile | None = None) -> Score:
 def by_score(score: Score) -> Choose:
     """Let each rank take the use of least score; of equal ones that with most resident stages, kept ones, and slots."""
 
-    def key(rank: int, use: MemoryUse) -> tuple[float, int, int, int]:
-        return score(rank, use), -use.num_resident, -use.num_kept, -use.num_slots
+    def key(rank: int, use: MemoryUse) -> tuple[float, int, int, int, int]:
+        return score(rank, use), -use.num_resident, -use.num_kept, -use.num_slots, use.num_stashed
 
     def choose(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Sequence[MemoryUse]:
         return [min(uses, key=partial(key, rank)) for rank, uses in enumerate(fitting)]
@@ -141,7 +141,12 @@ class _Search:
     def _best(self) -> tuple[MemoryUse, ...]:
         fastest = min(self._seconds.values())
         alike = [chosen for chosen, seconds in self._seconds.items() if seconds <= fastest * (1 + ALIKE)]
-        return min(alike, key=lambda chosen: (-sum(use.num_resident for use in chosen), self._seconds[chosen]))
+
+        def key(chosen: tuple[MemoryUse, ...]) -> tuple[int, int, float]:
+            resident, stashed = sum(use.num_resident for use in chosen), sum(use.num_stashed for use in chosen)
+            return -resident, stashed, self._seconds[chosen]
+
+        return min(alike, key=key)
 
     def _alike(self) -> list[tuple[MemoryUse, ...]]:
         """All ranks alike as far as their memory goes, with slots first or activations first."""
@@ -149,6 +154,7 @@ class _Search:
         orders: tuple[Callable[[MemoryUse], tuple[int, int]], ...] = (
             lambda use: (use.num_kept, use.num_slots),
             lambda use: (use.num_slots, use.num_kept),
+            lambda use: (-use.num_stashed, use.num_kept),
         )
         score = closed_form(self._request, self._profile)
         settings = [
@@ -167,13 +173,21 @@ class _Search:
 
 
 def _undominated(uses: Sequence[MemoryUse]) -> list[MemoryUse]:
-    """The uses of which no other has as many resident stages, and as many activations and slots or more."""
+    """The uses of which no other has as many resident stages, and as many activations and slots or more.
+
+    Those that stash nothing, or least, are also compared among themselves: what others gain by it may cost more.
+    """
 
     def is_worse(one: MemoryUse, other: MemoryUse) -> bool:
         no_more = one.num_kept <= other.num_kept and one.num_slots <= other.num_slots
         return one != other and one.num_resident == other.num_resident and no_more
 
-    return [one for one in uses if not any(is_worse(one, other) for other in uses)]
+    fewest: dict[int, int] = {}
+    for use in uses:
+        fewest[use.num_resident] = min(use.num_stashed, fewest.get(use.num_resident, use.num_stashed))
+    at_least = [use for use in uses if use.num_stashed == fewest[use.num_resident]]
+    chosen = [one for group in (uses, at_least) for one in group if not any(is_worse(one, other) for other in group)]
+    return list(dict.fromkeys(chosen))
 
 
 def _nearest(uses: Sequence[MemoryUse], num_resident: int, order: Callable[[MemoryUse], tuple[int, int]]) -> MemoryUse:

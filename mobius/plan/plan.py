@@ -77,7 +77,12 @@ class Plan:
             slots=tuple(min(use.num_slots, len(stages) - use.num_resident) for stages, use in each),
             resident=frozenset(stage for stages, use in each for stage in stages[: use.num_resident]),
             kept=frozenset(stage for stages, use in each for stage in stages[len(stages) - use.num_kept :]),
-            stashed=frozenset(stage for stages, use in each for stage in stages[: use.num_stashed]),
+            stashed=frozenset(
+                stage
+                for stages, use in each
+                for stage in stages[: min(use.num_stashed, len(stages) - use.num_kept)]
+                if stage != self.num_stages - 1
+            ),
         )
 
     def use_of(self, rank: int) -> MemoryUse:

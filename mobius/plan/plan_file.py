@@ -71,6 +71,7 @@ class SavedPlan:
             "spans": [asdict(cut) for cut in plan.cuts],
             "resident": sorted(plan.resident),
             "kept_activations": sorted(plan.kept),
+            "stashed_activations": sorted(plan.stashed),
         }
         return json.dumps(fields, indent=2) + "\n"
 
@@ -129,6 +130,7 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
         frozenset(_counts(fields, "resident")),
         frozenset(_counts(fields, "kept_activations")),
         _count(fields, "num_rounds", least=1) if "num_rounds" in fields else 1,  # plans from before rounds
+        frozenset(_counts(fields, "stashed_activations") if "stashed_activations" in fields else ()),
     )
     digest = _digest(_field(fields, "model"))
     return SavedPlan(digest, plan, _count(fields, "batch_size", least=1), _count(fields, "seq_length", least=2))
@@ -205,8 +207,10 @@ def _contradiction(saved: SavedPlan) -> str | None:
         return "its stages do not follow each other"
     if any(cut.end_layer < cut.first_layer for cut in plan.cuts) or starts[-1] != saved.model.num_layers:
         return f"its stages do not hold the model's {saved.model.num_layers} layers"
-    if not (plan.resident | plan.kept) <= set(range(number)):
-        return "resident stages or kept activations name a stage that there is not"
+    if not (plan.resident | plan.kept | plan.stashed) <= set(range(number)):
+        return "resident stages, kept or stashed activations name a stage that there is not"
+    if both := sorted(plan.stashed & (plan.kept | {number - 1})):
+        return f"the stages {both} stash activations, which those that keep them and the last one cannot"
     if len(plan.slots) != plan.num_ranks:
         return f"slots of {len(plan.slots)} ranks, not {plan.num_ranks}"
     for rank in range(plan.num_ranks):

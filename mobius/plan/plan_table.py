@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, HostNeed
 from mobius.plan.choice import Answer
-from mobius.plan.partition import ModelShape
+from mobius.plan.partition import ModelShape, StageCut
 from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile
 from mobius.plan.simulation import plan_seconds
@@ -18,7 +18,7 @@ _CATEGORIES = (
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("optimizer", "optimizer"),
-    ("inputs", "stash"),
+    ("inputs", "inputs"),
     ("kept", "graphs"),
     ("messages", "messages"),
     ("work", "working_set"),
@@ -51,12 +51,20 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
                 ", ".join(parts) or "none",
                 f"{cut.num_parameters(shape) / 1e6:.1f}M",
                 "-" if holds_nothing else "resident" if cut.stage in plan.resident else "streamed",
-                "-" if not cut.layers else "kept" if cut.stage in plan.kept else "recomputed",
+                _activations(plan, cut),
             ]
         )
     slots = plan.describe_slots() if plan.num_slots is None else f"{plan.describe_slots()} per rank"
     head = f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.describe_microbatches()}, {slots}"
     return f"{head}\n{format_columns(rows)}"
+
+
+def _activations(plan: Plan, cut: StageCut) -> str:
+    if not cut.layers:
+        return "-"
+    if cut.stage in plan.kept:
+        return "kept"
+    return "recomputed from the host" if cut.stage in plan.stashed else "recomputed"
 
 
 def describe_gpus(found: Answer) -> str:

@@ -73,6 +73,8 @@ class Machine:
     """Memory of a GPU where the driver has told it; else the card's counts."""
     free_bytes: int | None = None
     """Memory of this rank's GPU that is free, or as much of it as the run may use; None where it was not asked."""
+    host_bytes: int | None = None
+    """Memory of the host that all ranks together may count on; None where it is not known."""
     has_peer_copies: bool = True
     """Whether GPUs may write into each other's memory, if the card can."""
     host: Host = field(default_factory=Host)
@@ -196,6 +198,12 @@ class PlanRequest:
         limit = self.config.pipeline.gpu_memory_limit
         usable = total - OUTSIDE_BYTES if free is None else free
         return usable if limit is None else min(usable, int(limit * GIB))
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Host memory that activations may be planned into; None where it is not known."""
+        limit = self.config.pipeline.host_memory_limit
+        return self.machine.host_bytes if limit is None else int(limit * GIB)
 
     @property
     def compiles(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from mobius.limits import PIECE_ELEMENTS
+from mobius.limits import MAX_LEAVING, PIECE_ELEMENTS
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile
@@ -38,6 +39,7 @@ class StageCost:
     forward_launch: float = 0.0
     """Seconds of the host to enqueue the forward of a microbatch."""
     backward_launch: float = 0.0
+    num_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
                 cut.stage in plan.resident,
                 0.0 if cut.is_last else forward_launch,
                 backward_launch + (forward_launch if cut.is_last else 0.0),
+                num_layers,
             )
         )
     return tuple(costs)
@@ -134,6 +137,12 @@ class _RankTasks:
     """The last copy of a stage's sums between rounds, to the host or back."""
     sums_left: Task | None = None
     """The copy to the host that frees the memory into which sums come next."""
+    leaving: deque[Task] = field(default_factory=deque)
+    """Copies of layers' inputs to the host that compute has not waited for."""
+    stashed: dict[tuple[int, int | None], Task] = field(default_factory=dict)
+    """The last copy of layers' inputs of a stage and microbatch, to the host or back."""
+    left: Task | None = None
+    """The copy that compute waits for before it goes on."""
     enqueued: float = 0.0
     """Seconds of the host since the step began."""
     computed: float = 0.0
@@ -183,6 +192,10 @@ class StepTasks:
             self._add_sums_offload(rank, action.stage)
         elif action.kind is ActionKind.LOAD_SUMS and not is_resident:
             self._add_sums_load(rank, action.stage)
+        elif action.kind is ActionKind.STASH:
+            self._add_stash(rank, action)
+        elif action.kind is ActionKind.FETCH:
+            self._add_fetch(rank, action)
 
     def _add_compute(self, rank: int, action: Action) -> None:
         state, stage, cost = self.ranks[rank], action.stage, self.costs[action.stage]
@@ -196,6 +209,10 @@ class StepTasks:
             WaitCause.WEIGHTS: state.loads.get(stage) if needs_weights else None,
         }
         is_backward = action.kind.is_backward
+        copies = [state.left, state.stashed.pop((stage, action.microbatch), None) if is_backward else None]
+        if any(copies):
+            waits[WaitCause.ACTIVATIONS] = self._task(None, 0.0, [task for task in copies if task is not None])
+            state.left = None
         if is_backward and stage in state.sums:
             both = [task for task in (waits[WaitCause.WEIGHTS], state.sums.pop(stage)) if task is not None]
             waits[WaitCause.WEIGHTS] = self._task(None, 0.0, both)
@@ -271,6 +288,24 @@ class StepTasks:
         flow = self.flows.load(rank, self.costs[stage].parameters * SUM_BYTES)
         needs = [task for task in (state.sums.get(stage), state.sums_left) if task is not None]
         state.sums[stage] = self._task((Lane.LOAD, rank), flow, needs, name=f"LS{stage}")
+
+    def _add_stash(self, rank: int, action: Action) -> None:
+        state = self.ranks[rank]
+        flow = self.flows.offload(rank, self.costs[action.stage].num_layers * self.rules.message_bytes)
+        needs = [task for task in (state.last,) if task is not None]
+        task = self._task((Lane.STASH, rank), flow, needs, name=action)
+        state.stashed[action.stage, action.microbatch] = task
+        state.leaving.append(task)
+        while len(state.leaving) > MAX_LEAVING:
+            state.left = state.leaving.popleft()
+
+    def _add_fetch(self, rank: int, action: Action) -> None:
+        state, key = self.ranks[rank], (action.stage, action.microbatch)
+        flow = self.flows.load(rank, self.costs[action.stage].num_layers * self.rules.message_bytes)
+        needs = [task for task in (state.last, state.stashed[key]) if task is not None]
+        state.stashed[key] = self._task((Lane.FETCH, rank), flow, needs, name=action)
+        while state.leaving:
+            state.left = state.leaving.popleft()
 
     def _has_gradients(self, rank: int, stage: int) -> bool:
         return self.ranks[rank].last_is_backward[stage]

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from mobius.config.config import Config
-from mobius.machine.available import available_host_bytes, own_host_bytes
+from mobius.machine.available import available_host_bytes, own_host_bytes, total_host_bytes
 from mobius.machine.device_order import order_devices
 from mobius.machine.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
 from mobius.messages.meeting import Meeting, meet_at_store
@@ -28,6 +28,9 @@ from mobius.runtime.stage import measure_layer_bytes
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
 from mobius.units import GIB
+
+HOST_SHARE = 0.9
+"""Share of the host's memory that activations are planned into; what is free is checked before any is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +172,7 @@ def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: i
         card_of_device(name),
         total_bytes,
         free_bytes,
+        host_bytes=int(total_host_bytes() * HOST_SHARE),
         has_peer_copies=allows_peer_copies(),
         host=Host(cores_per_rank=max(1, cpu_share(num_ranks))),
     )
@@ -225,13 +229,14 @@ def _blueprint(place: Place, parts: ModelParts, found: Answer) -> Blueprint:
         plan.slots,
         plan.resident,
         num_rounds=plan.num_rounds,
+        stashed=plan.stashed,
     )
     return Blueprint(place=place, parts=parts, answer=found, schedule=schedule)
 
 
 def _check_host(found: Answer) -> None:
     """Raise HostMemoryError if there is less than the plan needs for stages."""
-    if found.request.machine.on_cpu or found.plan.num_slots is not None:
+    if found.request.machine.on_cpu or found.plan.num_slots is not None or found.plan.stashed:
         limit = found.request.config.pipeline.host_memory_limit
         check_host_memory(found.host, available_bytes=available_host_bytes() if limit is None else int(limit * GIB))
 

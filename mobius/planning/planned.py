@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mobius.config.config import Config, PlanningConfig, Recompute
+from mobius.config.config import ActivationOffloading, Config, PlanningConfig, Recompute
 from mobius.config.validation import find_problems
 from mobius.errors import PlanError
 from mobius.plan.choice import Answer
@@ -84,6 +84,9 @@ def _contradictions(config: Config, saved: SavedPlan) -> dict[str, str]:
         found["use_prefetch"] = f"--no_prefetch, the plan has {plan.num_slots} slots"
     if pipeline.recompute is Recompute.FULL and plan.kept:
         found["recompute"] = f"--recompute full, the plan keeps activations of {len(plan.kept)} stages"
+    if pipeline.activation_offloading is ActivationOffloading.OFF and plan.stashed:
+        told = f"--activation_offloading off, the plan stashes activations of {len(plan.stashed)} stages"
+        found["activation_offloading"] = told
     if pipeline.recompute is Recompute.NONE and len(plan.kept) < plan.num_stages:
         found["recompute"] = f"--recompute none, the plan keeps activations of {len(plan.kept)} stages only"
     return found

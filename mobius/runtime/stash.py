@@ -55,7 +55,7 @@ class Stash:
         self._kept[stage, microbatch] = kept
 
     def take(self, stage: int, microbatch: int) -> list[Kept]:
-        """What was put, for backward; compute waits for what came back."""
+        """Give back what was put, for backward; compute waits for what came back."""
         key = stage, microbatch
         arrival = self._arrivals.pop(key, None)
         if arrival is not None:

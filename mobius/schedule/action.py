@@ -33,9 +33,9 @@ class ActionKind(StrEnum):
     OFFLOAD_SUMS = "offload_sums"
     """Gradients that have been added up so far go to the host, for another round of the step to go on with."""
     STASH = "stash"
-    """What a microbatch's forward leaves for its backward, the inputs of the stage's layers, goes to the host."""
+    """Inputs of the stage's layers, which a microbatch's forward leaves for its backward, go to the host."""
     FETCH = "fetch"
-    """What was stashed comes back to the GPU."""
+    """They come back to the GPU."""
 
     @property
     def is_forward(self) -> bool:
@@ -78,8 +78,10 @@ class Action:
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        """The short name of the grid, the picture and the trace: `F4.1`, `B4.1`, `L4`, `O4`, `LS4`, `OS4`, `S4.1` for
-        a stash, `T4.1` for a fetch (taken back), `D0`."""
+        """Short name of the grid, the picture and the trace.
+
+        `F4.1`, `B4.1`, `L4`, `O4`, `LS4`, `OS4`, `S4.1` for a stash, `T4.1` for a fetch (it is taken back), `D0`.
+        """
         letter = _LETTERS.get(self.kind, "F" if self.kind.is_forward else "B")
         return f"{letter}{self.stage}" if self.microbatch is None else f"{letter}{self.stage}.{self.microbatch}"
 

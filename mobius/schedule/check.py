@@ -202,7 +202,7 @@ def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     left: set[tuple[int, int]] = set()
     """Stages and microbatches whose forward has run, with the inputs still on the GPU."""
     home: dict[tuple[int, int], int] = {}
-    """By stage and place on the host: the microbatch whose inputs lie there."""
+    """Microbatch whose inputs lie on the host, by stage and place."""
     back: set[tuple[int, int]] = set()
     for index, action in enumerate(schedule.actions[rank]):
         kind, stage, microbatch = action.kind, action.stage, action.microbatch

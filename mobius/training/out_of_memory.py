@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mobius.config.config import Recompute
+from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, first_line
 from mobius.planning.blueprint import Blueprint
 
@@ -26,7 +26,7 @@ def out_of_memory(error: torch.OutOfMemoryError, rank: int, blueprint: Blueprint
 
 
 def smallest_change(blueprint: Blueprint) -> str:
-    """The change that costs a step least, as it is typed; none of the first six changes what is trained."""
+    """The change that costs a step least, as it is typed; none of the first seven changes what is trained."""
     config, plan = blueprint.config.pipeline, blueprint.plan
     num_resident = max(plan.use_of(rank).num_resident for rank in range(plan.num_ranks))
     chunks = [n for n in range(plan.num_microbatches + 1, config.batch_size + 1) if config.batch_size % n == 0]
@@ -38,6 +38,8 @@ def smallest_change(blueprint: Blueprint) -> str:
         return "--use_offload"
     if num_resident:
         return f"--resident_stages {num_resident - 1}"
+    if config.activation_offloading is ActivationOffloading.AUTO and not plan.stashed:
+        return "--activation_offloading on (activations wait in CPU memory)"
     if rounds:
         return f"--num_rounds {rounds[0]} (activations of fewer microbatches at a time)"
     if chunks:
@@ -51,5 +53,6 @@ def _plan_text(blueprint: Blueprint, rank: int) -> str:
     plan, use = blueprint.plan, blueprint.plan.use_of(rank)
     return (
         f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.describe_microbatches()}; on rank {rank} "
-        f"{use.num_resident} stage(s) resident, {use.num_kept} keep their activations, {use.num_slots} slot(s)"
+        f"{use.num_resident} stage(s) resident, {use.num_kept} keep their activations, {use.num_stashed} stash them on "
+        f"the host, {use.num_slots} slot(s)"
     )

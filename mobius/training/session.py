@@ -177,6 +177,7 @@ def open_session(
         gradient_dtype=blueprint.gradient_dtype,
         loss_chunk_tokens=pipeline.loss_chunk_tokens,
         waiting=blueprint.answer.request.waiting,
+        message_shape=blueprint.message_shape,
         updates=UpdateQueue(activity) if pipeline.overlap_optimizer else None,
         spans=spans,
     )

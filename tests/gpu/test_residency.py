@@ -89,6 +89,18 @@ def test_ten_steps_in_rounds_are_those_at_once(train: Train, options: str, is_ti
             assert all(torch.equal(masters[name], value) for name, value in expected.items()), residency
 
 
+@pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0", "--bf16 --max_grad_norm 0.5", "--fp16"])
+def test_ten_steps_with_stashed_activations_are_those_without(train: Train, options: str) -> None:
+    """Inputs go home and come back beside loads, gradients and sums; with long copies a place taken too early shows."""
+    for residency in ("--resident_stages 0", "--resident_stages 1 --no_prefetch", "--no_offload"):
+        for num_rounds in (1, 2):
+            shared = f"{options} --compile off --num_chunks 4 --num_rounds {num_rounds} --recompute full {residency}"
+            losses, expected = train(f"{shared} --activation_offloading off", num_steps=10)
+            other_losses, masters = train(f"{shared} --activation_offloading on", num_steps=10)
+            assert other_losses == losses
+            assert all(torch.equal(masters[name], value) for name, value in expected.items()), residency
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0", "--bf16 --max_grad_norm 0.5", "--fp16", "--fp32"])
 def test_ten_steps_stay_near_those_of_streamed_stages(train: Train, options: str, is_tied: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mobius.config.config import ModelConfig
+from mobius.config.config import ActivationOffloading, ModelConfig
 from mobius.config.options import config_from
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
@@ -15,7 +15,14 @@ from mobius.plan.cards import CARDS
 from mobius.plan.partition import ModelShape
 from mobius.plan.request import Machine, PackedRows, PlanRequest
 
-USUAL = {"batch_size": 64, "seq_length": 512, "num_stages": 32, "num_chunks": 8}
+USUAL = {
+    "batch_size": 64,
+    "seq_length": 512,
+    "num_stages": 32,
+    "num_chunks": 8,
+    "activation_offloading": ActivationOffloading.OFF,
+}
+"""Activations stay on the GPU where a test does not ask for more: its arithmetic is of what is there."""
 H200 = Machine(4, CARDS["H200"])
 
 

@@ -170,7 +170,7 @@ def test_the_closing_lines_tell_what_was_trained_where_time_went_and_the_peaks()
     )
     assert time == (
         "time: loading 12.5 s (31 %), training 20.0 s (50 %), saving 7.5 s (19 %); in steps, computation waited for "
-        "weights 8 %, optimizer 25 %, neighbours 0 %"
+        "weights 8 %, optimizer 25 %, neighbours 0 %, activations 0 %"
     )
     assert memory == "memory: at most 12.00 GiB on the fullest GPU, 61.00 GiB of host memory of all ranks together"
 

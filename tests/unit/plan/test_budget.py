@@ -180,7 +180,7 @@ def test_streamed_llama_7b_by_hand(llama_7b: ModelShape) -> None:
         weights=2 * stage * 2,  # two slots
         gradients=stage * 4,  # one fp32 buffer
         optimizer=0,
-        stash=32 * activation,  # the inputs of eight layers for four microbatches
+        inputs=32 * activation,  # the inputs of eight layers for four microbatches
         messages=(2 + 6) * activation,  # two are received ahead; sent and kept are the microbatches and two more
         working_set=work,
         libraries=2**27 + 128 * 512 * 16 + int(0.03 * moment),  # tokens and labels are int64
@@ -242,8 +242,8 @@ def test_with_one_stage_per_rank_a_second_slot_takes_nothing(llama_7b: ModelShap
         ("weights", {"use_prefetch": False}, 0.5),
         ("weights", {"dtype": Dtype.FP32}, 2),
         ("gradients", {"dtype": Dtype.FP32}, 1),
-        ("stash", {"dtype": Dtype.FP32}, 2),
-        ("stash", {"num_ranks": 2}, 2),
+        ("inputs", {"dtype": Dtype.FP32}, 2),
+        ("inputs", {"num_ranks": 2}, 2),
     ],
 )
 def test_each_category_grows_with_what_it_depends_on(
@@ -274,7 +274,7 @@ def test_a_microbatch_smaller_than_the_loss_chunk_bounds_the_logits(small: Model
     assert need.working_set == 1_000_000 * 50 * 4 + (2 * 50 + 50) * 4 * 2 + 50 * 4 * 2
 
 
-GIBS = GpuNeed(rank=2, weights=2 * GIB, gradients=3 * GIB, optimizer=0, stash=4 * GIB, working_set=GIB // 2)
+GIBS = GpuNeed(rank=2, weights=2 * GIB, gradients=3 * GIB, optimizer=0, inputs=4 * GIB, working_set=GIB // 2)
 
 
 def test_exactly_enough_gpu_memory_is_enough_and_a_byte_less_is_not() -> None:
@@ -292,7 +292,7 @@ def test_too_little_gpu_memory_is_told_with_the_sum_and_what_to_change(is_offloa
     message = str(caught.value)
     assert "rank 2 needs 9.5 GiB of GPU memory" in message
     assert (
-        "weights 2.00 + gradients 3.00 + optimizer 0.00 + stashed activations 4.00 + kept activations 0.00 "
+        "weights 2.00 + gradients 3.00 + optimizer 0.00 + inputs of layers 4.00 + kept activations 0.00 "
         "+ messages 0.00 + one layer's work 0.50 + libraries 0.00 = 9.50 GiB" in message
     )
     assert "8.0 GiB is available" in message

@@ -56,35 +56,35 @@ def test_a_rank_without_the_models_last_stage_holds_most_when_its_backward_begin
     plan = plan_of([1, 1, 1, 1], num_ranks=2, num_microbatches=3)
     # Inputs of two stages, two messages ahead and the five sent last, and a layer's work.
     held = largest_moment(plan, 0, MicrobatchBytes(10, LayerBytes(100, 150), 70, 0))
-    assert held == Held(stash=60, graphs=0, messages=20 + 50, work=150)
+    assert held == Held(inputs=60, graphs=0, messages=20 + 50, work=150)
 
 
 def test_kept_activations_hold_their_outputs_so_that_sending_these_takes_nothing() -> None:
     plan = plan_of([1, 1, 1, 1], num_ranks=2, num_microbatches=3)
     held = largest_moment(keeping(plan, 2), 0, MicrobatchBytes(10, LayerBytes(100, 150), 70, 0))
     # Stage 2 keeps three graphs, each of which has an output in it; of the five sent last two are stage 0's.
-    assert held == Held(stash=60, graphs=300, messages=20 + 20, work=50)
+    assert held == Held(inputs=60, graphs=300, messages=20 + 20, work=50)
 
 
 def test_the_models_last_stage_keeps_one_microbatch_only() -> None:
     plan = plan_of([2, 2, 2, 2], num_ranks=2, num_microbatches=3)
     held = largest_moment(plan, 1, MicrobatchBytes(10, LayerBytes(100, 150), 700, 0))
     # Two layers' inputs of three microbatches and of one; the loss beside the output.
-    assert held == Held(stash=2 * 3 * 10 + 2 * 10, graphs=0, messages=20 + 50, work=10 + 700)
+    assert held == Held(inputs=2 * 3 * 10 + 2 * 10, graphs=0, messages=20 + 50, work=10 + 700)
 
 
 def test_the_embeddings_backward_can_be_the_most() -> None:
     plan = plan_of([1, 1, 1, 1], num_ranks=2, num_microbatches=3)
     held = largest_moment(plan, 0, SIZE)
     # Stage 0 alone is left, without its first microbatch; the gradient of the layer's input beside the embedding's.
-    assert held == Held(stash=20, graphs=0, messages=20 + 50, work=10 + 500)
+    assert held == Held(inputs=20, graphs=0, messages=20 + 50, work=10 + 500)
 
 
 def test_a_rank_alone_hands_its_gradients_over_and_receives_nothing() -> None:
     plan = plan_of([1, 1, 1], num_ranks=1, num_microbatches=4)
     held = largest_moment(plan, 0, MicrobatchBytes(10, LayerBytes(100, 150), 70, 0))
     # At the last stage's last turn: two stages' inputs, its own, three gradients; its output, the gradient and a layer.
-    assert held == Held(stash=80 + 10, graphs=0, messages=30, work=10 + 10 + 150)
+    assert held == Held(inputs=80 + 10, graphs=0, messages=30, work=10 + 10 + 150)
 
 
 def test_an_end_without_layers_keeps_nothing_but_what_passes() -> None:

@@ -134,7 +134,8 @@ def test_a_single_streamed_stage_is_a_circle_of_load_compute_offload_and_update(
     # Load 20 x 2 / 10 = 4 s, compute 3, offload 4, update 20 / 5 = 4. The next load waits for the update.
     prediction = predict([StageCost(0, 3, 20)], slots=1)
     assert prediction.step_seconds == pytest.approx(15)
-    assert prediction.waits[0] == pytest.approx({WaitCause.NEIGHBOURS: 0, WaitCause.OPTIMIZER: 8, WaitCause.WEIGHTS: 4})
+    waits = {WaitCause.NEIGHBOURS: 0, WaitCause.OPTIMIZER: 8, WaitCause.WEIGHTS: 4, WaitCause.ACTIVATIONS: 0}
+    assert prediction.waits[0] == pytest.approx(waits)
 
 
 def test_a_resident_stage_pays_its_update_on_the_gpu_and_nothing_else() -> None:

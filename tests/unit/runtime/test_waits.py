@@ -21,7 +21,7 @@ def test_waits_are_summed_by_cause() -> None:
 
     seconds = clock.collect()
 
-    assert set(seconds) == {"weights", "optimizer", "neighbours"}
+    assert set(seconds) == {"weights", "optimizer", "neighbours", "activations"}
     assert seconds[WaitCause.NEIGHBOURS] >= 0.04
     assert seconds[WaitCause.OPTIMIZER] >= 0.01
     assert seconds[WaitCause.WEIGHTS] == 0

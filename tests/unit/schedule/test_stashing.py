@@ -1,0 +1,79 @@
+"""Stashes and fetches stand where nothing waits for them and little is on its way."""
+
+from __future__ import annotations
+
+import pytest
+
+from mobius.schedule import ActionKind, Schedule, build_schedule
+from mobius.schedule.lanes import Lane
+from mobius.schedule.render import render_text
+from mobius.schedule.simulate import Costs, simulate
+
+
+def names(schedule: Schedule, rank: int = 0) -> str:
+    return " ".join(map(str, schedule.actions[rank]))
+
+
+def test_inputs_leave_behind_their_forward_and_come_back_one_computation_ahead() -> None:
+    schedule = build_schedule(1, 2, 3, None, stashed={0})
+
+    assert names(schedule) == (
+        "D0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 F1.0 B1.0 F1.1 B1.1 F1.2 T0.0 B1.2 T0.1 B0.0 T0.2 B0.1 B0.2"
+    )
+
+
+def test_a_fetch_never_stands_before_a_stash_which_gives_memory_back() -> None:
+    schedule = build_schedule(2, 1, 2, None, stashed={0})
+
+    assert names(schedule) == "D0 F0.0 S0.0 F0.1 S0.1 T0.0 T0.1 B0.0 B0.1"
+
+
+@pytest.mark.parametrize("num_rounds", [1, 3])
+@pytest.mark.parametrize("num_slots", [None, 1, 2])
+@pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(1, 2), (1, 4), (2, 1), (2, 3), (3, 2), (4, 2)])
+def test_every_schedule_with_stashes_passes_and_its_other_actions_are_as_without(
+    num_ranks: int, stages_per_rank: int, num_slots: int | None, num_rounds: int
+) -> None:
+    last = num_ranks * stages_per_rank - 1
+    numbers = num_ranks, stages_per_rank, 6, num_slots
+    plain = build_schedule(*numbers, num_rounds=num_rounds)
+    for stashed in ({0}, {*range(min(num_ranks, last))}, {*range(last)}):
+        schedule = build_schedule(*numbers, num_rounds=num_rounds, stashed=stashed)
+
+        for rank, actions in enumerate(schedule.actions):
+            others = [a for a in actions if a.kind not in (ActionKind.STASH, ActionKind.FETCH)]
+            assert tuple(others) == plain.actions[rank]
+            for kind in (ActionKind.STASH, ActionKind.FETCH):
+                moved = [(a.stage, a.microbatch) for a in actions if a.kind is kind]
+                assert sorted(moved) == sorted((s, m) for s in stashed if s % num_ranks == rank for m in range(6))
+
+
+def test_an_evaluation_stashes_nothing() -> None:
+    schedule = build_schedule(2, 2, 2, 2, stashed={0, 1}, is_evaluation=True)
+
+    assert not any(a.kind in (ActionKind.STASH, ActionKind.FETCH) for own in schedule.actions for a in own)
+
+
+def test_compute_waits_for_the_copy_before_the_last_two() -> None:
+    schedule = build_schedule(1, 2, 4, None, stashed={0})
+
+    spans = {str(span.action): span for span in simulate(schedule, Costs(forward=1, backward=2, stash=3))[0]}
+
+    # S0.0 from 1 to 4, S0.1 to 7, S0.2 to 10: with that copy under way the fourth forward waits for the first.
+    assert [spans[f"F0.{m}"].start for m in range(4)] == [0, 1, 2, 4]
+    assert [spans[f"S0.{m}"].end for m in range(4)] == [4, 7, 10, 13]
+    assert spans["S0.0"].lane is Lane.STASH
+    # T0.0 is enqueued before the last turn of stage 1 and comes after S0.3; compute then waits for S0.3.
+    assert spans["T0.0"].start >= spans["F1.3"].end
+    assert spans["B0.0"].start >= spans["T0.0"].end
+
+
+def test_the_grid_has_a_row_for_each_way_and_the_text_form_names_them() -> None:
+    schedule = build_schedule(2, 2, 2, 2, stashed={0, 1})
+
+    grid = render_text(schedule)
+    assert [line.split()[0] for line in grid.splitlines() if "S0.0" in line] == ["stash"]
+    assert [line.split()[0] for line in grid.splitlines() if "T0.1" in line] == ["fetch"]
+    texts = [action.to_text(4) for action in schedule.actions[0]]
+    assert "stash -1 0 -1 1" in texts
+    assert "fetch -1 0 -1 1" in texts
