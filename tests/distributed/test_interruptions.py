@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -72,12 +72,18 @@ def lines_after(process: subprocess.Popen[str]) -> list[str]:
 
 def children(process: int) -> list[int]:
     """Processes that a process or one of its threads has started, without its helper that removes semaphores."""
-    found = [
-        int(child) for file in Path(f"/proc/{process}/task").glob("*/children") for child in file.read_text().split()
-    ]
-    return [
-        child for child in found if "multiprocessing.resource_tracker" not in Path(f"/proc/{child}/cmdline").read_text()
-    ]
+    found = list[int]()
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            found += map(int, file.read_text().split())
+    return [child for child in found if "multiprocessing.resource_tracker" not in command_line(child)]
+
+
+def command_line(process: int) -> str:
+    """The words of a process; none if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_text()
+    return ""
 
 
 @contextmanager
@@ -166,6 +172,7 @@ def test_ctrl_c_again_leaves_at_once_without_a_checkpoint(tmp_path: Path) -> Non
     assert other is not None
     os.kill(other, signal.SIGSTOP)  # the step that the first one waits for never ends
     os.kill(first, signal.SIGINT)
+    assert comes(lambda: "once more to leave at once" in ranks.output(), HANG_SECONDS), "the press was not heard"
     time.sleep(ANOTHER_PRESS)
     os.kill(first, signal.SIGINT)
     ranks.processes[0].join(HANG_SECONDS)

@@ -48,6 +48,10 @@ class Started:
         assert len(self.ready_lines()) >= self.num_ready, self.output_file.read_text()
         return self.ready_lines()[self.num_ready - 1]
 
+    def wait_until_asked(self) -> None:
+        """Returns when the first rank has said that it saves and ends."""
+        assert comes(lambda: "once more to leave at once" in self.output_file.read_text(), HANG_SECONDS)
+
     def ready_lines(self) -> list[str]:
         text = self.output_file.read_text(errors="replace")
         return [line for line in text.splitlines(keepends=True) if line.startswith("ready") and line.endswith("\n")]
@@ -115,8 +119,11 @@ def start(tmp_path: Path) -> Iterator[Starter]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    own = {path for path in set(SHARED_MEMORY.iterdir()) - before if path.name.startswith(("mobius", "torch"))}
-    assert not own
+
+    def own() -> set[Path]:
+        return {path for path in set(SHARED_MEMORY.iterdir()) - before if path.name.startswith(("mobius", "torch"))}
+
+    assert comes(lambda: not own(), 60), own()  # those of other tests go
 
 
 def send(run: Started, to: str, number: signal.Signals) -> None:
@@ -124,6 +131,12 @@ def send(run: Started, to: str, number: signal.Signals) -> None:
         os.killpg(run.process.pid, number)
     else:
         os.kill(run.process.pid if to == "launcher" else run.rank(int(to[-1])), number)
+
+
+def has_pending(process: int, number: signal.Signals) -> bool:
+    """Whether a process that is stopped has been sent this signal."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return bool(int(status.partition("ShdPnd:")[2].split()[0], 16) & 1 << (number - 1))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +168,7 @@ def test_one_signal_saves_and_ends_all_ranks_whoever_gets_it(
 def test_a_second_signal_ends_all_ranks_at_once(start: Starter, to: str) -> None:
     run = start([*OURS, "--max_restarts", "3"], "60")
     send(run, to, signal.SIGINT)
+    run.wait_until_asked()
     time.sleep(ANOTHER_PRESS)
     begin = time.monotonic()
     send(run, to, signal.SIGINT)
@@ -171,8 +185,9 @@ def test_a_third_signal_kills_ranks_that_do_not_end(start: Starter) -> None:
     run = start(LOADED, "60")
     for rank in range(2):
         os.kill(run.rank(rank), signal.SIGSTOP)
-    for _ in range(2):
-        send(run, "launcher", signal.SIGINT)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        send(run, "launcher", number)
+        assert comes(lambda number=number: all(has_pending(run.rank(rank), number) for rank in range(2)), HANG_SECONDS)
         time.sleep(ANOTHER_PRESS)
     send(run, "launcher", signal.SIGINT)
     run.output()

@@ -97,7 +97,8 @@ def test_a_signal_ends_a_process_with_one_line_and_its_own_code(
 def test_an_error_that_a_signal_caused_is_not_told_beside_it(tmp_path: Path) -> None:
     """A neighbour that got the signal a moment earlier has closed its connection."""
     then = "interruption.goes_first()\nprint('lost a neighbour', flush=True)"
-    with start(tmp_path, STUCK.format(then=f"time.sleep(0.2)\n{then}")) as process:
+    patient = f"import mobius.interruption as module\nmodule._ERROR_SECONDS = {HANG_SECONDS}\n"  # until it comes
+    with start(tmp_path, STUCK.format(then=patient + then)) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
@@ -123,16 +124,17 @@ def test_a_worker_leaves_ctrl_c_to_its_parent_and_ends_with_it(tmp_path: Path, n
 
 
 def interrupted(folder: Path, then: str, *pauses: float) -> tuple[str, int]:
-    """Output and exit code of a program that is sent SIGINT when it is ready, and again after each of `pauses`."""
+    """Output and exit code of a program that is sent SIGINT when ready and, behind its answer, after each pause."""
     with start(folder, SAVING.format(then=then)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
+        request = process.stdout.readline()  # only now the first one has been heard
         for pause in pauses:
             time.sleep(pause)
             process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=HANG_SECONDS)
-    return output, process.returncode
+    return request + output, process.returncode
 
 
 def test_a_run_that_can_save_goes_on_after_a_press_however_often_it_arrives(tmp_path: Path) -> None:
