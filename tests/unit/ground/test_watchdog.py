@@ -62,18 +62,19 @@ def test_a_rank_that_hangs_says_where_and_ends_with_its_own_code(tmp_path: Path)
     (output,) = outputs(process)
 
     lines = [line.removeprefix("watchdog: ").strip() for line in output.splitlines()]
-    assert re.fullmatch(rf"rank 0 \(process {process.pid} on .+\): no progress for 1\.\d s \(.*\)", lines[1]), output
-    assert re.fullmatch(r"in step 12, at F4\.1 \(stage 4, microbatch 1\) for \d\.\d s", lines[2]), output
-    assert re.fullmatch(r"waits for neighbours, what stage 3 makes, from rank 0 for \d\.\d s", lines[3]), output
+    lines = lines[next(number for number, line in enumerate(lines) if "no progress" in line) :]
+    assert re.fullmatch(rf"rank 0 \(process {process.pid} on .+\): no progress for 1\.\d s \(.*\)", lines[0]), output
+    assert re.fullmatch(r"in step 12, at F4\.1 \(stage 4, microbatch 1\) for \d+\.\d s", lines[1]), output
+    assert re.fullmatch(r"waits for neighbours, what stage 3 makes, from rank 0 for \d+\.\d s", lines[2]), output
     assert "thread MainThread:" in lines
     assert any(re.fullmatch(r".*program-0\.py:\d+ in hang", line) for line in lines), output
     assert lines[-1] == "the run stands still: all ranks end"
     assert process.returncode == 75
 
 
-@pytest.mark.parametrize("then", ["go_on(1.2)", "activity.works('optimizer', 'stage 1'); go_on(1.2)"])
+@pytest.mark.parametrize("then", ["go_on(2.5)", "activity.works('optimizer', 'stage 1'); go_on(2.5)"])
 def test_a_rank_that_goes_on_is_left_alone_however_long_an_action_takes(tmp_path: Path, then: str) -> None:
-    process = start(tmp_path, f"watchdog.start()\n{then}\nprint('done')", seconds=0.5)
+    process = start(tmp_path, f"watchdog.start()\n{then}\nprint('done')", seconds=1.5)
     assert outputs(process) == ["done\n"]
     assert process.returncode == 0
 
@@ -163,18 +164,18 @@ def test_a_rank_waits_for_one_that_goes_on_and_ends_with_it_when_that_stands_sti
 
 
 def test_what_compiles_gets_ten_times_as_long_and_what_follows_does_not(tmp_path: Path) -> None:
-    warm_up = "watchdog.start()\nwith activity.warming_up(): time.sleep(1.2)\nprint('warm', flush=True)\n"
+    warm_up = "watchdog.start()\nwith activity.warming_up(): time.sleep(2.5)\nprint('warm', flush=True)\n"
     too_long = "watchdog.start()\nwith activity.warming_up(): hang()\n"
     processes = [
-        start(tmp_path, warm_up + "go_on(1); print('done')", rank=0, seconds=0.5),
-        start(tmp_path, warm_up + "hang()", rank=1, seconds=0.5, patience=0.5),
+        start(tmp_path, warm_up + "go_on(1); print('done')", rank=0, seconds=1.5),
+        start(tmp_path, warm_up + "hang()", rank=1, seconds=1.5, patience=0.5),
         start(tmp_path, too_long, rank=2, seconds=0.3, patience=0.5),
     ]
     texts = outputs(*processes)
 
     assert [process.returncode for process in processes] == [0, 75, 75]
     assert texts[0] == "warm\ndone\n"
-    assert re.search(r"rank 1 .*: no progress for 0\.[56] s", texts[1])
+    assert re.search(r"rank 1 .*: no progress for 1\.\d s", texts[1])
     assert re.search(r"rank 2 .*: no progress for 3\.\d s", texts[2])
 
 
