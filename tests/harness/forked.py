@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -103,6 +104,8 @@ def _run(
     program: str,
 ) -> None:
     """In the new process: its folder, environment and output, then the function."""
+    # The tests may run in the background of a script, where programs ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -53,14 +53,18 @@ def run(folder: Path, save_seconds: float, ranks: Ranks, standing: Standing) -> 
         assert meet_at_store(ranks).gather(ranks.rank) == list(range(ranks.num_ranks))
     saved = step = newest(folder) if is_restart() else 0
     (folder / f"process-{ranks.rank}").write_text(str(os.getpid()))
-    standing.offers_to_save("nothing would be lost yet")
+
+    def begins(step: int) -> None:
+        standing.becomes(f"after step {step - 1}: steps {saved + 1} to {step - 1} are lost")
+        standing.offers_to_save(f"steps {saved + 1} to {step} would be lost", seconds=save_seconds)
+
+    begins(step + 1)  # before it says so: a signal may be there at once
     agreement.gather("")
     if ranks.is_first:
         print("ready, goes on from step", step, flush=True)
     while True:
         step += 1
-        standing.becomes(f"after step {step - 1}: steps {saved + 1} to {step - 1} are lost")
-        standing.offers_to_save(f"steps {saved + 1} to {step} would be lost", seconds=save_seconds)
+        begins(step)
         time.sleep(STEP_SECONDS)
         stop = "".join(agreement.gather(standing.stop_requested or "-")).replace("-", "")
         if stop:
