@@ -1,0 +1,207 @@
+"""Attention kernels of torch, called below autograd: each takes a piece of a slice and tells its log-sum-exp.
+
+A piece's probabilities are exp(score - log-sum-exp of ALL pieces). So a kernel's backward that is given the merged
+output and the merged log-sum-exp yields exactly its piece's share of the gradients, whichever kernel ran forward.
+
+    kernel   devices        dtypes      head size             windows  documents   log-sum-exp, natural logarithm, fp32
+    cuDNN    9.0, 10.x      bf16 fp16   8n <= 128, 9.0: 256   no       no          [B, H, T, 1], or [B, H, T] (probed)
+    flash    8.0 and later  bf16 fp16   8n <= 256             yes      yes         [B, H, T]; of documents [H, T]
+    cpu      CPU            fp32 bf16   any                   no       one by one  [B, H, T], transposed in memory
+    tiles    any            any         any                   yes      yes         [B, H, T]
+
+All take fewer key heads than query heads as they are (flash's backward makes gradients of keys for all query heads and
+adds them up itself), none pads its log-sum-exp, and only tiles cap scores. torch's memory-efficient kernel is left
+out: it wants keys expanded to all query heads and a log-sum-exp padded to 32 queries, for dtypes that tiles take, too.
+Where a piece has more keys than queries, flash's causal mask is aligned at its lower right corner; the others' at the
+upper left, so they get squares.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mobius.models.attention import DocumentAttention, choose_attention
+
+if TYPE_CHECKING:
+    from mobius.models.sliced_attention.pieces import Piece
+
+_aten = torch.ops.aten
+_LEAST_CUDNN = 90000
+_WIDE_CUDNN = 91000
+"""First cuDNN whose heads may be of up to 256 on Hopper."""
+
+
+class Kernel(StrEnum):
+    """Means to attend a piece of a slice."""
+
+    CUDNN = "cudnn"
+    FLASH = "flash"
+    CPU = "cpu"
+    TILES = "tiles"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a kernel can do beside plain causal attention."""
+
+    takes_windows: bool
+    takes_documents: bool
+    """In one call; documents one by one go anywhere."""
+    takes_softcap: bool = False
+
+
+LIMITS: Mapping[Kernel, Limits] = {
+    Kernel.CUDNN: Limits(takes_windows=False, takes_documents=False),
+    Kernel.FLASH: Limits(takes_windows=True, takes_documents=True),
+    Kernel.CPU: Limits(takes_windows=False, takes_documents=False),
+    Kernel.TILES: Limits(takes_windows=True, takes_documents=True, takes_softcap=True),
+}
+
+
+def choose_kernel(
+    device: torch.device, dtype: torch.dtype, *, head_size: int, window: int | None, softcap: float | None
+) -> Kernel:
+    """The fastest kernel that can; under deterministic algorithms one that is deterministic."""
+    fits: Mapping[Kernel, Callable[[torch.device, torch.dtype, int], bool]] = {
+        Kernel.CUDNN: _cudnn_fits,
+        Kernel.FLASH: _flash_fits,
+        Kernel.CPU: lambda device, dtype, _: device.type == "cpu" and dtype in (torch.float32, torch.bfloat16),
+    }
+    for kernel, fit in fits.items():
+        if why_not(kernel, window=window, softcap=softcap) is None and fit(device, dtype, head_size):
+            return kernel
+    return Kernel.TILES
+
+
+def why_not(kernel: Kernel, *, window: int | None, softcap: float | None) -> str | None:
+    """A sentence on the first thing that is asked and `kernel` cannot do, with what can; None if it can all."""
+    limits = LIMITS[kernel]
+    if softcap is not None and not limits.takes_softcap:
+        return f"the kernel {kernel} takes no capped scores (attn_logit_softcapping {softcap}); {Kernel.TILES} does"
+    if window is not None and not limits.takes_windows:
+        able = " and ".join(each for each, other in LIMITS.items() if other.takes_windows)
+        return f"the kernel {kernel} takes no windows (sliding_window {window}); {able} do"
+    return None
+
+
+def _cudnn_fits(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether cuDNN can, on a card where it is the faster one; it is not deterministic."""
+    if device.type != "cuda" or not _flash_fits(device, dtype, head_size):
+        return False
+    version = torch.backends.cudnn.version() or 0
+    capability = torch.cuda.get_device_capability(device)
+    widest = 256 if capability == (9, 0) and version >= _WIDE_CUDNN else 128
+    is_free = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    return is_free and capability[0] in (9, 10) and version >= _LEAST_CUDNN and head_size <= widest
+
+
+def _flash_fits(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    if device.type != "cuda":
+        return False
+    return choose_attention(device, dtype, head_size=head_size, softcap=None) is DocumentAttention.VARLEN
+
+
+def cudnn_forward(piece: Piece, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [b, T, H, D] and log-sum-exp [b, H, T] of a piece by cuDNN; query [b, H, T, D], key [b, Hk, K, D]."""
+    output, lse = _aten._scaled_dot_product_cudnn_attention(
+        _token_major(query), key, value, None, True, 0.0, piece.is_causal, False, scale=scale
+    )[:2]
+    return output.transpose(1, 2), lse.reshape(query.shape[:3])
+
+
+def cudnn_backward(
+    piece: Piece, d_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value in the working dtype; `output`, `d_output` [b, T, H, D] are of all pieces."""
+    # Its plans are kept by the layout of query, key and value alone, so those of the others have to follow from them.
+    heads = [each.contiguous().transpose(1, 2) for each in (d_output, output)]
+    statistics = lse.unsqueeze(-1) if _cudnn_statistics_rank(query.device) == 4 else lse
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # without dropout nobody reads it
+    result: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_cudnn_attention_backward(
+        heads[0], _token_major(query), key, value, heads[1], statistics, seed, seed, None, None, None,
+        query.shape[2], key.shape[2], 0.0, piece.is_causal, scale=scale,
+    )  # fmt: skip
+    return result
+
+
+@functools.cache
+def _cudnn_statistics_rank(device: torch.device) -> int:
+    """Dimensions of cuDNN's log-sum-exp in this torch: its fake kernel says 4, its source of some versions 3."""
+    probe = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+    given = _aten._scaled_dot_product_cudnn_attention(probe, probe, probe, None, True, 0.0, False, False)
+    return int(given[1].dim())
+
+
+def _token_major(heads: Tensor) -> Tensor:
+    """Heads [b, H, T, D] whose memory is [b, T, H, D], as a projection leaves them; a copy only of others."""
+    return heads.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def flash_forward(piece: Piece, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a piece by FlashAttention, shapes as with cuDNN; documents of one row in one call."""
+    given = [_flash_layout(each, piece) for each in (query, key, value)]
+    output, lse = _aten._flash_attention_forward(
+        *given, *_flash_lengths(piece), 0.0, piece.is_causal and piece.window is None, False,
+        scale=scale, **_flash_window(piece),
+    )[:2]  # fmt: skip
+    return (output, lse) if piece.bounds is None else (output.unsqueeze(0), lse.unsqueeze(0))
+
+
+def flash_backward(
+    piece: Piece, d_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value in the working dtype; `output`, `d_output` [b, T, H, D] are of all pieces."""
+    is_packed = piece.bounds is not None
+    given = [_flash_layout(each, piece) for each in (query, key, value)]
+    after = [each[0] if is_packed else each for each in (d_output.contiguous(), output.contiguous())]
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+    results = _aten._flash_attention_backward(
+        after[0], *given, after[1], lse[0] if is_packed else lse, *_flash_lengths(piece), 0.0,
+        piece.is_causal and piece.window is None, *state, scale=scale, **_flash_window(piece),
+    )  # fmt: skip
+    back = [(each.unsqueeze(0) if is_packed else each).transpose(1, 2) for each in results]
+    return back[0], back[1], back[2]
+
+
+def _flash_layout(heads: Tensor, piece: Piece) -> Tensor:
+    """Heads [b, H, T, D] as the kernel reads them: [b, T, H, D], or [T, H, D] of a row with documents."""
+    if piece.bounds is None:
+        return heads.transpose(1, 2)
+    assert heads.shape[0] == 1, "documents are attended row by row"
+    return heads[0].transpose(0, 1)
+
+
+def _flash_lengths(piece: Piece) -> tuple[Tensor | None, Tensor | None, int, int]:
+    return (*(piece.bounds or (None, None)), *piece.longest)
+
+
+def _flash_window(piece: Piece) -> dict[str, int]:
+    return {} if piece.window is None else {"window_size_left": piece.window - 1, "window_size_right": 0}
+
+
+def cpu_forward(piece: Piece, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a piece by torch's kernel for CPUs, shapes as with cuDNN."""
+    output, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, piece.is_causal, scale=scale
+    )
+    return output.transpose(1, 2), lse
+
+
+def cpu_backward(
+    piece: Piece, d_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value in the working dtype; `output`, `d_output` [b, T, H, D] are of all pieces."""
+    heads = [each.transpose(1, 2) for each in (d_output, output)]
+    # It reads the log-sum-exp as its own forward lays it out: [b, T, H] in memory.
+    statistics = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    result: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        heads[0], query, key, value, heads[1], statistics, 0.0, piece.is_causal, scale=scale
+    )
+    return result
