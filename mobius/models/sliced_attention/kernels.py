@@ -49,7 +49,7 @@ class Kernel(StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a kernel can do beside plain causal attention."""
+    """Abilities of a kernel beside plain causal attention."""
 
     takes_windows: bool
     takes_documents: bool

@@ -59,7 +59,7 @@ class Piece:
     bounds: tuple[Tensor, Tensor] | None = None
     """int32 [n + 1] on the computing device: where the n documents' queries and keys begin within the piece."""
     reach: Reach | None = None
-    """What is seen, for tiles alone."""
+    """First keys that are seen; for tiles alone."""
 
     @property
     def longest(self) -> tuple[int, int]:
