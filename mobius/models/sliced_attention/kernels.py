@@ -135,7 +135,7 @@ def cudnn_backward(
 def _cudnn_statistics_rank(device: torch.device) -> int:
     """Dimensions of cuDNN's log-sum-exp in this torch: its fake kernel says 4, its source of some versions 3."""
     probe = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
-    given = _aten._scaled_dot_product_cudnn_attention(probe, probe, probe, None, True, 0.0, False, False)
+    given = _aten._scaled_dot_product_cudnn_attention(probe, probe, probe, None, True, 0.0, False, False, scale=1.0)
     return int(given[1].dim())
 
 

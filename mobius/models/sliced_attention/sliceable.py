@@ -38,7 +38,7 @@ _FAMILIES: Mapping[str, str] = {
 def sliceable(config: PretrainedConfig) -> str | None:
     """None if all layers can be attended in slices; else a message that names the family, the reason and a way out.
 
-    Peculiarities that neither its configuration nor the tables here tell are found when a layer is cut at its attention.
+    What neither its configuration nor the tables here tell is found when a layer is cut at its attention.
     """
     reasons: tuple[Callable[[Any], str | None], ...] = (_of_family, _of_kinds, _of_fields, _of_code)
     for find in reasons:
