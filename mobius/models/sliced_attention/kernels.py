@@ -19,7 +19,7 @@ upper left, so they get squares.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ _WIDE_CUDNN = 91000
 
 
 class Kernel(StrEnum):
-    """Means to attend a piece of a slice."""
+    """Means to attend a piece of a slice, the fastest first."""
 
     CUDNN = "cudnn"
     FLASH = "flash"
@@ -69,15 +69,19 @@ def choose_kernel(
     device: torch.device, dtype: torch.dtype, *, head_size: int, window: int | None, softcap: float | None
 ) -> Kernel:
     """The fastest kernel that can; under deterministic algorithms one that is deterministic."""
-    fits: Mapping[Kernel, Callable[[torch.device, torch.dtype, int], bool]] = {
-        Kernel.CUDNN: _cudnn_fits,
-        Kernel.FLASH: _flash_fits,
-        Kernel.CPU: lambda device, dtype, _: device.type == "cpu" and dtype in (torch.float32, torch.bfloat16),
-    }
-    for kernel, fit in fits.items():
-        if why_not(kernel, window=window, softcap=softcap) is None and fit(device, dtype, head_size):
+    for kernel in Kernel:
+        if why_not(kernel, window=window, softcap=softcap) is None and fits(kernel, device, dtype, head_size):
             return kernel
-    return Kernel.TILES
+    raise AssertionError("tiles take everything")
+
+
+def fits(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether `kernel` runs there and takes such heads; cuDNN only where it is faster than FlashAttention."""
+    if kernel is Kernel.CUDNN:
+        return _cudnn_fits(device, dtype, head_size)
+    if kernel is Kernel.FLASH:
+        return _flash_fits(device, dtype, head_size)
+    return kernel is Kernel.TILES or (device.type == "cpu" and dtype in (torch.float32, torch.bfloat16))
 
 
 def why_not(kernel: Kernel, *, window: int | None, softcap: float | None) -> str | None:
@@ -92,12 +96,12 @@ def why_not(kernel: Kernel, *, window: int | None, softcap: float | None) -> str
 
 
 def _cudnn_fits(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether cuDNN can, on a card where it is the faster one; it is not deterministic."""
-    if device.type != "cuda" or not _flash_fits(device, dtype, head_size):
+    if not _flash_fits(device, dtype, head_size):
         return False
     version = torch.backends.cudnn.version() or 0
     capability = torch.cuda.get_device_capability(device)
     widest = 256 if capability == (9, 0) and version >= _WIDE_CUDNN else 128
+    # It is not deterministic.
     is_free = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
     return is_free and capability[0] in (9, 10) and version >= _LEAST_CUDNN and head_size <= widest
 
