@@ -71,6 +71,7 @@ def _flash_backward(
     bounds, is_causal = others[:2], others[5]
     assert len(others) == 8
     assert lse.is_contiguous()
+    assert lse.dim() == (3 if bounds[0] is None else 2)
     g, q, k, v, o = (_heads(each, bounds[0]) for each in (g, q, k, v, o))
     mask = _lower_right(q, k, bounds, is_causal, **window)
     results = _backward(g, q, k, v, o, lse.reshape(q.shape[:3]), mask, scale)

@@ -6,7 +6,7 @@ output and the merged log-sum-exp yields exactly its piece's share of the gradie
     kernel   devices        dtypes      head size             windows  documents   log-sum-exp, natural logarithm, fp32
     cuDNN    9.0, 10.x      bf16 fp16   8n <= 128, 9.0: 256   no       no          [B, H, T, 1], or [B, H, T] (probed)
     flash    8.0 and later  bf16 fp16   8n <= 256             yes      yes         [B, H, T]; of documents [H, T]
-    cpu      CPU            fp32 bf16   any                   no       one by one  [B, H, T], transposed in memory
+    cpu      CPU            fp32 bf16   any                   no       one by one  [B, H, T], read by its strides
     tiles    any            any         any                   yes      yes         [B, H, T]
 
 All take fewer key heads than query heads as they are (flash's backward makes gradients of keys for all query heads and
@@ -203,9 +203,7 @@ def cpu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value in the working dtype; `output`, `d_output` [b, T, H, D] are of all pieces."""
     heads = [each.transpose(1, 2) for each in (d_output, output)]
-    # It reads the log-sum-exp as its own forward lays it out: [b, T, H] in memory.
-    statistics = lse.transpose(1, 2).contiguous().transpose(1, 2)
     result: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        heads[0], query, key, value, heads[1], statistics, 0.0, piece.is_causal, scale=scale
+        heads[0], query, key, value, heads[1], lse, 0.0, piece.is_causal, scale=scale
     )
     return result
