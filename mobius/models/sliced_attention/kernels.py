@@ -4,7 +4,7 @@ A piece's probabilities are exp(score - log-sum-exp of ALL pieces). So a kernel'
 output and the merged log-sum-exp yields exactly its piece's share of the gradients, whichever kernel ran forward.
 
     kernel   devices        dtypes      head size             windows  documents   log-sum-exp, natural logarithm, fp32
-    cuDNN    9.0, 10.x      bf16 fp16   8n <= 128, 9.0: 256   no       no          [B, H, T, 1], or [B, H, T] (probed)
+    cudnn    9.0 10.0 10.3  bf16 fp16   8n <= 128, 9.0: 256   no       no          [B, H, T, 1], or [B, H, T] (probed)
     flash    8.0 and later  bf16 fp16   8n <= 256             yes      yes         [B, H, T]; of documents [H, T]
     cpu      CPU            fp32 bf16   any                   no       one by one  [B, H, T], read by its strides
     tiles    any            any         any                   yes      yes         [B, H, T]
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from mobius.models.sliced_attention.pieces import Piece
 
 _aten = torch.ops.aten
-_LEAST_CUDNN = 90000
-_WIDE_CUDNN = 91000
-"""First cuDNN whose heads may be of up to 256 on Hopper."""
+_LEAST_CUDNN = 91501
+"""cuDNN 9.15.1; those before it have a fault where a length is no multiple of 128 (pytorch issue 169849)."""
+_CUDNN_CARDS = ((9, 0), (10, 0), (10, 3))
+"""Cards on which torch itself takes cuDNN rather than FlashAttention."""
 
 
 class Kernel(StrEnum):
-    """Means to attend a piece of a slice, the fastest first."""
+    """Means to attend a piece of a slice; the first that can is taken."""
 
     CUDNN = "cudnn"
     FLASH = "flash"
@@ -68,7 +69,7 @@ LIMITS: Mapping[Kernel, Limits] = {
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, *, head_size: int, window: int | None, softcap: float | None
 ) -> Kernel:
-    """The fastest kernel that can; under deterministic algorithms one that is deterministic."""
+    """The first kernel that can; under deterministic algorithms one that is deterministic."""
     for kernel in Kernel:
         if why_not(kernel, window=window, softcap=softcap) is None and fits(kernel, device, dtype, head_size):
             return kernel
@@ -76,7 +77,7 @@ def choose_kernel(
 
 
 def fits(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether `kernel` runs there and takes such heads; cuDNN only where it is faster than FlashAttention."""
+    """Whether `kernel` runs there and takes such heads; cuDNN only where torch itself takes it first."""
     if kernel is Kernel.CUDNN:
         return _cudnn_fits(device, dtype, head_size)
     if kernel is Kernel.FLASH:
@@ -98,12 +99,11 @@ def why_not(kernel: Kernel, *, window: int | None, softcap: float | None) -> str
 def _cudnn_fits(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     if not _flash_fits(device, dtype, head_size):
         return False
-    version = torch.backends.cudnn.version() or 0
     capability = torch.cuda.get_device_capability(device)
-    widest = 256 if capability == (9, 0) and version >= _WIDE_CUDNN else 128
+    is_new = (torch.backends.cudnn.version() or 0) >= _LEAST_CUDNN
     # It is not deterministic.
     is_free = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
-    return is_free and capability[0] in (9, 10) and version >= _LEAST_CUDNN and head_size <= widest
+    return is_free and is_new and capability in _CUDNN_CARDS and head_size <= (256 if capability == (9, 0) else 128)
 
 
 def _flash_fits(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:

@@ -1,13 +1,15 @@
 """Cuts the attention of a slice into pieces that one call of a kernel takes each; made once per slice for all layers.
 
-A slice of one document, all of whose keys are seen:          and one with documents d and e, and a window in d:
+    one document; K is `keys_per_call`            documents d and e, with a window of 3
 
-    keys     0 . . . . . . start . . end                         d d d d d start d d e e e
-    queries  past piece   | past | # .                           . . # # # #                  d: its window before it
-             (whole       | piece| # #                           . . . # # # #                comes with the diagonal
-             rectangles)  |      | # # #  diagonal piece         . . . . . . . . #            e: its own tokens only
-                                                                 . . . . . . . . # #
-Rectangles end at multiples of `keys_per_call`, so that few shapes come up and what backward makes of keys is bounded.
+    keys       0       K       2K start end       d d d d d d d e e e
+    queries    | # # # | # # # | # | #                    # # #          one call for all: the first document comes
+               | # # # | # # # | # | # #                    # # #        with the keys before the slice that its
+               | # # # | # # # | # | # # #                        #      window reaches
+               rectangles without a mask,                         # #
+               and a square that is causal
+
+Rectangles end at multiples of K, so that few shapes come up, and what backward makes of keys at a time is bounded.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import torch
 from torch import Tensor
 
 from mobius.errors import PlanError
-from mobius.models.sliced_attention.kernels import Kernel, why_not
+from mobius.models.sliced_attention.kernels import LIMITS, Kernel, why_not
 
 KEYS_PER_CALL = 32768
+"""Keys of a rectangle at most; FlashAttention's backward makes gradients of them for each query head."""
 TILE = 512
 _LEAST_CUDNN_KEYS = 2
 
@@ -44,8 +47,8 @@ class Reach:
 class Piece:
     """Some queries of some rows, and a range of keys; which of them see each other is the mask.
 
-    Without `is_causal` all do. With it a query sees keys up to the one that lies as far from the last key as it lies
-    from the last query, `window` of them if that is set.
+    Without `is_causal` all do. With it the last query of a document sees all of the document's keys, and each one
+    before it a key less; of them only the last `window` if that is set.
     """
 
     kernel: Kernel
@@ -124,8 +127,8 @@ def _cut(
     for row, starts in enumerate(rows):
         own, inner = slice(row, row + 1), [each for each in starts if each > start]
         edges = [starts[bisect.bisect_right(starts, start) - 1], *inner, end]
-        if inner and kernel is Kernel.FLASH:
-            pieces += _in_one_call(settings, own, edges, start, device)
+        if inner and LIMITS[kernel].takes_documents:
+            pieces += _in_one_call(settings, kernel, own, edges, start, device)
             continue
         for first, last in pairwise(edges):
             pieces += _of_document(settings, kernel, own, first, (max(first, start), last), start)
@@ -163,7 +166,7 @@ def _taking(kernel: Kernel, keys: tuple[int, int]) -> Kernel:
 
 
 def _in_one_call(
-    settings: SliceSettings, rows: slice, edges: Sequence[int], start: int, device: torch.device
+    settings: SliceSettings, kernel: Kernel, rows: slice, edges: Sequence[int], start: int, device: torch.device
 ) -> Iterator[Piece]:
     """The documents that begin at `edges`, but for the last, the slice's end; the first of them may reach into it."""
     window, end = settings.window, edges[-1]
@@ -174,9 +177,9 @@ def _in_one_call(
         for base in (start, first)
     )
     queries, keys = slice(0, end - start), slice(first, end)
-    yield Piece(Kernel.FLASH, rows, queries, keys, is_causal=True, window=window, bounds=(bounds[0], bounds[1]))
+    yield Piece(kernel, rows, queries, keys, is_causal=True, window=window, bounds=(bounds[0], bounds[1]))
     if window is None:
-        yield from _past(settings, Kernel.FLASH, rows, slice(0, edges[1] - start), edges[0], start)
+        yield from _past(settings, kernel, rows, slice(0, edges[1] - start), edges[0], start)
 
 
 def _tiled(

@@ -127,6 +127,7 @@ def test_operators_of_gpus_take_what_they_are_called_with(kernel: Kernel, rows: 
         ((9, 0), torch.bfloat16, 128, {}, Kernel.CUDNN),
         ((9, 0), torch.float16, 256, {}, Kernel.CUDNN),
         ((10, 0), torch.bfloat16, 128, {}, Kernel.CUDNN),
+        ((10, 3), torch.bfloat16, 128, {}, Kernel.CUDNN),
         ((10, 0), torch.bfloat16, 256, {}, Kernel.FLASH),
         ((9, 0), torch.bfloat16, 128, {"window": 512}, Kernel.FLASH),
         ((8, 0), torch.bfloat16, 128, {}, Kernel.FLASH),
@@ -154,6 +155,16 @@ def test_a_gpu_takes_the_fastest_kernel_that_can(
     if kernel is Kernel.CUDNN:
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
         assert choose_kernel(torch.device("cuda"), dtype, head_size=size, **settings) is Kernel.FLASH  # type: ignore[arg-type]
+
+
+def test_a_cudnn_that_has_a_fault_with_odd_lengths_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    chosen = []
+    for version in (None, 91500, 91501):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        device = torch.device("cuda")
+        chosen.append(choose_kernel(device, torch.bfloat16, head_size=128, window=None, softcap=None))
+    assert chosen == [Kernel.FLASH, Kernel.FLASH, Kernel.CUDNN]
 
 
 @pytest.mark.parametrize(
