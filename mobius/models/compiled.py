@@ -21,6 +21,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -36,6 +37,7 @@ Weights = Mapping[str, Tensor]
 Gradients = Mapping[str, Tensor | None]
 """Name within the module, or name of a tap -> gradient; None where it has none."""
 Results = Sequence[Tensor | None]
+Tensors = tuple[Tensor, ...]
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
@@ -78,18 +80,23 @@ class CompiledFunction(Generic[Parameters, Result]):
 
 @dataclass(frozen=True)
 class KeptActivations:
-    """A forward until `backward` consumes it: its output, and what backward needs."""
+    """A forward until `backward` consumes it: its outputs, and what backward needs."""
 
-    output: Tensor
+    outputs: Tensors
     _known: list[Tensor]
     """Tensors of the call, and what the forward kept beside them."""
     _graphs: _SplitGraphs
 
-    def backward(self, gradient: Tensor) -> tuple[Gradients, Tensor]:
-        """Gradients of the leaves, and that of the inputs; `gradient` is that of `output`. Only once."""
-        assert (gradient.shape, gradient.dtype) == (self.output.shape, self.output.dtype)
+    @property
+    def output(self) -> Tensor:
+        return self.outputs[0]
+
+    def backward(self, gradients: Tensors) -> tuple[Gradients, Tensors]:
+        """Gradients of the leaves, and those of the inputs; `gradients` are those of `outputs`. Only once."""
+        for gradient, output in zip(gradients, self.outputs, strict=True):
+            assert (gradient.shape, gradient.dtype) == (output.shape, output.dtype)
         with torch.no_grad():
-            self._known.append(gradient.contiguous())
+            self._known.extend(gradient.contiguous() for gradient in gradients)
             taken = [self._known[position] for position in self._graphs.taken]
             self._known.clear()  # what is kept is freed as soon as it is used
             return _named(self._graphs.leaves, self._graphs.backward(taken))
@@ -99,8 +106,9 @@ class ModuleGraphs:
     """A module as graphs, one of each kind per shape; the first call of each shape compiles.
 
     `weights` are by name within the module; `make_leaves` gives the leaves of gradients for them and `tapped`. `inputs`
-    is the module's first argument, floating point; `arguments` are the others by name. All methods return None if the
-    module cannot be traced or compiled: it must then be called as it is.
+    are the module's first arguments, floating point and with as many rows; `arguments` are the others by name. Outputs
+    are one tensor or a tuple of them. All methods return None if the module cannot be traced or compiled: it must then
+    be called as it is.
     """
 
     def __init__(self, module: nn.Module, *, name: str) -> None:
@@ -110,46 +118,48 @@ class ModuleGraphs:
         self._graphs: dict[Hashable, Any] = {}
         self._is_broken = False
 
-    def forward(self, weights: Weights, inputs: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
-        """The output, of which no gradient will be asked."""
+    def forward(self, weights: Weights, inputs: Tensors, arguments: Mapping[str, Any]) -> Tensors | None:
+        """The outputs, of which no gradient will be asked."""
         with torch.no_grad():
             call = self._call(weights, (), inputs, arguments)
             graph = self._graph(("forward", call.key), lambda: _compile_function(call.run, call.tensors))
-            return None if graph is None else cast(Tensor, graph(*call.tensors)[0])
+            return None if graph is None else cast(Tensors, tuple(graph(*call.tensors)))
 
     def recompute(
-        self, weights: Weights, tapped: Sequence[str], inputs: Tensor, arguments: Mapping[str, Any], gradient: Tensor
-    ) -> tuple[Gradients, Tensor] | None:
-        """Gradients of the leaves and that of `inputs`, from the inputs; `gradient` is that of the output."""
+        self, weights: Weights, tapped: Sequence[str], inputs: Tensors, arguments: Mapping[str, Any], gradients: Tensors
+    ) -> tuple[Gradients, Tensors] | None:
+        """Gradients of the leaves and those of `inputs`, from the inputs; `gradients` are those of the outputs."""
         with torch.no_grad():
             call = self._call(weights, tapped, inputs, arguments)
-            tensors = [*call.tensors, gradient]
-            key = "both", call.key, _kind(gradient)
+            tensors = [*call.tensors, *gradients]
+            key = "both", call.key, *map(_kind, gradients)
             made = self._graph(key, lambda: (_compile_function(call.gradients, tensors), call.leaves))
             return None if made is None else _named(made[1], made[0](*tensors))
 
     def keep(
-        self, weights: Weights, tapped: Sequence[str], inputs: Tensor, arguments: Mapping[str, Any]
+        self, weights: Weights, tapped: Sequence[str], inputs: Tensors, arguments: Mapping[str, Any]
     ) -> KeptActivations | None:
-        """The forward; its backward needs the same `weights` where they are. The output has the shape of `inputs`."""
+        """The forward; its backward needs the same `weights` where they are."""
         with torch.no_grad():
             call = self._call(weights, tapped, inputs, arguments)
-            graphs = self._graph(("split", call.key), lambda: _split(call, inputs))
+            graphs = self._graph(("split", call.key), lambda: _split(call))
             if graphs is None:
                 return None
-            output, *kept = cast(Sequence[Tensor], graphs.forward(*call.tensors))
-            return KeptActivations(output, [*call.tensors, *kept], graphs)
+            made = cast(Sequence[Tensor], graphs.forward(*call.tensors))
+            outputs, kept = tuple(made[: graphs.num_outputs]), made[graphs.num_outputs :]
+            return KeptActivations(outputs, [*call.tensors, *kept], graphs)
 
-    def _call(self, weights: Weights, tapped: Sequence[str], inputs: Tensor, arguments: Mapping[str, Any]) -> _Call:
+    def _call(self, weights: Weights, tapped: Sequence[str], inputs: Tensors, arguments: Mapping[str, Any]) -> _Call:
         tensors, kinds = (arguments if isinstance(arguments, Arguments) else Arguments(arguments)).flat
         return _Call(
             self._module,
             tuple(weights),
+            len(inputs),
             tuple(self._buffers),
             tapped,
             arguments,
-            [*weights.values(), inputs, *self._buffers.values(), *tensors],
-            (_kind(next(iter(weights.values()), None)), _kind(inputs), kinds),
+            [*weights.values(), *inputs, *self._buffers.values(), *tensors],
+            (_kind(next(iter(weights.values()), None)), *map(_kind, inputs), kinds),
         )
 
     def _graph(self, key: Hashable, make: Callable[[], Result]) -> Result | None:
@@ -168,9 +178,14 @@ def _kind(value: object) -> Hashable:
     return (value.device, value.dtype, *value.shape, *value.stride()) if isinstance(value, Tensor) else repr(value)
 
 
-def _named(leaves: Sequence[str], gradients: Results) -> tuple[Gradients, Tensor]:
-    *found, own = gradients
-    return dict(zip(leaves, found, strict=True)), cast(Tensor, own)
+def _named(leaves: Sequence[str], gradients: Results) -> tuple[Gradients, Tensors]:
+    """Gradients of `leaves` by name, and those behind them."""
+    return dict(zip(leaves, gradients, strict=False)), cast(Tensors, tuple(gradients[len(leaves) :]))
+
+
+def as_tuple(outputs: Tensor | Tensors) -> Tensors:
+    """Outputs of a module that gives one tensor or several."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 @dataclass(frozen=True)
@@ -179,58 +194,64 @@ class _Call:
 
     module: nn.Module
     weights: Sequence[str]
+    num_inputs: int
     buffers: Sequence[str]
     tapped: Sequence[str]
     arguments: Mapping[str, Any]
-    """Arguments behind the module's first."""
+    """Arguments behind the module's inputs."""
     tensors: Sequence[Tensor]
-    """Weights, the first argument, buffers, and those of `arguments`."""
+    """Weights, inputs, buffers, and those of `arguments`."""
     key: Hashable
     """Kinds of all that goes in: each key has a graph of its own."""
 
     @property
     def leaves(self) -> Sequence[str]:
-        """Names of what has a gradient beside the first argument."""
+        """Names of what has a gradient beside the inputs."""
         return tuple(make_leaves(self._sorted(self.tensors)[0], self.tapped, num_tokens=1)[1])
 
     def run(self, tensors: Sequence[Tensor]) -> Results:
-        """The output for `tensors`, in a row; what is no tensor is as in this call."""
-        return (self._output(*self._sorted(tensors)),)
+        """The outputs for `tensors`, in a row; what is no tensor is as in this call."""
+        return self._outputs(*self._sorted(tensors))
 
-    def differentiate(self, tensors: Sequence[Tensor], gradient: Tensor) -> Results:
-        """The output, and gradients of `leaves` and of the first argument."""
-        weights, inputs, rest = self._sorted(tensors)
-        inputs = inputs.detach().requires_grad_()
-        fixed, leaves = make_leaves(weights, self.tapped, num_tokens=inputs.shape[:-1].numel())
+    def differentiate(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Results:
+        """The outputs, and gradients of `leaves` and of the inputs."""
+        weights, given, rest = self._sorted(tensors)
+        inputs = tuple(each.detach().requires_grad_() for each in given)
+        fixed, leaves = make_leaves(weights, self.tapped, num_tokens=inputs[0].shape[:-1].numel())
         with torch.enable_grad():
-            output = self._output({**fixed, **leaves}, inputs, rest)
-        return output.detach(), *torch.autograd.grad(output, [*leaves.values(), inputs], gradient, allow_unused=True)
+            outputs = self._outputs({**fixed, **leaves}, inputs, rest)
+        found = torch.autograd.grad(outputs, [*leaves.values(), *inputs], gradients, allow_unused=True)
+        return *(output.detach() for output in outputs), *found
 
     def gradients(self, tensors: Sequence[Tensor]) -> Results:
-        """Gradients of `leaves` and of the first argument; the last of `tensors` is that of the output."""
-        return self.differentiate(tensors[:-1], tensors[-1])[1:]
+        """Gradients of `leaves` and of the inputs; those of the outputs are behind `tensors` of a call."""
+        number = len(self.tensors)
+        results = self.differentiate(tensors[:number], tensors[number:])
+        return results[len(tensors) - number :]
 
-    def _sorted(self, tensors: Sequence[Tensor]) -> tuple[Weights, Tensor, Iterator[Tensor]]:
-        """Weights, the first argument, and the others: buffers and those of `arguments`."""
-        inputs, *rest = tensors[len(self.weights) :]
-        return dict(zip(self.weights, tensors, strict=False)), inputs, iter(rest)
+    def _sorted(self, tensors: Sequence[Tensor]) -> tuple[Weights, Tensors, Iterator[Tensor]]:
+        """Weights, inputs, and the others: buffers and those of `arguments`."""
+        behind = iter(tensors[len(self.weights) :])
+        inputs = tuple(next(behind) for _ in range(self.num_inputs))
+        return dict(zip(self.weights, tensors, strict=False)), inputs, behind
 
-    def _output(self, weights: Weights, inputs: Tensor, rest: Iterator[Tensor]) -> Tensor:
+    def _outputs(self, weights: Weights, inputs: Tensors, rest: Iterator[Tensor]) -> Tensors:
         buffers = {name: next(rest) for name in self.buffers}
         arguments = pytree.tree_map_only(Tensor, lambda _: next(rest), dict(self.arguments))
-        return cast(Tensor, functional_call(self.module, {**weights, **buffers}, (inputs,), arguments))
+        return as_tuple(functional_call(self.module, {**weights, **buffers}, inputs, arguments))
 
 
 @dataclass(frozen=True)
 class _SplitGraphs:
-    """Two parts of a call's differentiation: the output, which needs no gradient, and the gradients."""
+    """Two parts of a call's differentiation: the outputs, which need no gradient, and the gradients."""
 
+    num_outputs: int
     forward: Callable[..., Results]
-    """Gives the output, and what is kept beside the call's tensors, which it takes one by one."""
+    """Gives the outputs, and what is kept beside the call's tensors, which it takes one by one."""
     backward: Callable[[list[Tensor]], Results]
     """Takes a list, which it empties."""
     taken: tuple[int, ...]
-    """Positions in [*tensors, *kept, gradient] of what `backward` takes."""
+    """Positions in [*tensors, *kept, *gradients] of what `backward` takes."""
     leaves: Sequence[str]
 
 
@@ -241,36 +262,43 @@ def _compile_function(
     return _compile(make_fx(lambda *tensors: function(tensors), tracing_mode="fake")(*tensors))
 
 
-def _split(call: _Call, inputs: Tensor) -> _SplitGraphs:
-    """`call.differentiate` for a gradient like `inputs`, cut by torch's partitioner as under torch.compile."""
+def _split(call: _Call) -> _SplitGraphs:
+    """`call.differentiate` for gradients in a row, cut by torch's partitioner as under torch.compile."""
 
-    # By this name the partitioner tells the gradient from other inputs; it sees what is cheap in small operations only.
+    # By this name the partitioner tells gradients from other inputs; it sees what is cheap in small operations only.
     def joint(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Results:
-        return call.differentiate(primals, tangents[0])
+        return call.differentiate(primals, tangents)
 
-    given = list(call.tensors), [torch.empty_like(inputs, memory_format=torch.contiguous_format)]
+    like = _outputs_like(call)
+    given = list(call.tensors), [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in like]
     graph = make_fx(joint, decomposition_table=select_decomp_table(), tracing_mode="fake")(*given)
     for node in list(graph.graph.nodes):
         if node.target in _SAME:  # or what is kept would be its output, in the place of an input
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-    forward, backward = min_cut_rematerialization_partition(graph, given, num_fwd_outputs=1)
-    taken = _keep_no_inputs(forward.graph, backward.graph)
+    forward, backward = min_cut_rematerialization_partition(graph, given, num_fwd_outputs=len(like))
+    taken = _keep_no_inputs(forward.graph, backward.graph, num_outputs=len(like))
     forward.recompile()
-    return _SplitGraphs(_compile(forward), _compile_emptying(backward), taken, call.leaves)
+    return _SplitGraphs(len(like), _compile(forward), _compile_emptying(backward), taken, call.leaves)
 
 
-def _keep_no_inputs(forward: Graph, backward: Graph) -> tuple[int, ...]:
-    """Let `forward` give its result and what it makes, not what it is given; tell where `backward` gets its inputs."""
+def _outputs_like(call: _Call) -> Sequence[Tensor]:
+    """Tensors without memory, of the shapes and formats of the call's outputs."""
+    with FakeTensorMode() as mode:
+        return cast(Tensors, call.run([mode.from_tensor(tensor) for tensor in call.tensors]))
+
+
+def _keep_no_inputs(forward: Graph, backward: Graph, *, num_outputs: int) -> tuple[int, ...]:
+    """Let `forward` give its results and what it makes, not what it is given; tell where `backward` gets its inputs."""
     (output,) = forward.find_nodes(op="output")
     inputs = forward.find_nodes(op="placeholder")
-    result, *saved = output.args[0]
+    results, saved = output.args[0][:num_outputs], output.args[0][num_outputs:]
     made = [node for node in saved if node not in inputs]
-    output.args = ((result, *made),)
-    # Nodes of different graphs; what is the same has the same name, and what is not in forward is the gradient.
-    names = [node.name for node in (*inputs, *made)]
-    taken = (node.name for node in backward.find_nodes(op="placeholder"))
-    return tuple(names.index(name) if name in names else len(names) for name in taken)
+    output.args = ((*results, *made),)
+    known = {node.name: position for position, node in enumerate((*inputs, *made))}
+    # Nodes of different graphs; what is the same has the same name, and what is not in forward is tangents_1 and so on.
+    names = [node.name for node in backward.find_nodes(op="placeholder")]
+    return tuple(known[name] if name in known else len(known) + int(name.rpartition("_")[2]) - 1 for name in names)
 
 
 def _compile(module: GraphModule) -> Callable[..., Results]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mobius.models.blocks import Block
-from mobius.models.compiled import Gradients, KeptActivations
+from mobius.models.compiled import Gradients, KeptActivations, Tensors, as_tuple
 from mobius.models.linear import add_product, make_leaves, tap_names, weight_name
 
 Views = Mapping[str, Tensor]
@@ -20,21 +20,24 @@ Views = Mapping[str, Tensor]
 class AutogradGraph:
     """A block's forward with autograd's graph, until `backward` consumes it."""
 
-    inputs: Tensor
+    inputs: Tensors
     leaves: Mapping[str, Tensor]
     """Name within the block -> a leaf of the graph: parameters, and taps where a product makes the gradient."""
-    output: Tensor
+    outputs: Tensors
 
-    def backward(self, gradient: Tensor) -> tuple[Gradients, Tensor]:
-        """Gradients of the leaves, and that of the inputs, or `gradient` where the inputs are token ids."""
-        sources = [*self.leaves.values(), *([self.inputs] if self.inputs.requires_grad else [])]
-        results = torch.autograd.grad(self.output, sources, gradient, allow_unused=True)
-        found = dict(zip(self.leaves, results, strict=False))
-        return found, results[-1] if self.inputs.requires_grad else gradient
+    @property
+    def output(self) -> Tensor:
+        return self.outputs[0]
+
+    def backward(self, gradients: Tensors) -> tuple[Gradients, Tensors]:
+        """Gradients of the leaves, and those of the inputs, of which token ids have none."""
+        sources = [*self.leaves.values(), *(each for each in self.inputs if each.requires_grad)]
+        results = torch.autograd.grad(self.outputs, sources, gradients, allow_unused=True)
+        return dict(zip(self.leaves, results, strict=False)), results[len(self.leaves) :]
 
 
 BlockGraph = AutogradGraph | KeptActivations
-"""A forward with all that `backward` needs of it, and its `output`."""
+"""A forward with all that `backward` needs of it, and its `outputs`, the first of which is its `output`."""
 
 
 def _own_views(views: Views, block: Block) -> dict[str, Tensor]:
@@ -43,27 +46,38 @@ def _own_views(views: Views, block: Block) -> dict[str, Tensor]:
 
 def run(block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     """Run `block` without a graph; `weights` by Hugging Face name, `inputs` [..., H] or token ids."""
+    return run_many(block, weights, (inputs,), arguments)[0]
+
+
+def run_many(block: Block, weights: Views, inputs: Tensors, arguments: Mapping[str, Any]) -> Tensors:
+    """Run a block of several inputs, all [..., widths] of as many rows, or of several outputs, like `run`."""
     own = _own_views(weights, block)
-    graphs = block.graphs if inputs.is_floating_point() else None
-    output = graphs.forward(own, inputs, arguments) if graphs is not None else None
-    if output is not None:
-        return output
+    graphs = block.graphs if inputs[0].is_floating_point() else None
+    outputs = graphs.forward(own, inputs, arguments) if graphs is not None else None
+    if outputs is not None:
+        return outputs
     with torch.no_grad():
-        return block(own, inputs, **arguments)
+        return as_tuple(block(own, *inputs, **arguments))
 
 
 def run_with_graph(block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any]) -> BlockGraph:
     """Run `block` with a graph that ends in its parameters and, if they are [..., H] and not token ids, its inputs."""
-    inputs = inputs.detach()
+    return run_many_with_graph(block, weights, (inputs,), arguments)
+
+
+def run_many_with_graph(block: Block, weights: Views, inputs: Tensors, arguments: Mapping[str, Any]) -> BlockGraph:
+    """Run a block of several inputs or outputs like `run_with_graph`."""
+    inputs = tuple(each.detach() for each in inputs)
     own = _own_views(weights, block)
-    if inputs.is_floating_point():
+    if inputs[0].is_floating_point():
         kept = block.graphs.keep(own, block.tapped, inputs, arguments) if block.graphs is not None else None
         if kept is not None:
             return kept
-        inputs.requires_grad_()
-    fixed, leaves = make_leaves(own, block.tapped, num_tokens=inputs.shape[:-1].numel())
+        for each in inputs:
+            each.requires_grad_()
+    fixed, leaves = make_leaves(own, block.tapped, num_tokens=inputs[0].shape[:-1].numel())
     with torch.enable_grad():
-        return AutogradGraph(inputs, leaves, block({**fixed, **leaves}, inputs, **arguments))
+        return AutogradGraph(inputs, leaves, as_tuple(block({**fixed, **leaves}, *inputs, **arguments)))
 
 
 def backward(block: Block, graph: BlockGraph, gradients: Views, gradient: Tensor) -> Tensor:
@@ -71,21 +85,41 @@ def backward(block: Block, graph: BlockGraph, gradients: Views, gradient: Tensor
 
     `gradient` is that of the graph's output. Token ids have no gradient: then `gradient` is returned.
     """
-    found, input_gradient = graph.backward(gradient)
+    found = backward_many(block, graph, gradients, (gradient,))
+    return found[0] if found else gradient
+
+
+def backward_many(block: Block, graph: BlockGraph, gradients: Views, output_gradients: Tensors) -> Tensors:
+    """Do `backward` from the gradients of all outputs of the graph; return those of all inputs but token ids."""
+    found, input_gradients = graph.backward(output_gradients)
     _add(block, found, gradients)
-    return input_gradient
+    return input_gradients
 
 
 def recomputed_backward(
     block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any], gradients: Views, gradient: Tensor
 ) -> Tensor:
     """Do `backward` of `run_with_graph` for inputs that are numbers, in one graph if the block is compiled."""
+    return recomputed_backward_many(block, weights, (inputs,), arguments, gradients, (gradient,))[0]
+
+
+def recomputed_backward_many(
+    block: Block,
+    weights: Views,
+    inputs: Tensors,
+    arguments: Mapping[str, Any],
+    gradients: Views,
+    output_gradients: Tensors,
+) -> Tensors:
+    """Do `backward_many` of `run_many_with_graph`, in one graph if the block is compiled."""
     if block.graphs is not None:
-        results = block.graphs.recompute(_own_views(weights, block), block.tapped, inputs, arguments, gradient)
+        own = _own_views(weights, block)
+        results = block.graphs.recompute(own, block.tapped, inputs, arguments, output_gradients)
         if results is not None:
             _add(block, results[0], gradients)
             return results[1]
-    return backward(block, run_with_graph(block, weights, inputs, arguments), gradients, gradient)
+    graph = run_many_with_graph(block, weights, inputs, arguments)
+    return backward_many(block, graph, gradients, output_gradients)
 
 
 def _add(block: Block, results: Gradients, gradients: Views) -> None:

@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mobius.models.blocks import Block, LayerInputs, ModelParts
 from mobius.models.compiled import Arguments, ModuleGraphs
-from mobius.models.graph import backward, run_with_graph
+from mobius.models.graph import (
+    backward,
+    backward_many,
+    recomputed_backward_many,
+    run_many,
+    run_many_with_graph,
+    run_with_graph,
+)
 
 CPU = torch.device("cpu")
 LENGTH = 8
@@ -221,6 +228,39 @@ def test_a_module_may_be_without_weights(uncompiled: list[torch.fx.GraphModule])
     assert_equal([case.forward(), *case.recomputed()], case.by_autograd())
 
     assert len(uncompiled) == 2 + 1 + 1
+
+
+class Mixing(nn.Module):
+    """Takes two tensors and gives two of other shapes, the second of which backward needs nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return (one * other * self.weight).sum(-1), other.transpose(0, 1) + 1
+
+
+@pytest.mark.parametrize("way", ["kept", "recomputed"])
+def test_a_module_may_have_several_inputs_and_outputs(uncompiled: list[torch.fx.GraphModule], way: str) -> None:
+    block = Block("layer.", Mixing(), {"weight": (4,)})
+    block = replace(block, graphs=ModuleGraphs(block.module, name="layers"))
+    weights, sums = {"layer.weight": torch.rand(4)}, {"layer.weight": torch.ones(4)}
+    one, other, of_sum, of_turned = torch.rand(2, 3, 4), torch.rand(2, 3, 4), torch.rand(2, 3), torch.rand(3, 2, 4)
+
+    outputs = run_many(block, weights, (one, other), {})
+    if way == "kept":
+        graph = run_many_with_graph(block, weights, (one, other), {})
+        assert_equal(graph.outputs, outputs)
+        results = backward_many(block, graph, sums, (of_sum, of_turned))
+    else:
+        results = recomputed_backward_many(block, weights, (one, other), {}, sums, (of_sum, of_turned))
+
+    products, of_product = one * other, of_sum.unsqueeze(-1) * weights["layer.weight"]
+    assert_near(outputs, [(products * weights["layer.weight"]).sum(-1), other.transpose(0, 1) + 1], share=1e-6)
+    assert_near(results, [of_product * other, of_product * one + of_turned.transpose(0, 1)], share=1e-6)
+    assert_near([sums["layer.weight"]], [1 + (of_sum.unsqueeze(-1) * products).sum((0, 1))], share=1e-6)
+    assert len(uncompiled) == (3 if way == "kept" else 2)
 
 
 class Choosing(nn.Module):
