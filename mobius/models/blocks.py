@@ -24,8 +24,9 @@ from mobius.errors import CheckpointError
 from mobius.models.attention import IMPLEMENTATION, BlockMasks, DocumentAttention, Documents, choose_attention, register
 from mobius.models.base_files import told
 from mobius.models.compiled import Arguments, CompiledFunction, ModuleGraphs
-from mobius.models.linear import TappedLinear, linears_called_once, tap_linears
+from mobius.models.linear import TappedLinear, linears_called_once, tap_linears, weight_name
 from mobius.models.loss import LogitsLoss
+from mobius.models.seam import Attention, cut_layer
 from mobius.plan.partition import ModelShape
 
 LayerArguments = Sequence[Arguments]
@@ -74,6 +75,17 @@ class Block:
         return replace(self, compiled=CompiledFunction(run, name=name), graphs=ModuleGraphs(self.module, name=name))
 
 
+@dataclass(frozen=True)
+class HalfBlocks:
+    """A layer cut at its attention (`seam.py`); each half has its parameters by the layer's prefix."""
+
+    project: Block
+    """Hidden states -> query, key and value."""
+    finish: Block
+    """Hidden states and attention's result -> the layer's output."""
+    attention: Attention
+
+
 class ModelParts:
     """A causal language model as blocks: embedding, layers, norm, head; and its own initialization."""
 
@@ -112,6 +124,8 @@ class ModelParts:
         self.head = replace(head, tapped=("",)) if isinstance(head.module, TappedLinear) else head
         arguments = LayerInputs(self, device=device, dtype=torch.float32)(_PROBE_TOKENS)
         _check_rotary(config, arguments)
+        self._probed, self._is_compiled = arguments, compiled
+        self._halves: dict[int, HalfBlocks] = {}
         # FlexAttention compiles itself, and its masks are no tensors that a graph takes.
         compiled_layers = compiled and self.attention is not DocumentAttention.FLEX
         self.layers = tuple(self._layer_blocks(layers, arguments, compiled=compiled_layers))
@@ -142,6 +156,36 @@ class ModelParts:
             head_size=_head_size(self.config),
         )
 
+    def halves(self, index: int) -> HalfBlocks:
+        """The layer `index` cut at its attention; layers of one template share the halves' code and graphs.
+
+        Raises CheckpointError for a family whose layers cannot be cut.
+        """
+        layer = self.layers[index]
+        key = id(layer.module)
+        if key not in self._halves:
+            self._halves[key] = self._cut(layer, self._probed[index])
+        halves = self._halves[key]
+        project, finish = (replace(half, prefix=layer.prefix) for half in (halves.project, halves.finish))
+        return replace(halves, project=project, finish=finish)
+
+    def _cut(self, layer: Block, arguments: Arguments) -> HalfBlocks:
+        hidden, on_meta = self._on_meta(arguments)
+        cut = cut_layer(layer.module, hidden, on_meta, family=self.config.model_type)
+
+        def half(module: nn.Module, trained: frozenset[str]) -> Block:
+            tapped = tuple(linear for linear in layer.tapped if weight_name(linear) in trained)
+            # FlexAttention, which compiles itself, is in neither half.
+            graphs = ModuleGraphs(module, name="halves of layers") if self._is_compiled else None
+            return replace(_block("", module), tapped=tapped, graphs=graphs)
+
+        return HalfBlocks(half(cut.project, cut.in_project), half(cut.finish, cut.in_finish), cut.attention)
+
+    def _on_meta(self, arguments: Arguments) -> tuple[Tensor, dict[str, Any]]:
+        """Hidden states and a layer's arguments to try it with."""
+        hidden = torch.empty(1, _PROBE_TOKENS, self.config.hidden_size, device="meta")
+        return hidden, tree_map_only(Tensor, lambda value: value.to("meta"), dict(arguments))
+
     def _part_names(self) -> list[str]:
         """Names of embedding, layers and norm within the model, from its own pipeline plan."""
         prefix = self.model.base_model_prefix
@@ -160,12 +204,11 @@ class ModelParts:
 
         Layers with equal signatures get the module of the first of them.
         """
-        hidden = torch.empty(1, _PROBE_TOKENS, self.config.hidden_size, device="meta")
         templates: dict[tuple[Any, ...], Block] = {}
         for (index, layer), own in zip(self.model.get_submodule(prefix).named_children(), arguments, strict=True):
             signature = _signature(layer)
             if signature not in templates:
-                on_meta = tree_map_only(Tensor, lambda value: value.to("meta"), dict(own))
+                hidden, on_meta = self._on_meta(own)
                 with _described_by(self.config):
                     tapped = linears_called_once(layer, partial(layer, hidden, **on_meta), num_tokens=_PROBE_TOKENS)
                 template = replace(_block("", layer), tapped=tapped)
