@@ -1,7 +1,8 @@
 """One pipeline stage as code without storage: weights and gradients are passed in as views of flat buffers.
 
-Backward recomputes layer by layer from the layers' inputs, so only one layer's activations exist at a time. A forward
-that keeps its graphs holds the activations of every layer instead, and needs the same weights until its backward.
+Backward recomputes layer by layer from the layers' inputs, so only one layer's activations exist at a time, or those of
+a tile of its tokens (`tiles.py`). A forward that keeps its graphs holds the activations of every layer instead, and
+needs the same weights until its backward.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mobius.models.blocks import LayerArguments, ModelParts
+from mobius.models.blocks import Block, LayerArguments, ModelParts
 from mobius.models.graph import BlockGraph, Views, backward, recomputed_backward, run, run_with_graph
+from mobius.models.halves import LayerHalves
 from mobius.models.loss import chunked_cross_entropy, chunked_evaluation, shift_labels
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.partition import StageCut
 from mobius.plan.request import PackedRows
 from mobius.runtime.documents import typical_arguments
+from mobius.runtime.tiles import TiledLayer
 
 Kept = Tensor | BlockGraph
 """A layer's forward as backward needs it: its input [B, L, H] to recompute from, or its graph."""
@@ -27,11 +30,23 @@ Kept = Tensor | BlockGraph
 class StageModule:
     """The layers of `cut`, with the embedding in the first stage and the final norm and head in the last."""
 
-    def __init__(self, parts: ModelParts, cut: StageCut, *, loss_chunk_tokens: int) -> None:
+    def __init__(
+        self, parts: ModelParts, cut: StageCut, *, loss_chunk_tokens: int, tile_tokens: int | None = None
+    ) -> None:
+        """`tile_tokens`: layers that are recomputed run in tiles of at most so many tokens, which gives the same.
+
+        None runs each layer at once, and so do microbatches of no more tokens. Raises CheckpointError for a family
+        whose layers cannot be cut.
+        """
         self.cut = cut
         self._parts = parts
         self._layers = [parts.layers[index] for index in cut.layers]
         self._loss_chunk_tokens = loss_chunk_tokens
+        self._tile_tokens = tile_tokens
+        self._tiled: dict[int, TiledLayer] = {}
+        if tile_tokens is not None:
+            halves = {index: LayerHalves(parts.halves(index)) for index in cut.layers}
+            self._tiled = {index: TiledLayer(each, tile_tokens=tile_tokens) for index, each in halves.items()}
         blocks = [
             *([parts.embedding] if cut.is_first else []),
             *self._layers,
@@ -60,7 +75,7 @@ class StageModule:
                 hidden = graph.output.detach()
             else:
                 kept.append(hidden)
-                hidden = run(layer, weights, hidden, arguments[index])
+                hidden = self._run(index, layer, weights, hidden, arguments)
         return hidden, kept
 
     def run(self, weights: Views, inputs: Tensor, arguments: LayerArguments) -> Tensor:
@@ -70,7 +85,7 @@ class StageModule:
         """
         hidden = run(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
-            hidden = run(layer, weights, hidden, arguments[index])
+            hidden = self._run(index, layer, weights, hidden, arguments)
         return hidden
 
     def backward(
@@ -87,12 +102,23 @@ class StageModule:
         """
         for index, layer in zip(reversed(self.cut.layers), reversed(self._layers), strict=True):
             last = kept.pop()
-            if isinstance(last, Tensor):
-                gradient = recomputed_backward(layer, weights, last, arguments[index], gradients, gradient)
-            else:
+            if isinstance(last, BlockGraph):
                 gradient = backward(layer, last, gradients, gradient)
+            elif self._is_tiled(last):
+                gradient = self._tiled[index].backward(weights, gradients, last, gradient, arguments[index])
+            else:
+                gradient = recomputed_backward(layer, weights, last, arguments[index], gradients, gradient)
             del last
         return gradient
+
+    def _run(self, index: int, layer: Block, weights: Views, hidden: Tensor, arguments: LayerArguments) -> Tensor:
+        """One layer's output."""
+        if self._is_tiled(hidden):
+            return self._tiled[index].run(weights, hidden, arguments[index])
+        return run(layer, weights, hidden, arguments[index])
+
+    def _is_tiled(self, hidden: Tensor) -> bool:
+        return self._tile_tokens is not None and hidden.shape[:2].numel() > self._tile_tokens
 
     def embedding_backward(self, weights: Views, gradients: Views, tokens: Tensor, gradient: Tensor) -> None:
         """Add the embedding's gradient for `tokens` [B, L]; `gradient` [B, L, H] is that of the first layer's input."""

@@ -53,16 +53,17 @@ class RankStages:
         loss_chunk_tokens: int,
         waiting: Collection[int],
         message_shape: tuple[int, int, int] | None = None,
+        tile_tokens: int | None = None,
         updates: UpdateQueue | None = None,
         spans: Spans = NO_SPANS,
     ) -> RankStages:
         """Zeroed stages of `rank` as `plan` says; those in `waiting` keep their gradients (`take_memory`).
 
-        `message_shape` [B, L, H] is that of a layer's input, needed where some are stashed.
-        Raises HostMemoryError.
+        `message_shape` [B, L, H] is that of a layer's input, needed where some are stashed; `tile_tokens` is as in
+        `StageModule`. Raises HostMemoryError, and CheckpointError as that does.
         """
         modules = {
-            stage: StageModule(parts, plan.cuts[stage], loss_chunk_tokens=loss_chunk_tokens)
+            stage: StageModule(parts, plan.cuts[stage], loss_chunk_tokens=loss_chunk_tokens, tile_tokens=tile_tokens)
             for stage in plan.stages_of(rank)
         }
         memory, arena = take_memory(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from harness.pipelines import CPU, VOCAB, ModelWeights
@@ -71,9 +72,11 @@ def assert_no_leaks(
     compiled: bool = False,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
+    tile_tokens: int | None = None,
 ) -> None:
     """Change tokens of each document, and compare bits of all others: outputs, losses, gradients of inputs."""
-    stage = OneStage(model, keeps_graphs=keeps_graphs, compiled=compiled, device=device, dtype=dtype)
+    settings: dict[str, Any] = {"compiled": compiled, "device": device, "dtype": dtype, "tile_tokens": tile_tokens}
+    stage = OneStage(model, keeps_graphs=keeps_graphs, **settings)
     batch = make_packed_batch(ROWS, LENGTH, 1)
     before = stage.by_token(batch)
     for row, lengths in enumerate(ROWS):
@@ -101,9 +104,11 @@ class OneStage:
         compiled: bool,
         device: torch.device,
         dtype: torch.dtype,
+        tile_tokens: int | None,
     ) -> None:
         self._parts = parts = ModelParts(model.config, device, compiled=compiled, packed=dtype)
-        self._stage = StageModule(parts, StageCut(0, 0, len(parts.layers), True, True), loss_chunk_tokens=4096)
+        cut = StageCut(0, 0, len(parts.layers), True, True)
+        self._stage = StageModule(parts, cut, loss_chunk_tokens=4096, tile_tokens=tile_tokens)
         source, shapes = ModelWeights(model), self._stage.shapes
         self._weights = {name: source.read(name, shape).to(device, dtype) for name, shape in shapes.items()}
         self._inputs = LayerInputs(parts, device=device, dtype=dtype)

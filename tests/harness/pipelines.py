@@ -109,6 +109,7 @@ class Pipeline:
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
     compiled: bool = False
+    tile_tokens: int | None = None
     num_rounds: int = 1
     stashed: frozenset[int] = frozenset()
     """Stages whose layers' inputs wait on the host."""
@@ -139,6 +140,7 @@ class Pipeline:
             loss_chunk_tokens=self.loss_chunk_tokens,
             waiting=range(plan.num_stages),
             message_shape=(*batch.input_ids.chunk(self.num_microbatches)[0].shape, self.model.config.hidden_size),
+            tile_tokens=self.tile_tokens,
         )
         self._stages.append(stages)
         stages.fill(ModelWeights(self.model))

@@ -1,0 +1,123 @@
+"""Runs a layer in tiles of tokens, all but its attention, so that what is inside a layer does not grow with its length.
+
+    forward     project 0 1 2 ..   attention of whole rows   finish 0 1 2 ..
+    backward    project 0 1 2 ..   attention of whole rows   finish' 0 1 2 ..   attention'   project' 0 1 2 ..
+
+A tile is cut from all rows of a microbatch in a row. What grows with the length is what attention needs: query, key and
+value, its result, and their gradients. The feed-forward part and the norms exist for one tile at a time, forward only
+within their own backward. Tiles add to the gradients' sums in their order, so results do not depend on anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from mobius.models.graph import Views
+from mobius.models.halves import Heads, LayerHalves
+from mobius.models.seam import without_attention
+
+_WHOLE = 128
+"""Tiles are cut evenly in multiples of so many tokens, which matrix products of GPUs take at once."""
+
+
+class TiledLayer:
+    """A layer of a stage, run in tiles of at most `tile_tokens` tokens."""
+
+    def __init__(self, halves: LayerHalves, *, tile_tokens: int) -> None:
+        self._halves, self._tile_tokens = halves, tile_tokens
+
+    def run(self, weights: Views, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """The layer's output [B, L, hidden], without a graph; `arguments` are the whole layer's."""
+        rows = _Rows(hidden, arguments, self._tile_tokens)
+        attended = self._halves.attend(self._project(weights, hidden, rows), arguments)
+        output = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        for tile in rows.tiles():
+            made = self._halves.finish(weights, tile.of(hidden), tile.of(attended), tile.arguments)
+            tile.of(output).copy_(made)
+        return output
+
+    def backward(
+        self, weights: Views, gradients: Views, hidden: Tensor, gradient: Tensor, arguments: Mapping[str, Any]
+    ) -> Tensor:
+        """Add the parameters' gradients to `gradients`, fp32 sums by Hugging Face name; return that of `hidden`.
+
+        `gradient` is that of the output; both are [B, L, hidden]. The layer is recomputed from `hidden`.
+        """
+        rows = _Rows(hidden, arguments, self._tile_tokens)
+        graph = self._halves.attend_with_graph(self._project(weights, hidden, rows), arguments)
+        attended = graph.output.detach()
+        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        of_attended = torch.empty_like(attended, memory_format=torch.contiguous_format)
+        for tile in rows.tiles():
+            given = tile.of(hidden), tile.of(attended), tile.of(gradient)
+            made = self._halves.finish_backward(weights, gradients, *given, tile.arguments)
+            tile.of(of_hidden).copy_(made[0])
+            tile.of(of_attended).copy_(made[1])
+        of_heads = Heads(*(each.transpose(1, 2) for each in graph.backward(of_attended)))
+        del graph, attended, of_attended
+        for tile in rows.tiles():
+            own = Heads(*(tile.of(each).transpose(1, 2) for each in of_heads))
+            part = self._halves.project_backward(weights, gradients, tile.of(hidden), own, tile.arguments)
+            tile.of(of_hidden).add_(part)
+        return of_hidden
+
+    def _project(self, weights: Views, hidden: Tensor, rows: _Rows) -> Heads:
+        """Query, key and value of whole rows."""
+        whole: list[Tensor] = []
+        for tile in rows.tiles():
+            parts = [each.transpose(1, 2) for each in self._halves.project(weights, tile.of(hidden), tile.arguments)]
+            if not whole:
+                whole = [each.new_empty(*hidden.shape[:2], *each.shape[2:]) for each in parts]
+            for each, part in zip(whole, parts, strict=True):
+                tile.of(each).copy_(part)
+        return Heads(*(each.transpose(1, 2) for each in whole))
+
+
+class _Rows:
+    """The rows of a microbatch, to be cut into tiles."""
+
+    def __init__(self, hidden: Tensor, arguments: Mapping[str, Any], tile_tokens: int) -> None:
+        self._shape = hidden.shape[:2]
+        tokens = self._shape.numel()
+        even = -(-tokens // -(-tokens // tile_tokens))
+        self._step = min(tile_tokens, -(-even // _WHOLE) * _WHOLE)
+        self._arguments = without_attention(arguments)
+
+    def tiles(self) -> Iterator[_Tile]:
+        batch, length = self._shape
+        for start in range(0, batch * length, self._step):
+            yield _Tile(self._arguments, batch, length, start, min(start + self._step, batch * length))
+
+
+class _Tile:
+    """Tokens `start` to `end` of those of all rows in a row."""
+
+    def __init__(self, arguments: Mapping[str, Any], batch: int, length: int, start: int, end: int) -> None:
+        self._batch, self._length, self._start, self._end = batch, length, start, end
+        self.arguments: dict[str, Any] = tree_map_only(Tensor, self._cut, dict(arguments))
+
+    def of(self, value: Tensor) -> Tensor:
+        """Its tokens in `value` [B, L, ...], as [1, tokens, ...]: a view where rows lie one behind another."""
+        if value.shape[0] == 1 or value.stride(0) == value.stride(1) * self._length:
+            return value.flatten(0, 1)[self._start : self._end].unsqueeze(0)
+        return self._pieced(lambda row: value[row])
+
+    def _cut(self, value: Tensor) -> Tensor:
+        """Its tokens in an argument, which may have one row for all."""
+        assert value.shape[:2] in ((1, self._length), (self._batch, self._length)), "a layer's argument has no tokens"
+        return self._pieced(lambda _: value[0]) if value.shape[0] < self._batch else self.of(value)
+
+    def _pieced(self, row_of: Callable[[int], Tensor]) -> Tensor:
+        """Its tokens from rows [L, ...], a copy where there are several."""
+        pieces, start = list[Tensor](), self._start
+        while start < self._end:
+            row, first = divmod(start, self._length)
+            taken = min(self._length - first, self._end - start)
+            pieces.append(row_of(row)[first : first + taken])
+            start += taken
+        return (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).unsqueeze(0)
