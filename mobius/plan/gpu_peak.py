@@ -24,6 +24,12 @@ The eager ones are counted, op by op, on a CPU (tests/harness/live_bytes.py); of
 2 % of the 0.7 of all widths that was measured on an H200, the peak within 1 % of what was measured there. They hold
 for Llama, Mistral and Qwen2; norms on queries and keys (Qwen3) make a graph 1.25 times as large, Gemma 3's 1.8 times
 (eager, counted). Where a GPU is at hand, a layer is measured instead (runtime/stage.py).
+
+A layer in tiles of tokens (runtime/tiles.py) has those widths for a tile's tokens. Of all tokens it has, q and k being
+the widths of queries and of keys,
+
+    behind attention    q + 2 k, q + q, H and the tile      heads; attention's result and its gradient; of the input
+    within attention    2 (q + 2 k), q + q, H               and on GPUs fp32 sums of the queries' gradients, q
 """
 
 from __future__ import annotations
@@ -55,6 +61,12 @@ class LayerBytes:
     peak: int
     """Most that exists in forward with graph and backward together, the graph in it; input and incoming gradient not.
     """
+    recomputed: int | None = None
+    """As `peak`, of a layer that is recomputed in tiles; None where none is."""
+
+    @property
+    def recomputed_peak(self) -> int:
+        return self.peak if self.recomputed is None else self.recomputed
 
 
 @dataclass(frozen=True)
@@ -94,12 +106,18 @@ def document_bytes(shape: ModelShape, num_documents: int) -> int:
 
 
 def estimate_layer(
-    weight_bytes: int, shape: ModelShape, tokens: int, *, compiled: bool, num_documents: int = 0
+    weight_bytes: int,
+    shape: ModelShape,
+    tokens: int,
+    *,
+    compiled: bool,
+    num_documents: int = 0,
+    tile_tokens: int | None = None,
 ) -> LayerBytes:
     """The layer with most parameters, by widths; `weight_bytes` per element of the working format.
 
     `num_documents` is the fixed number that variable-length attention is told of for a microbatch; 0: rows are one
-    document each, in the dense kernel.
+    document each, in the dense kernel. `tile_tokens` as in `runtime.stage.StageModule`.
     """
     hidden, inner = shape.hidden_size, shape.intermediate_size
     attention = max(0, max(shape.layer_parameters, default=0) - 3 * hidden * inner) // hidden
@@ -111,7 +129,23 @@ def estimate_layer(
         graph = attention + (3 + norms) * hidden + 4 * inner
         peak = max(graph + 3 * inner, attention + (6 + 2 * norms) * hidden + 3 * inner)
     beside = document_bytes(shape, num_documents)
-    return LayerBytes(graph * tokens * weight_bytes, peak * tokens * weight_bytes + beside)
+    tiled = None
+    if tile_tokens is not None and tokens > tile_tokens:
+        behind, within = _tiled_bytes(weight_bytes, shape, attention, compiled=compiled)
+        tiled = max(behind * tokens + peak * tile_tokens * weight_bytes, within * tokens + beside)
+    return LayerBytes(graph * tokens * weight_bytes, peak * tokens * weight_bytes + beside, tiled)
+
+
+def _tiled_bytes(weight_bytes: int, shape: ModelShape, attention: int, *, compiled: bool) -> tuple[int, int]:
+    """Bytes for each of all tokens of a layer in tiles: while they run behind attention, and within its backward.
+
+    `attention` is A + Q. FlashAttention's backward adds up the queries' gradients in fp32 for formats of two bytes.
+    """
+    queries = shape.attention_width
+    heads = attention - queries  # q + 2 k, where A + Q is 2 q + 2 k
+    kept = (heads + 2 * queries + shape.hidden_size) * weight_bytes + 4 * (shape.num_heads or 0)
+    sums = 4 * (queries + (shape.num_heads or 0)) if compiled and weight_bytes == 2 else 0
+    return kept, kept + heads * weight_bytes + sums
 
 
 def loss_bytes(
@@ -229,7 +263,8 @@ class _Rank:
         """A layer's backward, without what is kept."""
         if len(self._plan.cuts[stage].layers) == 0:
             return 0
-        return self._size.layer.peak - (self._size.layer.graph if self._keeps(stage) else 0)
+        layer = self._size.layer
+        return layer.peak - layer.graph if self._keeps(stage) else layer.recomputed_peak
 
     def _outputs(self, stages: Sequence[int]) -> int:
         """Outputs among the last messages that take memory of their own: a kept graph has its output in it."""

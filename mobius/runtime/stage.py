@@ -8,12 +8,14 @@ needs the same weights until its backward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from mobius.models.blocks import Block, LayerArguments, ModelParts
+from mobius.models.compiled import Arguments
 from mobius.models.graph import BlockGraph, Views, backward, recomputed_backward, run, run_with_graph
 from mobius.models.halves import LayerHalves
 from mobius.models.loss import chunked_cross_entropy, chunked_evaluation, shift_labels
@@ -177,31 +179,84 @@ def measure_layer_bytes(
     dtype: torch.dtype,
     device: torch.device,
     packed: PackedRows | None = None,
+    tile_tokens: int | None = None,
 ) -> LayerBytes:
     """GPU memory that one layer takes for one microbatch of `shape` [B, L, H]: its graph's, and at most in backward.
 
     Each is of the kind of layer that takes most, backward with its activations kept or recomputed, whichever takes
-    more. Layers run on zeros; all memory is given back.
+    more. Where layers run in tiles, maybe because a whole one does not fit, a whole one is measured on about as many
+    tokens as a tile has: its bytes are in proportion to them. Layers run on zeros; all memory is given back.
     """
-    arguments = typical_arguments(parts, packed, batch=shape[0], seq_length=shape[1], dtype=dtype, device=device)
-    kinds = {id(layer.module): (layer, arguments[index]) for index, layer in enumerate(parts.layers)}
-    most = LayerBytes(0, 0)
-    for layer, own_arguments in kinds.values():
-        weights = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in layer.full_shapes().items()}
-        sums = {name: torch.zeros(size, device=device) for name, size in layer.full_shapes().items()}
+    tokens, whole = shape[0] * shape[1], shape
+    is_tiled = tile_tokens is not None and tokens > tile_tokens
+    if tile_tokens is not None and is_tiled:
+        whole = (max(1, tile_tokens // shape[1]), min(shape[1], tile_tokens), shape[2])
+    share = tokens / (whole[0] * whole[1])
+    most, tiled = LayerBytes(0, 0), 0
+    for index in {id(layer.module): index for index, layer in enumerate(parts.layers)}.values():
+        bench = _LayerBench(parts, index, dtype, device, packed)
+        graph, peak = bench.measure_whole(whole)
+        most = LayerBytes(max(most.graph, int(share * graph)), max(most.peak, int(share * peak)))
+        if tile_tokens is not None and is_tiled:
+            tiled = max(tiled, bench.measure_tiles(shape, tile_tokens))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)  # what a run reports is to be its own
+    return replace(most, recomputed=tiled) if is_tiled else most
+
+
+@dataclass(frozen=True)
+class _LayerBench:
+    """A layer to be run on zeros while the GPU's memory is watched."""
+
+    parts: ModelParts
+    index: int
+    dtype: torch.dtype
+    device: torch.device
+    packed: PackedRows | None
+
+    def measure_whole(self, shape: tuple[int, int, int]) -> tuple[int, int]:
+        """Bytes of its graph, and most in backward, for hidden states of `shape`."""
+        layer, arguments = self.parts.layers[self.index], self._arguments(shape)
+
+        def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
+            graph = run_with_graph(layer, weights, inputs, arguments)
+            held = torch.cuda.memory_allocated(self.device)
+            backward(layer, graph, sums, gradient)
+            del graph
+            recomputed_backward(layer, weights, inputs, arguments, sums, gradient)
+            return held
+
+        return self._measure(shape, play)
+
+    def measure_tiles(self, shape: tuple[int, int, int], tile_tokens: int) -> int:
+        """Most bytes in a recomputed backward in tiles, for hidden states of `shape`."""
+        layer = TiledLayer(LayerHalves(self.parts.halves(self.index)), tile_tokens=tile_tokens)
+        arguments = self._arguments(shape)
+
+        def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
+            layer.backward(weights, sums, inputs, gradient, arguments)
+            return torch.cuda.memory_allocated(self.device)
+
+        return self._measure(shape, play)[1]
+
+    def _arguments(self, shape: tuple[int, int, int]) -> Arguments:
+        return typical_arguments(
+            self.parts, self.packed, batch=shape[0], seq_length=shape[1], dtype=self.dtype, device=self.device
+        )[self.index]
+
+    def _measure(
+        self, shape: tuple[int, int, int], play: Callable[[Views, Views, Tensor, Tensor], int]
+    ) -> tuple[int, int]:
+        """What `play` says is allocated at its moment, and the most at any, both beside what it is given."""
+        shapes, dtype, device = self.parts.layers[self.index].full_shapes(), self.dtype, self.device
+        weights = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in shapes.items()}
+        sums = {name: torch.zeros(size, device=device) for name, size in shapes.items()}
         inputs = torch.zeros(shape, dtype=dtype, device=device)
         gradient = torch.zeros_like(inputs)
+        held = peak = 0
         for _ in range(2):  # the first time compiles, and makes what libraries keep for good
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-            graph = run_with_graph(layer, weights, inputs, own_arguments)
-            held = torch.cuda.memory_allocated(device) - before
-            backward(layer, graph, sums, gradient)
-            del graph
-            recomputed_backward(layer, weights, inputs, own_arguments, sums, gradient)
+            held = play(weights, sums, inputs, gradient) - before
             peak = torch.cuda.max_memory_allocated(device) - before
-        most = LayerBytes(max(most.graph, held), max(most.peak, peak))
-        del weights, sums, inputs, gradient
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)  # what a run reports is to be its own
-    return most
+        return held, peak

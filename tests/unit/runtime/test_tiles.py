@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.plan.gpu_peak import estimate_layer
 from mobius.plan.partition import StageCut
 from mobius.runtime.documents import Rows
 from mobius.runtime.stage import StageModule
@@ -224,6 +225,25 @@ def test_what_backward_holds_grows_with_the_length_only_by_what_attention_needs(
     assert backward <= 2 * (2 + 1) + 1 + 0.1
     assert widths[None][0] > 10
     assert widths[None][1] > 28
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("widths", [{}, {"intermediate_size": 1024}, {"num_key_value_heads": 4}])
+@pytest.mark.parametrize(("length", "tile_tokens"), [(2048, 256), (2048, 1024), (300, 256)])
+def test_a_layer_in_tiles_takes_what_its_widths_say(
+    dtype: torch.dtype, widths: dict[str, int], length: int, tile_tokens: int
+) -> None:
+    given: dict[str, Any] = {"intermediate_size": INNER, "num_key_value_heads": 2} | widths
+    config = LlamaConfig(
+        hidden_size=HIDDEN, num_hidden_layers=1, num_attention_heads=4, vocab_size=100, max_position_embeddings=8192,
+        **given,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    parts = ModelParts(config, CPU)
+    _, counted = peak_bytes(parts, length, tile_tokens, dtype, is_packed=False)
+    estimate = estimate_layer(dtype.itemsize, parts.shape(), length, compiled=False, tile_tokens=tile_tokens)
+    # A tile takes less than a whole layer of its tokens: its halves exist one after the other.
+    assert 0.98 * counted <= estimate.recomputed_peak <= 1.3 * counted
 
 
 def peak_bytes(
