@@ -28,7 +28,7 @@ from mobius.config.long_runs import EvaluationConfig, SavingConfig
 
 # Nine digits at most, so that no number is too long to be read.
 _STEPS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
-_STAGES = re.compile(r"\d{1,9}", re.ASCII)
+_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 # What is typed is a member's name in small letters.
 Dtype = StrEnum("Dtype", ["BF16", "FP16", "FP32"])
@@ -195,13 +195,22 @@ class PipelineConfig:
     """Hard cap on each rank's GPU memory in GiB; a large GPU behaves like a small one. Default: the whole GPU."""
     host_memory_limit: Positive | None = None
     """CPU memory of all ranks together in GiB, if it grows on demand. Default: what is available at the start."""
+    tile_tokens: str = "auto"
+    """Tokens that a layer which is recomputed takes at a time, in all but its attention; then its work in memory hardly
+    grows with seq_length, and only rounding changes. A number, off, or auto: whole layers where they fit into GPU
+    memory, else the most of 32768, 16384, 8192 and 4096 tokens that fit; off on a CPU."""
     loss_chunk_tokens: Count = 2048
     """Tokens whose logits exist at one time; 2048 of a 32k vocabulary take 0.25 GiB in fp32, fewer are slower."""
 
     @property
     def num_resident_stages(self) -> int | None:
         """`resident_stages` where it is a number; None for auto and all."""
-        return int(self.resident_stages) if _STAGES.fullmatch(self.resident_stages) else None
+        return int(self.resident_stages) if _NUMBER.fullmatch(self.resident_stages) else None
+
+    @property
+    def num_tile_tokens(self) -> int | None:
+        """`tile_tokens` where it is a number; None for auto and off."""
+        return int(self.tile_tokens) if _NUMBER.fullmatch(self.tile_tokens) else None
 
     @property
     def num_microbatches(self) -> int:

@@ -29,7 +29,7 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_chunks": ("num_micro_batches",),
 }
 """Other names of an option that take the same values."""
-_NUMBERS_OR_WORDS: Final = ("resident_stages", "profile_steps")
+_NUMBERS_OR_WORDS: Final = ("resident_stages", "profile_steps", "tile_tokens")
 """Texts that may be a whole number, which YAML then reads as one."""
 _NO_NAMES: Final = (*_NUMBERS_OR_WORDS, "cuda_visible_devices", "default_system", "resume_changes")
 _BARE: Final[Mapping[str, OptionValue]] = {"preview": 3}

@@ -196,6 +196,10 @@ def _misfit_names(config: Config) -> _Misfits:
     if resident not in ("auto", "all") and config.pipeline.num_resident_stages is None:
         told = f"{quoted(resident)} is not a number of stages; write auto, all, or a number from 0 on"
         yield "resident_stages", f"`--resident_stages` {told}"
+    tile = config.pipeline.tile_tokens
+    if tile not in ("auto", "off") and not config.pipeline.num_tile_tokens:
+        told = f"{quoted(tile)} is not a number of tokens; write auto, off, or a number from 1 on"
+        yield "tile_tokens", f"`--tile_tokens` {told}"
     if unknown := [word for word in config.output.trackers if word not in TRACKERS]:
         told = f"{quoted(config.output.report_to)} names {quoted(unknown[0])}; write none, or with commas any of "
         yield "report_to", f"`--report_to` {told}{', '.join(TRACKERS)}"
@@ -241,6 +245,9 @@ def _misfit_choices(config: Config) -> _Misfits:
             "`--activation_offloading on` sends inputs that backward recomputes from to the host, and with "
             "`--recompute none` it does not; use --recompute auto, or --activation_offloading auto",
         )
+    if pipeline.recompute is Recompute.NONE and pipeline.num_tile_tokens:
+        told = f"`--tile_tokens` {excerpt(pipeline.tile_tokens)} is for layers that are recomputed"
+        yield "recompute tile_tokens", f"{told}, and with `--recompute none` none is; remove one of them"
     if resident not in ("auto", "all") and not pipeline.use_offload:
         yield (
             "resident_stages use_offload",

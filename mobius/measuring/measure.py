@@ -50,6 +50,8 @@ class MicrobatchShape:
     loss_chunk_tokens: int
     packed: PackedRows | None = None
     """None: rows are one document each."""
+    tile_tokens: int | None = None
+    """None: recomputed layers run whole."""
 
     @property
     def tokens(self) -> int:
@@ -134,7 +136,7 @@ def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: 
     arguments = typical_arguments(
         parts, shape.packed, batch=shape.batch, seq_length=shape.seq_length, dtype=shape.dtype, device=bench.device
     )
-    stage = StageModule(parts, span, loss_chunk_tokens=shape.loss_chunk_tokens)
+    stage = StageModule(parts, span, loss_chunk_tokens=shape.loss_chunk_tokens, tile_tokens=shape.tile_tokens)
     weights, gradients = _memory_of(stage, shape.dtype, bench.device)
     hidden = torch.randn(shape.hidden_size(parts), device=bench.device, dtype=shape.dtype)
 

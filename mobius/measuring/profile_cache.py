@@ -42,6 +42,7 @@ def profile_key(
         "threads": torch.get_num_threads(),
         "model": repr(model),
         "microbatch": [shape.batch, shape.seq_length, str(shape.dtype), shape.loss_chunk_tokens, *_documents(shape)],
+        "tile_tokens": shape.tile_tokens,
         "num_ranks": num_ranks,
         "is_compiled": is_compiled,
         "has_peer_copies": has_peer_copies,

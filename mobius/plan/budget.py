@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.limits import MAX_SUMS
 from mobius.plan.gpu_peak import (
@@ -15,7 +17,7 @@ from mobius.plan.gpu_peak import (
     largest_moment,
     loss_bytes,
 )
-from mobius.plan.plan import Plan
+from mobius.plan.plan import MemoryUse, Plan
 from mobius.plan.request import PlanRequest
 from mobius.units import GIB, bytes_sum, bytes_text
 
@@ -25,6 +27,10 @@ STREAMING_BYTES = int(0.23 * GIB)
 """Further host memory of a rank that streams, threads and buffers: 0.05 to 0.4 in runs of 1B, 7B and 13B on H200s."""
 MEASURING_BYTES = int(0.5 * GIB)
 """Further host memory of a rank that measures, at its start (0.46 to 0.59); later, streamed stages take its place."""
+FILLED_SHARE = 0.97
+"""Share of the GPU memory a rank may use that options may fill; the rest is for what the prediction does not see."""
+TILE_TOKENS = (32768, 16384, 8192, 4096)
+"""Tokens of a tile that are tried in place of auto; fewer leave a GPU too little to do at a time."""
 LIBRARY_BYTES = 2**27
 """Workspaces of matrix products in torch's GPU memory for the two threads that enqueue them, 32 MiB each on Hopper, and
 what is smaller than any stage: rotary embeddings, masks, scalars. An estimate."""
@@ -211,13 +217,48 @@ def gpu_needs(request: PlanRequest, plan: Plan, layer: LayerBytes | None = None)
 
 
 def estimated_layer(request: PlanRequest) -> LayerBytes:
-    """The bytes of a layer and a microbatch by their widths."""
+    """The bytes of a layer and a microbatch by their widths, with the tiles that it runs in."""
+    return _estimated_layer(request, tile_tokens(request))
+
+
+def tile_tokens(request: PlanRequest) -> int | None:
+    """Tokens of the tiles that recomputed layers run in; None: they run whole, as do microbatches of fewer tokens.
+
+    In place of auto none where the least of memory fits, else the largest that does, and the smallest where none does.
+    As for rounds estimates count, and the card's memory, not what is free of it: on all ranks it is the same.
+    """
+    pipeline = request.config.pipeline
+    if pipeline.tile_tokens != "auto" or pipeline.recompute is Recompute.NONE:
+        return pipeline.num_tile_tokens
+    return _tile_that_fits(replace(request, machine=replace(request.machine, free_bytes=None)))
+
+
+@lru_cache(maxsize=64)  # asked for wherever a layer's bytes are
+def _tile_that_fits(request: PlanRequest) -> int | None:
+    available, plan = request.gpu_bytes, request.plan
+    smaller = [number for number in TILE_TOKENS if number < request.microbatch_tokens]
+    if available is None or not smaller:
+        return None
+    num_resident = request.num_resident or 0
+    is_stashing = request.config.pipeline.activation_offloading is ActivationOffloading.ON
+    num_stashed = plan.stages_per_rank if is_stashing else 0
+    least = MemoryUse(num_resident, 0, min(plan.num_slots or 0, plan.stages_per_rank - num_resident), num_stashed)
+    plan = plan.using([least] * plan.num_ranks)
+    for number in (None, *smaller):
+        need = fullest(gpu_needs(request, plan, _estimated_layer(request, number)))
+        if need.total <= int(available * FILLED_SHARE) - request.mailbox_bytes:
+            return number
+    return smaller[-1]
+
+
+def _estimated_layer(request: PlanRequest, tile_tokens: int | None) -> LayerBytes:
     return estimate_layer(
         request.sizes.weight,
         request.shape,
         request.microbatch_tokens,
         compiled=request.compiles,
         num_documents=request.microbatch_documents,
+        tile_tokens=tile_tokens,
     )
 
 

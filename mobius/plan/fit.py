@@ -26,6 +26,8 @@ from functools import cache
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.plan.budget import (
+    FILLED_SHARE,
+    TILE_TOKENS,
     GpuNeed,
     Remedy,
     check_gpu_memory,
@@ -34,6 +36,7 @@ from mobius.plan.budget import (
     gpu_need,
     gpu_needs,
     host_need,
+    tile_tokens,
 )
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import Choose, by_score, closed_form
@@ -41,8 +44,6 @@ from mobius.plan.plan import MemoryUse, Plan
 from mobius.plan.request import PlanRequest
 from mobius.units import bytes_text
 
-FILLED_SHARE = 0.97
-"""Share of the GPU memory a rank may use that options may fill; the rest is for what the prediction does not see."""
 PREFETCH_SLOTS = 3
 """A third slot loads a stage while the gradients of another leave: it pays where a stage computes no longer than that
 takes."""
@@ -219,8 +220,9 @@ def _refuse_what_cannot_fit(request: PlanRequest, layer: LayerBytes | None, avai
         lowest = request.with_pipeline(resident_stages="0") if is_offloading else request
 
         def bytes_of(changed: PlanRequest) -> int:
-            # What was measured is of the microbatch as it is; another one's is estimated.
+            # What was measured is of the microbatch and its tiles as they are; others are estimated.
             is_same = changed.microbatch_tokens == request.microbatch_tokens
+            is_same = is_same and tile_tokens(changed) == tile_tokens(request)
             return _fullest_need(changed, changed.num_resident or 0, layer if is_same else None).total
 
         check_gpu_memory(
@@ -243,7 +245,7 @@ def find_remedies(request: PlanRequest, need: Callable[[PlanRequest], int], avai
     `need` gives the bytes of the fullest rank for a changed request.
     """
     found = []
-    for changes in (_stashes, _rounds, _recompute, _loss_chunks, _stages, _microbatches, _offload, _sequences):
+    for changes in (_tiles, _stashes, _rounds, _recompute, _loss_chunks, _stages, _microbatches, _offload, _sequences):
         for options, changed in changes(request):
             num_bytes = need(changed)
             if num_bytes <= available_bytes:
@@ -258,6 +260,15 @@ def _stashes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     if is_off and pipeline.recompute is not Recompute.NONE:
         on = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
         yield "--activation_offloading on", on
+
+
+def _tiles(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Smaller tiles of recomputed layers, or the first."""
+    if request.config.pipeline.recompute is not Recompute.NONE:
+        whole = tile_tokens(request) or request.microbatch_tokens
+        for number in TILE_TOKENS:
+            if number < whole:
+                yield f"--tile_tokens {number}", request.with_pipeline(tile_tokens=str(number))
 
 
 def _rounds(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:

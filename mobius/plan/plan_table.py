@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, HostNeed
+from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, HostNeed, tile_tokens
 from mobius.plan.choice import Answer
 from mobius.plan.partition import ModelShape, StageCut
 from mobius.plan.plan import Plan
@@ -80,7 +80,9 @@ def describe_gpus(found: Answer) -> str:
         rows.append([str(need.rank), *values, gib_cell(need.total), gib_cell(CONTEXT_BYTES + beside)])
     memory = (machine.gpu_bytes or 0) / GIB
     available = memory if limit is None else min(limit, memory)
-    return f"GPU memory in GiB, {available:g} of {machine.card.name} may be used\n{format_columns(rows)}"
+    tile = tile_tokens(found.request)
+    in_tiles = "" if tile is None else f"\n  recomputed layers run in tiles of {tile} tokens"
+    return f"GPU memory in GiB, {available:g} of {machine.card.name} may be used\n{format_columns(rows)}{in_tiles}"
 
 
 def describe_host(need: HostNeed, available_bytes: int | None) -> str:

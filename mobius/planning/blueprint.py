@@ -14,7 +14,7 @@ from mobius.machine.device_order import order_devices
 from mobius.machine.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
 from mobius.messages.meeting import Meeting, meet_at_store
 from mobius.models.blocks import ModelParts
-from mobius.plan.budget import check_host_memory
+from mobius.plan.budget import check_host_memory, tile_tokens
 from mobius.plan.cards import Host, card_of_device
 from mobius.plan.choice import Answer, answer, settle
 from mobius.plan.gpu_peak import LayerBytes
@@ -86,6 +86,11 @@ class Blueprint:
     def gradient_dtype(self) -> torch.dtype:
         """Format in which summed gradients reach the optimizer."""
         return torch.float32 if self.asked.pipeline.fp32_gradients else self.dtype
+
+    @property
+    def tile_tokens(self) -> int | None:
+        """Tokens of the tiles that recomputed layers run in; None: they run whole."""
+        return tile_tokens(self.answer.request)
 
     @property
     def message_shape(self) -> tuple[int, int, int]:
@@ -162,7 +167,9 @@ def redraw(blueprint: Blueprint, profile: Profile) -> Blueprint:
     old = blueprint.answer
     asked = blueprint.asked.pipeline
     request = replace(old.request, num_stages=asked.num_stages, num_rounds=asked.num_rounds)
-    return _draw(request, blueprint.place, blueprint.parts, profile=profile, layer=old.layer)
+    settled = settle(request, measured=profile)
+    layer = old.layer if tile_tokens(settled) == blueprint.tile_tokens else None  # else it is measured again
+    return _draw(settled, blueprint.place, blueprint.parts, profile=profile, layer=layer)
 
 
 def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: int | None = None) -> Machine:
@@ -206,6 +213,7 @@ def _draw(
             dtype=TORCH_DTYPES[request.config.model.dtype],
             device=place.device,
             packed=request.packed,
+            tile_tokens=tile_tokens(request),
         )
     found = answer(
         request,

@@ -111,6 +111,7 @@ def _microbatch(blueprint: Blueprint) -> MicrobatchShape:
         blueprint.dtype,
         pipeline.loss_chunk_tokens,
         blueprint.answer.request.packed,
+        blueprint.tile_tokens,
     )
 
 

@@ -57,7 +57,7 @@ LAUNCH: Final = "launch"
 """Key in a checkpoint's position of the launcher's start that saved it (`launch_id`)."""
 _PLANNED_BY: Final = (
     *("num_stages", "num_chunks", "num_rounds", "use_offload", "use_prefetch", "resident_stages", "recompute"),
-    *("activation_offloading", "gpu_memory_limit", "host_memory_limit"),
+    *("activation_offloading", "tile_tokens", "gpu_memory_limit", "host_memory_limit"),
 )
 """Options that make another plan."""
 PLAN_FILE: Final = "plan.json"

@@ -235,6 +235,8 @@ def _open(
         raise
     warn_of_small_pages(session)
     logger.info("stages generated: %s", session.blueprint.plan.describe(session.blueprint.shape))
+    if session.blueprint.tile_tokens is not None:
+        logger.info("recomputed layers run in tiles of %d tokens", session.blueprint.tile_tokens)
     return _Opened(
         session=session,
         output=output,

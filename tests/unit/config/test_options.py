@@ -152,6 +152,12 @@ def test_resident_stages_are_a_number_or_a_word(given: str, number: int | None) 
     assert PipelineConfig(resident_stages=given).num_resident_stages == number
 
 
+@pytest.mark.parametrize(("given", "number"), [("auto", None), ("off", None), ("512", 512)])
+def test_tokens_of_a_tile_are_a_number_or_a_word(given: str, number: int | None) -> None:
+    assert PipelineConfig(tile_tokens=given).num_tile_tokens == number
+    assert options()["tile_tokens"].from_yaml(number or given) == given
+
+
 def test_a_number_of_resident_stages_may_be_written_in_yaml_as_one() -> None:
     assert options()["resident_stages"].from_yaml(3) == "3"
     assert options()["resident_stages"].from_yaml("all") == "all"

@@ -34,6 +34,13 @@ from mobius.errors import ConfigError
         ({"warmup_steps": 3.5}, 4, ["`--warmup_steps` is 3.5", "whole number of steps"]),
         ({"profile_steps": "all"}, 4, ["'all'"]),
         ({"profile_steps": "2-3", "num_iterations": 2}, 4, ["2-3 is more", "steps 1 to 2", "--num_iterations"]),
+        ({"tile_tokens": "some"}, 4, ["`--tile_tokens` 'some'", "auto, off, or a number from 1"]),
+        ({"tile_tokens": "0"}, 4, ["'0'", "from 1 on"]),
+        (
+            {"tile_tokens": "512", "use_offload": False, "recompute": Recompute.NONE},
+            4,
+            ["`--tile_tokens` 512", "none is"],
+        ),
         ({"resident_stages": "some"}, 4, ["'some'", "auto, all, or a number from 0"]),
         ({"resident_stages": "-1"}, 4, ["'-1'", "from 0 on"]),
         ({"resident_stages": "2", "use_offload": False}, 4, ["`--resident_stages` 2", "`--no_offload`", "remove one"]),

@@ -85,6 +85,7 @@ def test_layers_that_are_not_compiled_take_more_memory_and_time() -> None:
         "resident_stages": "0",
         "recompute": Recompute.FULL,
         "gpu_memory_limit": 7.3,
+        "tile_tokens": "off",
     }
     compiled, eager = (ask(shape, compile=wanted, **options) for wanted in (Compile.AUTO, Compile.OFF))
     assert fullest(compiled.needs).total / GIB == pytest.approx(6.93, abs=0.005)

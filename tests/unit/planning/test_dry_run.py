@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_told_with_the_arithmetic_and_leaves_no_plan(
 def test_layers_that_are_not_compiled_take_what_they_need(workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
     streamed = ["--model_path", "7b", *NODE[2:6], "--batch_size", "64", "--seq_length", "512"]
     streamed += ["--num_stages", "32", "--num_chunks", "4", "--resident_stages", "0", "--recompute", "full"]
-    streamed += ["--num_rounds", "1", "--activation_offloading", "off"]
+    streamed += ["--num_rounds", "1", "--activation_offloading", "off", "--tile_tokens", "off"]
 
     assert dry(*streamed, "--gpu_memory_limit", "7.1")
     assert not dry(*streamed, "--gpu_memory_limit", "7.1", "--compile", "off")
