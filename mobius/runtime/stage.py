@@ -247,7 +247,7 @@ class _LayerBench:
     def _measure(
         self, shape: tuple[int, int, int], play: Callable[[Views, Views, Tensor, Tensor], int]
     ) -> tuple[int, int]:
-        """What `play` says is allocated at its moment, and the most at any, both beside what it is given."""
+        """Bytes that `play` reads at its moment, and the most at any, both beside those of what it is given."""
         shapes, dtype, device = self.parts.layers[self.index].full_shapes(), self.dtype, self.device
         weights = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in shapes.items()}
         sums = {name: torch.zeros(size, device=device) for name, size in shapes.items()}

@@ -43,6 +43,17 @@ def test_a_compiled_layer_is_measured_near_its_estimate() -> None:
     assert measured.peak == pytest.approx(estimate.peak, rel=0.1)
 
 
+@pytest.mark.parametrize("tile_tokens", [4096, 8192])
+def test_a_compiled_layer_in_tiles_takes_no_more_than_its_estimate(tile_tokens: int) -> None:
+    parts, tokens = ModelParts(config(), CUDA, compiled=True), 32_768
+    measured = measure_layer_bytes(
+        parts, shape=(1, tokens, 2048), dtype=torch.bfloat16, device=CUDA, tile_tokens=tile_tokens
+    )
+    estimate = estimate_layer(2, parts.shape(), tokens, compiled=True, tile_tokens=tile_tokens)
+    assert 0.7 * estimate.recomputed_peak < measured.recomputed_peak <= 1.05 * estimate.recomputed_peak
+    assert measured.recomputed_peak < 0.6 * measured.peak
+
+
 @pytest.mark.parametrize(("num_ranks", "num_graphs"), [(2, 0), (2, 1), (4, 2)])
 def test_a_compiled_step_holds_at_most_what_is_predicted_and_not_much_less(num_ranks: int, num_graphs: int) -> None:
     parts = ModelParts(config(), CUDA, compiled=True)
