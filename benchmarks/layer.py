@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, nargs="+", default=[16], help="sequences of a microbatch")
     parser.add_argument("--seq_length", type=int, default=512)
     parser.add_argument("--loss_chunk_tokens", type=int, default=2048)
-    parser.add_argument("--tile_tokens", type=int, help="tokens of a tile of a recomputed layer (default: it runs whole)")
+    parser.add_argument("--tile_tokens", type=int, help="of a recomputed layer (default: it runs whole)")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--back_to_back", action="store_true", help="the device is never idle")
     parser.add_argument("--compile", choices=("on", "off"), default="on" if torch.cuda.is_available() else "off")
