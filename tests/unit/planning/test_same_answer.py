@@ -125,6 +125,7 @@ def as_run(
         "cpu_share": lambda num_ranks: 16,
         "own_host_bytes": lambda: 0,
         "available_host_bytes": lambda: 2**50,
+        "total_host_bytes": lambda: 2**50,
     }
     for name, value in here.items():
         patch.setattr(blueprint, name, value)
