@@ -25,8 +25,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--num_stages", type=int, default=8, help="stages, a multiple of the GPUs (default: %(default)s)"
     )
-    parser.add_argument("--num_chunks", type=int, default=4, help="microbatches per step (default: %(default)s)")
+    parser.add_argument(
+        "--num_chunks", type=int, default=4, help="microbatches per step, slices counted (default: %(default)s)"
+    )
     parser.add_argument("--num_rounds", type=int, default=1, help="parts of a step (default: %(default)s)")
+    parser.add_argument("--num_slices", type=int, default=1, help="slices of a sequence (default: %(default)s)")
     parser.add_argument("--no_prefetch", action="store_true", help="one weight slot per GPU instead of two")
     parser.add_argument("--no_offload", action="store_true", help="all weights stay on the GPU")
     parser.add_argument(
@@ -69,6 +72,7 @@ def make_schedule(arguments: argparse.Namespace) -> Schedule:
         num_slots,
         resident,
         num_rounds=arguments.num_rounds,
+        num_slices=arguments.num_slices,
         stashed=range(min(num_stashed * num_ranks, num_stages - 1)),
     )
 

@@ -216,7 +216,7 @@ class StepTasks:
         if is_backward and stage in state.sums:
             both = [task for task in (waits[WaitCause.WEIGHTS], state.sums.pop(stage)) if task is not None]
             waits[WaitCause.WEIGHTS] = self._task(None, 0.0, both)
-        ends_stage = is_backward and action.microbatch == self.schedule.num_microbatches - 1
+        ends_stage = is_backward and action.microbatch == self.schedule.last_backward
         seconds = cost.backward if is_backward else cost.forward
         launch = cost.backward_launch if is_backward else cost.forward_launch
         task = self._compute(rank, action, seconds, waits, launch=launch)

@@ -7,6 +7,7 @@ backward_first 1 0 -1 0      stage 0 gets the activation gradient of microbatch 
 evaluate_last 2 3 -1 0       stage 3 of 4 makes the loss of microbatch 0, and no backward follows
 load -1 3 -1 -1              the weights of stage 3 start their way into a GPU slot
 load_sums -1 3 -1 -1         what earlier rounds left of stage 3's gradients starts its way back to the GPU
+keys -1 1 -1 2               stage 1 makes keys and values of slice 2 anew, for the backward of its sequence
 stash -1 1 -1 0              what backward needs of microbatch 0's forward in stage 1 starts its way to the host
 """
 
@@ -26,6 +27,8 @@ class ActionKind(StrEnum):
     BACKWARD_FIRST = "backward_first"
     BACKWARD_MIDDLE = "backward_middle"
     BACKWARD_LAST = "backward_last"
+    KEYS = "keys"
+    """A slice's keys and values are made anew in each layer of the stage, before its sequence's backward begins."""
     LOAD = "load"
     OFFLOAD = "offload"
     LOAD_SUMS = "load_sums"
@@ -50,9 +53,14 @@ class ActionKind(StrEnum):
         return self.is_forward or self.is_backward
 
     @property
+    def computes(self) -> bool:
+        """Whether it is on the compute lane, weights at hand: forward, backward, or keys."""
+        return self.is_compute or self is ActionKind.KEYS
+
+    @property
     def has_microbatch(self) -> bool:
         """Whether it concerns one microbatch; the others concern a whole stage."""
-        return self.is_compute or self in (ActionKind.STASH, ActionKind.FETCH)
+        return self.computes or self in (ActionKind.STASH, ActionKind.FETCH)
 
 
 _POSITIONS = (ActionKind.FORWARD_FIRST, ActionKind.FORWARD_MIDDLE, ActionKind.FORWARD_LAST)
@@ -60,6 +68,7 @@ _FORWARD_KINDS = (*_POSITIONS, ActionKind.EVALUATE_LAST)
 _BACKWARD_KINDS = (ActionKind.BACKWARD_FIRST, ActionKind.BACKWARD_MIDDLE, ActionKind.BACKWARD_LAST)
 _LETTERS = {
     ActionKind.GENERATE_DATA: "D",
+    ActionKind.KEYS: "K",
     ActionKind.LOAD: "L",
     ActionKind.OFFLOAD: "O",
     ActionKind.LOAD_SUMS: "LS",
@@ -80,7 +89,8 @@ class Action:
     def __str__(self) -> str:
         """Short name of the grid, the picture and the trace.
 
-        `F4.1`, `B4.1`, `L4`, `O4`, `LS4`, `OS4`, `S4.1` for a stash, `T4.1` for a fetch (it is taken back), `D0`.
+        `F4.1`, `B4.1`, `L4`, `O4`, `LS4`, `OS4`, `S4.1` for a stash, `T4.1` for a fetch (it is taken back), `K4.1`
+        for keys, `D0`.
         """
         letter = _LETTERS.get(self.kind, "F" if self.kind.is_forward else "B")
         return f"{letter}{self.stage}" if self.microbatch is None else f"{letter}{self.stage}.{self.microbatch}"

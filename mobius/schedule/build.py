@@ -19,6 +19,7 @@ def build_schedule(
     resident: Collection[int] = (),
     *,
     num_rounds: int = 1,
+    num_slices: int = 1,
     stashed: Collection[int] = (),
     is_evaluation: bool = False,
 ) -> Schedule:
@@ -26,7 +27,8 @@ def build_schedule(
 
     The stages in `resident` stay on the GPU for good. `num_slots` GPU slots per rank, or of each rank, hold the weights
     of the others: 2 prefetch the next stage, 1 does not; with None every stage is resident. In `num_rounds` rounds one
-    part of the microbatches goes forward and backward after the other. The layers' inputs of the stages in `stashed`
+    part of the microbatches goes forward and backward after the other. With `num_slices` a microbatch is a slice of
+    sequences, so many of which follow one another. The layers' inputs of the stages in `stashed`
     wait for backward on the host.
     Raises ScheduleError where a number is below 1, and for rounds that the microbatches are no multiple of.
     """
@@ -42,12 +44,16 @@ def build_schedule(
         "microbatches (--num_chunks)": num_microbatches,
         "GPU slots": least,
         "rounds (--num_rounds)": num_rounds,
+        "slices (--num_slices)": num_slices,
     }
     wrong = [f"{number} {what}" for what, number in numbers.items() if number < 1]
     if wrong:
         raise ScheduleError(f"a schedule needs at least 1 of each, it was given {', '.join(wrong)}")
     if num_microbatches % num_rounds:
         raise ScheduleError(f"{num_microbatches} microbatches are no multiple of {num_rounds} rounds")
+    if num_microbatches // num_rounds % num_slices:
+        told = f"{num_microbatches // num_rounds} microbatches of a round are no multiple of {num_slices} slices"
+        raise ScheduleError(told)
     actions = tuple(
         rank_actions(
             rank,
@@ -57,6 +63,7 @@ def build_schedule(
             own_slots,
             staying,
             num_rounds=num_rounds,
+            num_slices=num_slices,
             stashed=stashed,
             is_evaluation=is_evaluation,
         )
@@ -64,7 +71,7 @@ def build_schedule(
     )
     numbers_of = num_ranks, num_stages, num_microbatches
     away = frozenset(stashed)
-    schedule = Schedule(*numbers_of, slots, actions, staying, is_evaluation, num_rounds, away)
+    schedule = Schedule(*numbers_of, slots, actions, staying, is_evaluation, num_rounds, away, num_slices)
     check(schedule)
     return schedule
 
@@ -78,13 +85,14 @@ def rank_actions(
     resident: Collection[int],
     *,
     num_rounds: int = 1,
+    num_slices: int = 1,
     stashed: Collection[int] = (),
     is_evaluation: bool = False,
 ) -> tuple[Action, ...]:
     """All actions of `rank`, not checked; 0 slots if it streams no stage."""
     numbers = rank, num_ranks, num_stages, num_microbatches
-    order = evaluation_order(*numbers) if is_evaluation else compute_order(*numbers, num_rounds)
+    order = evaluation_order(*numbers) if is_evaluation else compute_order(*numbers, num_rounds, num_slices)
     transfers = add_transfers(order, num_slots, resident) if num_slots else order
     own = set(stashed).intersection(range(rank, num_stages, num_ranks))
-    actions = add_stashes(transfers, own) if own and not is_evaluation else transfers
+    actions = add_stashes(transfers, own, num_slices=num_slices) if own and not is_evaluation else transfers
     return (*data_actions(rank, num_ranks, num_stages), *actions)

@@ -38,6 +38,9 @@ class Rule(StrEnum):
     GRADIENTS = "gradients"
     """A streamed stage is offloaded after its last backward and is not loaded again in this step. Before that its sums
     are where its next backward adds to them, or on the host; those of two stages at most are on the GPU."""
+    SLICES = "slices"
+    """Slices of a sequence go forward in their order and backward in reverse. Before its first backward in a stage,
+    keys and values of all its slices are made anew, once and in order; the model's last stage still has them."""
     STASH = "stash"
     """Inputs of a stashed stage's layers go to the host behind their forward and come back before their backward, into
     a place that is free; two microbatches at most have come back and wait. Other stages have no stash or fetch."""
@@ -140,7 +143,7 @@ def _check_residency(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     num_backwards: Counter[int] = Counter()
     for index, action in enumerate(schedule.actions[rank]):
         stage, kind = action.stage, action.kind
-        if not kind.is_compute and kind is not ActionKind.GENERATE_DATA and kind not in _STASHES:
+        if not kind.computes and kind is not ActionKind.GENERATE_DATA and kind not in _STASHES:
             if schedule.num_slots is None:
                 yield index, Rule.BUDGET, "the schedule has no slots, all weights stay on the GPU"
             if stage in schedule.resident:
@@ -221,7 +224,7 @@ def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             left.discard(own)
             home[place] = microbatch
         elif kind is ActionKind.FETCH:
-            if home.pop(place, None) != microbatch:
+            if home.get(place) != microbatch:
                 yield index, Rule.STASH, "its inputs are not on the host"
             back.add(own)
             if len(back) > MAX_FETCHED:
@@ -229,7 +232,41 @@ def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
         else:
             if own not in back:
                 yield index, Rule.STASH, "its inputs have not come back"
-            back.discard(own)
+            if kind is not ActionKind.KEYS:
+                home.pop(place, None)
+            if kind is not ActionKind.KEYS or (microbatch + 1) % schedule.num_slices:
+                back.discard(own)  # the backward of a sequence's last slice follows, and takes the same
 
 
-_CHECKS = (_check_form, _check_data, _check_complete, _check_order, _check_sums, _check_stashes, _check_residency)
+def _check_slices(schedule: Schedule, rank: int) -> Iterator[_Breach]:
+    number, last_stage = schedule.num_slices, schedule.num_stages - 1
+    forward, keys, backward = (Counter[tuple[int, int]]() for _ in range(3))
+    """Slices of a sequence that have gone so far in a stage, by stage and sequence."""
+    for index, action in enumerate(schedule.actions[rank]):
+        kind, microbatch = action.kind, action.microbatch
+        if kind is ActionKind.KEYS and (number == 1 or action.stage == last_stage):
+            yield index, Rule.SLICES, "there are no keys and values to be made anew"
+        if microbatch is None or not kind.computes or number == 1:
+            continue
+        sequence, place = divmod(microbatch, number)
+        own = action.stage, sequence
+        gone = forward if kind.is_forward else backward if kind.is_backward else keys
+        wanted = number - 1 - gone[own] if kind.is_backward else gone[own]
+        if place != wanted:
+            yield index, Rule.SLICES, f"slice {place} of sequence {sequence} has its turn where {wanted} has"
+        if kind.is_backward and action.stage != last_stage and keys[own] < number:
+            text = f"keys and values of {keys[own]} of {number} slices of sequence {sequence} are made anew"
+            yield index, Rule.SLICES, text
+        gone[own] += 1
+
+
+_CHECKS = (
+    _check_form,
+    _check_data,
+    _check_complete,
+    _check_order,
+    _check_sums,
+    _check_stashes,
+    _check_slices,
+    _check_residency,
+)

@@ -11,6 +11,13 @@ In rounds the first half of the microbatches goes all the way before the second 
 
 Only a round's activations then exist at a time, and weights travel once per pass and round.
 
+Where sequences are cut into slices, these are the microbatches: two sequences of three slices are 0 1 2 and 3 4 5. A
+slice attends to the keys of those before it, so forward takes them in order and backward in reverse. A stage makes keys
+and values anew before the backward of each sequence; the model's last stage, which turns at once, still has them:
+
+    rank 0 of 2, one sequence of three slices:  F0.0 F0.1 F0.2 F2.0 F2.1 F2.2  K2.0 K2.1 K2.2 B2.2 B2.1 B2.0  K0.0 ...
+    rank 1 of 2:                                F1.0 F1.1 F1.2  F3.0 F3.1 F3.2 B3.2 B3.1 B3.0  K1.0 K1.1 K1.2 B1.2 ...
+
 A stage takes all its microbatches before the next local stage starts, so its weights travel once per pass however many
 microbatches there are. In a step the model's last stage turns each microbatch round at once: it has all that
 backward needs.
@@ -33,25 +40,33 @@ def data_actions(rank: int, num_ranks: int, num_stages: int) -> list[Action]:
 
 
 def compute_order(
-    rank: int, num_ranks: int, num_stages: int, num_microbatches: int, num_rounds: int = 1
+    rank: int, num_ranks: int, num_stages: int, num_microbatches: int, num_rounds: int = 1, num_slices: int = 1
 ) -> list[Action]:
-    """All forwards and backwards of `rank` in order; the microbatches are a multiple of the rounds.
+    """All forwards and backwards of `rank` in order; the microbatches are a multiple of rounds and slices.
 
-    Backward mirrors the stages but not the microbatches: gradients are added in the order 0, 1, ..., as a plain loop
-    over the microbatches adds them, so that the sums are equal to the last bit.
+    Backward mirrors the stages but not the microbatches, slices of a sequence apart: gradients are added in the order
+    0, 1, ..., as a plain loop over the microbatches adds them, so that the sums are equal to the last bit.
     """
     size = num_microbatches // num_rounds
     rounds = [range(first, first + size) for first in range(0, num_microbatches, size)]
-    return [action for microbatches in rounds for action in _round(rank, num_ranks, num_stages, microbatches)]
+    numbers = rank, num_ranks, num_stages
+    return [action for microbatches in rounds for action in _round(*numbers, microbatches, num_slices)]
 
 
-def _round(rank: int, num_ranks: int, num_stages: int, microbatches: range) -> list[Action]:
+def _round(rank: int, num_ranks: int, num_stages: int, microbatches: range, num_slices: int) -> list[Action]:
     stages, last_stage = range(rank, num_stages, num_ranks), num_stages - 1
     kinds = {stage: compute_kinds(stage, num_stages) for stage in stages}
-    forward = [Action(kinds[s][0], s, m) for s in stages if s != last_stage for m in microbatches]
-    turn = [Action(kind, s, m) for s in stages if s == last_stage for m in microbatches for kind in kinds[s]]
-    backward = [Action(kinds[s][1], s, m) for s in reversed(stages) if s != last_stage for m in microbatches]
-    return [*forward, *turn, *backward]
+    starts = range(microbatches.start, microbatches.stop, num_slices)
+    sequences = [range(first, first + num_slices) for first in starts]
+    actions = [Action(kinds[s][0], s, m) for s in stages if s != last_stage for m in microbatches]
+    for stage in reversed(stages):
+        forward, backward = kinds[stage]
+        # Of whole sequences there are no keys and values to be kept from one to another.
+        first = forward if stage == last_stage else ActionKind.KEYS if num_slices > 1 else None
+        for slices in sequences:
+            actions += [Action(first, stage, m) for m in slices] if first is not None else []
+            actions += [Action(backward, stage, m) for m in reversed(slices)]
+    return actions
 
 
 def evaluation_order(rank: int, num_ranks: int, num_stages: int, num_microbatches: int) -> list[Action]:

@@ -88,4 +88,5 @@ class _Sums:
 
 def _run_of(action: Action) -> tuple[int, bool]:
     """Key that the actions of a run share; the last stage, which turns round, has one run for both directions."""
-    return action.stage, action.kind.is_backward and action.kind is not ActionKind.BACKWARD_LAST
+    is_backward = action.kind.is_backward or action.kind is ActionKind.KEYS
+    return action.stage, is_backward and action.kind is not ActionKind.BACKWARD_LAST

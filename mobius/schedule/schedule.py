@@ -33,11 +33,18 @@ class Schedule:
     """Parts of the microbatches that go forward and backward one after the other; each has as many."""
     stashed: frozenset[int] = frozenset()
     """Stages whose layers' inputs wait on the host from forward to backward."""
+    num_slices: int = 1
+    """Slices of each sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all."""
 
     @property
     def round_size(self) -> int:
         """Microbatches of a round: the most that are between forward and backward at a time."""
         return self.num_microbatches // self.num_rounds
+
+    @property
+    def last_backward(self) -> int:
+        """The microbatch that goes backward last in every stage: the first slice of the last sequences."""
+        return self.num_microbatches - self.num_slices
 
     @property
     def num_slots(self) -> int | None:

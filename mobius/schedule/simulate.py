@@ -32,6 +32,8 @@ class Costs:
     """Sending the fp32 sums of a stage home between rounds, or bringing them back."""
     stash: int = 1
     """Sending the inputs of a stage's layers and a microbatch home, or bringing them back."""
+    keys: int = 1
+    """Making keys and values of a slice anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +124,24 @@ def _play(clock: _RankClock, action: Action, arrival: int, num_slots: int, costs
     elif action.kind is ActionKind.FETCH:
         start, duration = max(start, clock.left[action.stage, action.microbatch], clock.computed), costs.stash
         clock.left[action.stage, action.microbatch] = start + duration
-    elif action.kind.is_compute:
+    elif action.kind.computes:
         start = max(start, clock.weights_ready.get(action.stage, 0))
         if action.kind.is_forward and len(clock.stash_ends) > MAX_LEAVING:
             start = max(start, clock.stash_ends[-MAX_LEAVING - 1])
         if action.kind.is_backward:
             start = max(start, clock.sums_ready.get(action.stage, 0))
-            start = max(start, clock.left.pop((action.stage, action.microbatch), 0))
-        duration = costs.backward if action.kind.is_backward else costs.forward
+        if not action.kind.is_forward:
+            start = max(start, clock.left.get((action.stage, action.microbatch), 0))
+        duration = _duration(action, costs)
         clock.stage_idle[action.stage] = clock.computed = start + duration
         if action.kind.is_backward:
             clock.with_gradients.add(action.stage)
     clock.lane_free[lane] = start + duration
     return ActionSpan(action, lane, start, start + duration)
+
+
+def _duration(action: Action, costs: Costs) -> int:
+    """Time slots of what is on the compute lane."""
+    if action.kind is ActionKind.KEYS:
+        return costs.keys
+    return costs.backward if action.kind.is_backward else costs.forward

@@ -10,6 +10,9 @@ backward. So two microbatches are on their way at most, in either direction, how
     stash          S0.0 S0.1 S0.2
     fetch                                               T0.0 T0.1 T0.2
 
+Where sequences are cut into slices, keys and values are made anew from what was stashed, which comes back for that
+too; it stays on the host until it comes for the backward. That of the last slice comes once, for its backward follows.
+
 The model's last stage turns each microbatch round at once, and is never stashed.
 """
 
@@ -18,7 +21,7 @@ from collections.abc import Collection, Sequence
 from mobius.schedule.action import Action, ActionKind
 
 
-def add_stashes(actions: Sequence[Action], stashed: Collection[int]) -> list[Action]:
+def add_stashes(actions: Sequence[Action], stashed: Collection[int], *, num_slices: int = 1) -> list[Action]:
     """Add to `actions`, those of one rank, a stash and a fetch for each microbatch of the stages in `stashed`.
 
     A fetch stands before the compute action that its backward follows, but never before a stash: with that microbatch's
@@ -28,12 +31,20 @@ def add_stashes(actions: Sequence[Action], stashed: Collection[int]) -> list[Act
     place = 0
     """Index of the last compute action, or behind a stash."""
     for action in actions:
-        if action.stage in stashed and action.kind.is_backward:
+        if action.stage in stashed and _fetches(action, num_slices):
             result.insert(place, Action(ActionKind.FETCH, action.stage, action.microbatch))
-        if action.kind.is_compute:
+        if action.kind.computes:
             place = len(result)
         result.append(action)
         if action.stage in stashed and action.kind.is_forward:
             result.append(Action(ActionKind.STASH, action.stage, action.microbatch))
             place = len(result)
     return result
+
+
+def _fetches(action: Action, num_slices: int) -> bool:
+    """Whether what was stashed comes back for `action`."""
+    if not action.kind.is_backward or action.microbatch is None:
+        return action.kind is ActionKind.KEYS
+    is_there = num_slices > 1 and (action.microbatch + 1) % num_slices == 0
+    return not is_there

@@ -167,6 +167,62 @@ def test_stashes_that_lose_inputs_or_overflow_are_refused(case: str) -> None:
         check(replace(schedule, actions=(tuple(actions),)))
 
 
+# rank 0 of two stages, one sequence of two slices, all resident:
+# 0 D0, 1 F0.0, 2 F0.1, 3 F1.0, 4 F1.1, 5 B1.1, 6 B1.0, 7 K0.0, 8 K0.1, 9 B0.1, 10 B0.0
+SLICES = {
+    "forward out of order": (move(1, 2), r"slices: rank 0, action 1 \(F0.1\): slice 1 of sequence 0 .* where 0 has"),
+    "backward out of order": (move(9, 10), r"slices: rank 0, action 9 \(B0.0\): slice 0 .* where 1 has"),
+    "keys out of order": (move(7, 8), r"slices: rank 0, action 7 \(K0.1\): slice 1 .* where 0 has"),
+    "keys missing": (drop(8), r"slices: rank 0, action 8 \(B0.1\): keys and values of 1 of 2 slices"),
+    "keys twice": (add(9, ActionKind.KEYS, 0, 1), r"slices: rank 0, action 9 \(K0.1\): slice 1 .* where 2 has"),
+    "keys of the last stage": (add(5, ActionKind.KEYS, 1, 0), r"slices: rank 0, action 5 \(K1.0\): there are no keys"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(SLICES))
+def test_slices_that_lose_their_order_or_their_keys_are_refused(case: str) -> None:
+    change, complaint = SLICES[case]
+    schedule = build_schedule(1, 2, 2, None, num_slices=2)
+    actions = list(schedule.actions[0])
+    assert " ".join(map(str, actions)) == "D0 F0.0 F0.1 F1.0 F1.1 B1.1 B1.0 K0.0 K0.1 B0.1 B0.0"
+    change(actions)
+
+    with pytest.raises(ScheduleError, match=complaint):
+        check(replace(schedule, actions=(tuple(actions),)))
+
+
+def test_whole_sequences_make_no_keys_anew() -> None:
+    schedule = build_schedule(1, 2, 2, None)
+    actions = list(schedule.actions[0])
+    actions.insert(7, Action(ActionKind.KEYS, 0, 0))
+    with pytest.raises(ScheduleError, match=r"slices: rank 0, action 7 \(K0.0\): there are no keys"):
+        check(replace(schedule, actions=(tuple(actions),)))
+
+
+@pytest.mark.parametrize("num_slots", [None, 1, 2])
+@pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(1, 1), (1, 3), (2, 1), (2, 3), (4, 2)])
+def test_slices_pass_in_rounds_and_with_stashes(num_ranks: int, stages_per_rank: int, num_slots: int | None) -> None:
+    last = num_ranks * stages_per_rank - 1
+    for stashed in (set[int](), set(range(last))):
+        schedule = build_schedule(
+            num_ranks, stages_per_rank, 12, num_slots, num_rounds=2, num_slices=3, stashed=stashed
+        )
+        assert schedule.last_backward == 9
+        for rank, actions in enumerate(schedule.actions):
+            kinds = [action.kind for action in actions]
+            num_inner = sum(stage != last for stage in schedule.local_stages(rank))
+            assert kinds.count(ActionKind.KEYS) == 12 * num_inner
+            # The last slice of each sequence comes back once, for its keys and its backward.
+            num_stashed = len(stashed.intersection(schedule.local_stages(rank)))
+            assert kinds.count(ActionKind.FETCH) == num_stashed * (12 + 12 - 4)
+
+
+@pytest.mark.parametrize(("rounds", "slices", "told"), [(1, 3, "4 microbatches of a round"), (2, 4, "2 microbatches")])
+def test_slices_that_do_not_divide_a_round_are_refused(rounds: int, slices: int, told: str) -> None:
+    with pytest.raises(ScheduleError, match=f"{told}.* are no multiple of {slices} slices"):
+        build_schedule(1, 2, 4, None, num_rounds=rounds, num_slices=slices)
+
+
 def test_a_place_on_the_host_is_free_before_another_round_takes_it() -> None:
     schedule = build_schedule(1, 2, 2, None, stashed={0})
 
@@ -195,5 +251,5 @@ def test_rounds_pass_and_a_stage_is_loaded_no_more_often_than_in_as_many_steps(
 
 
 def test_every_rule_has_a_test_here() -> None:
-    complaints = " ".join(complaint for _, complaint in CASES.values()) + " order: budget: deadlock: stash:"
+    complaints = " ".join(complaint for _, complaint in CASES.values()) + " order: budget: deadlock: stash: slices:"
     assert [rule for rule in Rule if f"{rule}: " not in f"{complaints} "] == []
