@@ -41,6 +41,8 @@ class Plan:
     """Parts of a step's microbatches that go forward and backward one after the other."""
     stashed: frozenset[int] = frozenset()
     """Stages whose layers' inputs wait on the host from forward to backward."""
+    num_slices: int = 1
+    """Slices of each sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all."""
 
     @property
     def round_size(self) -> int:

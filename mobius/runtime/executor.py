@@ -24,9 +24,11 @@ from mobius.messages.transport import Messages
 from mobius.models.attention import Documents
 from mobius.models.blocks import LayerArguments
 from mobius.models.graph import Views
+from mobius.models.loss import shift_labels
 from mobius.runtime.device_position import DevicePosition
+from mobius.runtime.slices import Place, SlicedStage, cut_rows, place_slices
 from mobius.runtime.stage import Kept, StageModule
-from mobius.runtime.stash import Stash
+from mobius.runtime.stash import Stash, inputs_of
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.action import Action, ActionKind, incoming
 from mobius.schedule.lanes import Lane, WaitCause
@@ -89,15 +91,17 @@ class _Step:
 
     batch: StepBatch
     rows: Sequence[Tensor]
-    """Token ids of each microbatch on the host; every rank has them."""
+    """Token ids of each microbatch on the host, or of all slices of its sequences; every rank has them."""
     sums: StepSums
     evaluated: EvaluationSums
     loss_scale: float = 1.0
     listener: GradientListener | None = None
     tokens: Sequence[Tensor] = ()
-    labels: Sequence[Tensor] = ()
+    targets: Sequence[Tensor] = ()
     documents: Sequence[Documents | None] = ()
-    """Documents of each microbatch, on the device of every rank."""
+    """Documents of each microbatch or its sequences, on the device of every rank."""
+    places: Sequence[Place] = ()
+    """Places of the microbatches in their sequences; none where they are whole."""
 
 
 class Executor:
@@ -115,6 +119,7 @@ class Executor:
         device: torch.device,
         unsealed_names: frozenset[str] = frozenset(),
         graph_stages: frozenset[int] = frozenset(),
+        slices: Mapping[int, SlicedStage] | None = None,
         home: ActivationHome | None = None,
         spans: Spans = NO_SPANS,
         activity: Activity | None = None,
@@ -123,13 +128,14 @@ class Executor:
 
         `unsealed_names` are parameters whose norm is taken later (tied weights). `graph_stages` keep their graphs from
         forward to backward instead of recomputing; their weights must stay where they are meanwhile. `home` has places
-        for what the stashed stages of the schedule send to the host.
+        for what the stashed stages of the schedule send to the host, `slices` this rank's stages if it has slices.
         """
         self._schedule, self._rank = schedule, transport.rank
         self._actions: Sequence[Action] = schedule.actions[transport.rank]
         self._stages, self._memory, self._transport, self._clock = stages, memory, transport, clock
         self._layer_inputs = layer_inputs
         self._device, self._unsealed_names, self._graph_stages = device, unsealed_names, graph_stages
+        self._slices = slices or {}
         self._spans, self._activity = spans, activity or Activity()
         self._position = DevicePosition(self._actions, device)
         self._to_device = new_stream(device)
@@ -154,6 +160,7 @@ class Executor:
             ActionKind.BACKWARD_FIRST: self._backward,
             ActionKind.BACKWARD_MIDDLE: self._backward,
             ActionKind.BACKWARD_LAST: self._backward_last,
+            ActionKind.KEYS: self._make_keys,
             ActionKind.STASH: self._stash.send,
             ActionKind.FETCH: self._stash.fetch,
         }
@@ -181,11 +188,16 @@ class Executor:
         return self._step.evaluated
 
     def _start(self, batch: StepBatch) -> _Step:
-        number, device = self._schedule.num_microbatches, self._device
+        number, device = self._schedule.num_microbatches // self._schedule.num_slices, self._device
         sums = StepSums(loss=torch.zeros((), dtype=torch.float32, device=device), squared_norms={})
         evaluated = EvaluationSums.zeros(number if self._schedule.is_evaluation else 0, device)
         rows = batch.input_ids.chunk(number)
-        return _Step(batch, rows, sums, evaluated, documents=self._place_documents(batch))
+        step = _Step(batch, rows, sums, evaluated, documents=self._place_documents(batch, number))
+        if self._schedule.num_slices > 1:
+            bounds = [None] * number if batch.documents is None else [*batch.documents[1]]
+            length = batch.input_ids.shape[1]
+            step.places = place_slices(length, bounds, num_slices=self._schedule.num_slices)
+        return step
 
     def _play_all(self) -> None:
         num_posted = num_received = 0
@@ -211,7 +223,7 @@ class Executor:
 
     def _play(self, action: Action) -> None:
         """Run the action's handler under its name; loads and offloads record their copies where they make them."""
-        name, is_compute = str(action), action.kind.is_compute or action.kind is ActionKind.GENERATE_DATA
+        name, is_compute = str(action), action.kind.computes or action.kind is ActionKind.GENERATE_DATA
         span = self._spans.device_span(Lane.COMPUTE, name) if is_compute else nullcontext()
         # A name takes the host 5 microseconds, and nobody reads it otherwise.
         named = torch.profiler.record_function(name) if _profiler_enabled() else nullcontext()
@@ -223,17 +235,17 @@ class Executor:
 
     def _generate_data(self, stage: int) -> None:
         """Bring the step's tokens and labels to the device."""
-        step, num_microbatches = self._step, self._schedule.num_microbatches
+        step, num_slices = self._step, self._schedule.num_slices
         tokens, labels = self._bring(step.batch.input_ids, step.batch.labels)
-        step.tokens, step.labels = tokens.chunk(num_microbatches), labels.chunk(num_microbatches)
+        cut = partial(cut_rows, num_groups=len(step.rows), num_slices=num_slices)
+        step.tokens, step.targets = cut(tokens), cut(shift_labels(labels))
 
-    def _place_documents(self, batch: StepBatch) -> Sequence[Documents | None]:
-        """The documents of each microbatch; every rank needs them."""
-        num_microbatches = self._schedule.num_microbatches
+    def _place_documents(self, batch: StepBatch, number: int) -> Sequence[Documents | None]:
+        """The documents of each of `number` groups of rows; every rank needs them."""
         if batch.documents is None:
-            return (None,) * num_microbatches
+            return (None,) * number
         positions, bounds = self._bring(*batch.documents)
-        return [Documents(*own) for own in zip(positions.chunk(num_microbatches), bounds, strict=True)]
+        return [Documents(*own) for own in zip(positions.chunk(number), bounds, strict=True)]
 
     def _bring(self, *sources: Tensor) -> list[Tensor]:
         """Copies on the device; from page-locked memory they do not block.
@@ -262,7 +274,7 @@ class Executor:
 
     def _evaluate_last(self, stage: int, microbatch: int) -> None:
         hidden, sums = self._evaluate_layers(stage, microbatch), self._step.evaluated
-        labels = self._step.labels[microbatch]
+        labels = self._step.targets[microbatch]
         sums.losses[microbatch], sums.num_correct[microbatch] = self._stages[stage].evaluate(
             self._weights(stage), hidden, labels
         )
@@ -273,23 +285,38 @@ class Executor:
         return self._stages[stage].run(self._weights(stage), inputs, arguments)
 
     def _forward_last(self, stage: int, microbatch: int) -> None:
-        """Keep the input only: the last stage's forward happens inside its backward, just before the loss."""
-        self._stash.put(stage, microbatch, [self._stage_input(stage, microbatch)])
+        """Keep the input only: the last stage's forward happens inside its backward, just before the loss.
+
+        Later slices need keys and values, so that of a slice happens, but for the last layer's end.
+        """
+        inputs = self._stage_input(stage, microbatch)
+        kept: list[Kept] = [inputs]
+        if self._slices:
+            _, kept = self._run_layers(stage, microbatch, inputs)
+        self._stash.put(stage, microbatch, kept)
+
+    def _make_keys(self, stage: int, microbatch: int) -> None:
+        is_last = (microbatch + 1) % self._schedule.num_slices == 0
+        kept = self._stash.look(stage, microbatch, comes_again=not is_last)
+        place, arguments = self._step.places[microbatch], self._layer_arguments(microbatch)
+        self._slices[stage].make_keys(self._weights(stage), kept, arguments, place)
 
     def _backward(self, stage: int, microbatch: int) -> None:
         gradient, weights = self._receive(stage + 1), self._weights(stage)
         self._finish_backward(stage, microbatch, weights, self._stash.take(stage, microbatch), gradient)
 
     def _backward_last(self, stage: int, microbatch: int) -> None:
-        module, weights = self._stages[stage], self._weights(stage)
-        (inputs,) = self._stash.take(stage, microbatch)
-        assert isinstance(inputs, Tensor), "the last stage stashes its input"
-        hidden, kept = self._run_layers(stage, microbatch, inputs)
+        module, weights, kept = self._stages[stage], self._weights(stage), self._stash.take(stage, microbatch)
+        if self._slices:
+            place, arguments = self._step.places[microbatch], self._layer_arguments(microbatch)
+            hidden = self._slices[stage].output(weights, inputs_of(kept), arguments, place)
+        else:
+            hidden, kept = self._run_layers(stage, microbatch, *inputs_of(kept))
         loss, gradient = module.loss(
             weights,
             self._memory[stage].gradients(),
             hidden,
-            self._step.labels[microbatch],
+            self._step.targets[microbatch],
             num_targets=self._step.batch.num_targets,
             loss_scale=self._step.loss_scale,
         )
@@ -300,22 +327,36 @@ class Executor:
         """Backward through the layers, then to the stage before or into the embedding; the last microbatch seals."""
         module, memory = self._stages[stage], self._memory[stage]
         gradients = memory.gradients()
-        gradient = module.backward(weights, gradients, kept, gradient, self._layer_arguments(microbatch))
+        arguments = self._layer_arguments(microbatch)
+        if self._slices:
+            given = weights, gradients, inputs_of(kept), gradient, arguments, self._step.places[microbatch]
+            gradient = self._slices[stage].backward(*given)
+        else:
+            gradient = module.backward(weights, gradients, kept, gradient, arguments)
         if module.cut.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
         else:
             self._transport.send(gradient, self._schedule.rank_of(stage - 1))
-        if microbatch == self._schedule.num_microbatches - 1:
+        if microbatch == self._schedule.last_backward:
             square = memory.seal_gradients(excluded=self._unsealed_names, listener=self._step.listener)
             self._step.sums.squared_norms[stage] = square
 
     def _run_layers(self, stage: int, microbatch: int, inputs: Tensor) -> tuple[Tensor, list[Kept]]:
         arguments, keep_graphs = self._layer_arguments(microbatch), stage in self._graph_stages
+        if self._slices:
+            output, inputs_kept = self._slices[stage].forward(
+                self._weights(stage), inputs, arguments, self._step.places[microbatch]
+            )
+            return output, [*inputs_kept]
         return self._stages[stage].forward(self._weights(stage), inputs, arguments, keep_graphs=keep_graphs)
 
     def _layer_arguments(self, microbatch: int) -> LayerArguments:
-        """Return what the layers get beside the microbatch's hidden states; without documents it goes by length."""
-        return self._layer_inputs(self._step.rows[microbatch].shape[1], self._step.documents[microbatch])
+        """Return what the layers get beside the hidden states of the microbatch, or of its whole sequences.
+
+        Without documents it goes by length.
+        """
+        group = microbatch // self._schedule.num_slices
+        return self._layer_inputs(self._step.rows[group].shape[1], self._step.documents[group])
 
     def _stage_input(self, stage: int, microbatch: int) -> Tensor:
         return self._step.tokens[microbatch] if self._stages[stage].cut.is_first else self._receive(stage - 1)

@@ -18,7 +18,7 @@ from mobius.models.blocks import Block, LayerArguments, ModelParts
 from mobius.models.compiled import Arguments
 from mobius.models.graph import BlockGraph, Views, backward, recomputed_backward, run, run_with_graph
 from mobius.models.halves import LayerHalves
-from mobius.models.loss import chunked_cross_entropy, chunked_evaluation, shift_labels
+from mobius.models.loss import chunked_cross_entropy, chunked_evaluation
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.partition import StageCut
 from mobius.plan.request import PackedRows
@@ -128,12 +128,13 @@ class StageModule:
         backward(embedding, run_with_graph(embedding, weights, tokens, {}), gradients, gradient)
 
     def loss(
-        self, weights: Views, gradients: Views, hidden: Tensor, labels: Tensor, *, num_targets: int, loss_scale: float
+        self, weights: Views, gradients: Views, hidden: Tensor, targets: Tensor, *, num_targets: int, loss_scale: float
     ) -> tuple[Tensor, Tensor]:
         """Final norm, head and loss of one microbatch, with their backward.
 
         Args:
-            hidden: [B, L, H] from the last layer. labels: [B, L], -100 where nothing is to be learned, not shifted.
+            hidden: [B, L, H] from the last layer.
+            targets: [B, L], the token that each one predicts, -100 where nothing is to be learned (`shift_labels`).
             num_targets: target tokens of the whole step.
 
         Returns the loss (fp32 scalar, unscaled) and the gradient of `hidden`.
@@ -148,7 +149,7 @@ class StageModule:
         loss, gradient = chunked_cross_entropy(
             head,
             normed.output,
-            shift_labels(labels),
+            targets,
             num_targets=num_targets,
             loss_scale=loss_scale,
             chunk_tokens=self._loss_chunk_tokens,
@@ -156,8 +157,8 @@ class StageModule:
         )
         return loss, backward(parts.norm, normed, gradients, gradient)
 
-    def evaluate(self, weights: Views, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Final norm, head and loss of one microbatch, forward only; `hidden` and `labels` as `loss` gets them.
+    def evaluate(self, weights: Views, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Final norm, head and loss of one microbatch, forward only; `hidden` and `targets` as `loss` gets them.
 
         Returns the loss summed over the microbatch's targets (fp32 scalar), and how many of them have the largest logit
         (int64 scalar).
@@ -166,7 +167,7 @@ class StageModule:
         return chunked_evaluation(
             lambda part: run(parts.head, weights, part, {}),
             run(parts.norm, weights, hidden, {}),
-            shift_labels(labels),
+            targets,
             chunk_tokens=self._loss_chunk_tokens,
             logits_loss=parts.logits_loss,
         )

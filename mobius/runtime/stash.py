@@ -10,7 +10,7 @@ compute makes next cannot lie where a copy still reads:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -31,6 +31,13 @@ Waiting = Callable[[], AbstractContextManager[None]]
 class _Leaving:
     kept: list[Tensor]
     arrival: Event
+
+
+def inputs_of(kept: Sequence[Kept]) -> list[Tensor]:
+    """What was kept, where that is inputs of layers and no graphs."""
+    inputs = [each for each in kept if isinstance(each, Tensor)]
+    assert len(inputs) == len(kept), "graphs are no inputs"
+    return inputs
 
 
 class Stash:
@@ -63,12 +70,19 @@ class Stash:
                 arrival.wait()
         return self._kept.pop(key)
 
+    def look(self, stage: int, microbatch: int, *, comes_again: bool) -> list[Tensor]:
+        """Inputs of layers, for their keys and values; what came back from the host and `comes_again` is forgotten."""
+        key = stage, microbatch
+        was_stashed = key in self._arrivals
+        kept = self.take(stage, microbatch)
+        if not (was_stashed and comes_again):
+            self._kept[key] = kept
+        return inputs_of(kept)
+
     def send(self, stage: int, microbatch: int) -> None:
         """Start to copy inputs of layers to the host; compute waits for the copies before the last ones."""
         place, key = self._place(stage, microbatch), (stage, microbatch)
-        kept = self._kept.pop(key)
-        inputs = [each for each in kept if isinstance(each, Tensor)]
-        assert len(inputs) == len(kept), f"stage {stage} keeps graphs, which cannot leave"
+        inputs = inputs_of(self._kept.pop(key))
         done = record_current(self._device)
         with self._to_host.run():
             done.wait()
@@ -87,7 +101,8 @@ class Stash:
         is_free = record_current(self._device)  # of what their memory was before
         with self._to_device.run():
             is_free.wait()
-            self._arrivals[key].wait()
+            if key in self._arrivals:  # or it has come back before
+                self._arrivals[key].wait()
             with self._spans.device_span(Lane.FETCH, f"T{stage}.{microbatch}"):
                 for target, source in zip(reversed(inputs), reversed(place.unbind()), strict=True):
                     target.copy_(source, non_blocking=True)

@@ -11,18 +11,45 @@ within their own backward. Tiles add to the gradients' sums in their order, so r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from mobius.models.graph import Views
-from mobius.models.halves import Heads, LayerHalves
+from mobius.models.halves import AttentionGraph, Heads, LayerHalves
 from mobius.models.seam import without_attention
 
 _WHOLE = 128
 """Tiles are cut evenly in multiples of so many tokens, which matrix products of GPUs take at once."""
+
+
+class TokenAttention(Protocol):
+    """Attention of the tokens that a layer is run on, with whatever they attend to beside each other."""
+
+    def attend(self, heads: Heads) -> Tensor:
+        """Attention's result [B, T, H, D], without a graph."""
+
+    def backward(self, gradient: Tensor) -> Heads:
+        """Gradients of the heads that were attended last; `gradient` is that of the result. Only once."""
+
+
+class _WholeRows:
+    """A layer's own attention."""
+
+    def __init__(self, halves: LayerHalves, arguments: Mapping[str, Any]) -> None:
+        self._halves, self._arguments = halves, arguments
+        self._graph: AttentionGraph | None = None
+
+    def attend(self, heads: Heads) -> Tensor:
+        self._graph = self._halves.attend_with_graph(heads, self._arguments)
+        return self._graph.output.detach()
+
+    def backward(self, gradient: Tensor) -> Heads:
+        assert self._graph is not None
+        graph, self._graph = self._graph, None
+        return graph.backward(gradient)
 
 
 class TiledLayer:
@@ -31,10 +58,21 @@ class TiledLayer:
     def __init__(self, halves: LayerHalves, *, tile_tokens: int) -> None:
         self._halves, self._tile_tokens = halves, tile_tokens
 
-    def run(self, weights: Views, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """The layer's output [B, L, hidden], without a graph; `arguments` are the whole layer's."""
+    def project(self, weights: Views, hidden: Tensor, arguments: Mapping[str, Any]) -> Heads:
+        """Query, key and value of whole rows, without a graph."""
+        return self._project(weights, hidden, _Rows(hidden, arguments, self._tile_tokens))
+
+    def run(
+        self, weights: Views, hidden: Tensor, arguments: Mapping[str, Any], attention: TokenAttention | None = None
+    ) -> Tensor:
+        """The layer's output [B, L, hidden], without a graph; `arguments` are the whole layer's.
+
+        `attention` is used instead of the layer's own, which is over whole rows.
+        """
         rows = _Rows(hidden, arguments, self._tile_tokens)
-        attended = self._halves.attend(self._project(weights, hidden, rows), arguments)
+        heads = self._project(weights, hidden, rows)
+        attended = self._halves.attend(heads, arguments) if attention is None else attention.attend(heads)
+        del heads  # or they would be there beside the output
         output = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         for tile in rows.tiles():
             made = self._halves.finish(weights, tile.of(hidden), tile.of(attended), tile.arguments)
@@ -42,15 +80,24 @@ class TiledLayer:
         return output
 
     def backward(
-        self, weights: Views, gradients: Views, hidden: Tensor, gradient: Tensor, arguments: Mapping[str, Any]
+        self,
+        weights: Views,
+        gradients: Views,
+        hidden: Tensor,
+        gradient: Tensor,
+        arguments: Mapping[str, Any],
+        attention: TokenAttention | None = None,
     ) -> Tensor:
         """Add the parameters' gradients to `gradients`, fp32 sums by Hugging Face name; return that of `hidden`.
 
-        `gradient` is that of the output; both are [B, L, hidden]. The layer is recomputed from `hidden`.
+        `gradient` is that of the output; both are [B, L, hidden]. The layer is recomputed from `hidden`, with
+        `attention` instead of its own as in `run`.
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
-        graph = self._halves.attend_with_graph(self._project(weights, hidden, rows), arguments)
-        attended = graph.output.detach()
+        heads = self._project(weights, hidden, rows)
+        graph = _WholeRows(self._halves, arguments) if attention is None else attention
+        attended = graph.attend(heads)
+        del heads
         of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         of_attended = torch.empty_like(attended, memory_format=torch.contiguous_format)
         for tile in rows.tiles():

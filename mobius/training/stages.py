@@ -21,6 +21,7 @@ from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.weights import WeightSource
 from mobius.plan.plan import Plan
 from mobius.runtime.executor import Executor
+from mobius.runtime.slices import SequenceCaches, SlicedStage
 from mobius.runtime.stage import StageModule
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.schedule import Schedule
@@ -37,6 +38,8 @@ class RankStages:
     layer_inputs: LayerInputs
     arena: HostArena | None
     """The host's part of the memory; None where no stage is streamed."""
+    slices: Mapping[int, SlicedStage] | None = None
+    """The layers of each stage where microbatches are slices of sequences."""
     home: ActivationHome | None = None
     """Places of the activations that wait on the host; None where none do."""
 
@@ -90,8 +93,19 @@ class RankStages:
                 dtype=dtype,
                 register=device.type == "cuda",
             )
+        slices = None
+        if plan.num_slices > 1:
+            caches = SequenceCaches()
+            slices = {stage: SlicedStage(parts, plan.cuts[stage], caches, tile_tokens=tile_tokens) for stage in modules}
         return cls(
-            plan=plan, device=device, modules=modules, memory=memory, layer_inputs=inputs, arena=arena, home=home
+            plan=plan,
+            device=device,
+            modules=modules,
+            memory=memory,
+            layer_inputs=inputs,
+            arena=arena,
+            slices=slices,
+            home=home,
         )
 
     def fill(
@@ -130,6 +144,7 @@ class RankStages:
             device=self.device,
             unsealed_names=unsealed_names,
             graph_stages=self.plan.kept,
+            slices=self.slices,
             home=self.home,
             spans=spans,
             activity=activity,

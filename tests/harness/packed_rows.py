@@ -124,7 +124,7 @@ class OneStage:
         arguments = self._inputs(LENGTH, Documents(positions, bounds[0]))
         hidden, kept = stage.forward(weights, tokens, arguments, keep_graphs=self._keeps_graphs)
         given = {"num_targets": batch.num_targets, "loss_scale": 1.0}
-        _, gradient = stage.loss(weights, gradients, hidden, labels, **given)  # type: ignore[arg-type]
+        _, gradient = stage.loss(weights, gradients, hidden, shift_labels(labels), **given)  # type: ignore[arg-type]
         logits = run(parts.head, weights, run(parts.norm, weights, hidden, {}), {})
         losses = F.cross_entropy(logits.flatten(0, 1).float(), shift_labels(labels).flatten(), reduction="none")
         of_inputs = stage.backward(weights, gradients, kept, gradient, arguments)

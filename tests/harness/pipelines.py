@@ -113,6 +113,8 @@ class Pipeline:
     num_rounds: int = 1
     stashed: frozenset[int] = frozenset()
     """Stages whose layers' inputs wait on the host."""
+    num_slices: int = 1
+    """Slices of each sequence; `num_microbatches` counts all."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     _stages: list[RankStages] = field(default_factory=list)
 
@@ -127,7 +129,9 @@ class Pipeline:
         return torch.stack([sums.loss for _, sums in results]).sum().cpu()
 
     def _run_rank(self, transport: LocalTransport, batch: StepBatch) -> tuple[dict[str, Tensor], StepSums]:
-        packed = None if batch.documents is None else self.dtype
+        packed = None if batch.documents is None and self.num_slices == 1 else self.dtype
+        groups = self.num_microbatches // self.num_slices
+        rows, length = batch.input_ids.chunk(groups)[0].shape
         parts = _parts(self.model.config, self.device, transport.rank, packed, compiled=self.compiled)
         plan = self._plan(len(parts.layers))
         stages = RankStages.take(
@@ -139,7 +143,7 @@ class Pipeline:
             gradient_dtype=self.dtype,
             loss_chunk_tokens=self.loss_chunk_tokens,
             waiting=range(plan.num_stages),
-            message_shape=(*batch.input_ids.chunk(self.num_microbatches)[0].shape, self.model.config.hidden_size),
+            message_shape=(rows, length // self.num_slices, self.model.config.hidden_size),
             tile_tokens=self.tile_tokens,
         )
         self._stages.append(stages)
@@ -151,6 +155,7 @@ class Pipeline:
             self.num_slots,
             self.resident,
             num_rounds=self.num_rounds,
+            num_slices=self.num_slices,
             stashed=self.stashed,
         )
         sums = stages.executor(schedule, transport).run(batch)
@@ -174,6 +179,7 @@ class Pipeline:
             partition_of(self.sizes) if self.sizes else balanced_partition(num_layers, num_stages),
             frozenset(range(num_stages)) if self.num_slots is None else self.resident,
             num_rounds=self.num_rounds,
+            num_slices=self.num_slices,
             stashed=self.stashed,
         )
         staying = {s for rank in range(self.num_ranks) for s in plan.streamed_stages(rank)[-(self.num_slots or 1) :]}

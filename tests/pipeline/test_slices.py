@@ -1,0 +1,62 @@
+"""Slices of sequences as microbatches: loss and gradients are those of whole sequences."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import pytest
+import torch
+from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, plain_step
+from torch import Tensor
+
+SETTINGS = (  # ranks, stages of each, sequences, slices, slots, rounds, whether activations wait on the host
+    (1, 1, 1, 4, None, 1, False),
+    (1, 3, 2, 2, 2, 1, True),
+    (2, 1, 1, 3, 1, 1, True),
+    (2, 3, 2, 4, 2, 2, True),
+    (4, 2, 2, 3, None, 1, False),
+)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_slices_are_as_near_to_the_exact_gradients_as_the_plain_model_is(family: str) -> None:
+    """Sums in another order differ by roundings, so both are compared with the same step in fp64."""
+    model = make_model(family)
+    exact_model, steps = copy.deepcopy(model).double(), {}
+    for num_ranks, stages_per_rank, sequences, num_slices, num_slots, num_rounds, is_stashed in SETTINGS:
+        batch = make_batch(sequences)
+        if sequences not in steps:
+            exact = {name: g.clone() for name, g in plain_step(exact_model, batch, sequences)[1].items()}
+            loss, plain = plain_step(model, batch, sequences)
+            steps[sequences] = loss, exact, _apart(plain, exact)
+        loss, exact, wanted = steps[sequences]
+        pipeline = Pipeline(
+            model,
+            num_ranks,
+            stages_per_rank,
+            sequences * num_slices,
+            num_slots,
+            num_rounds=num_rounds,
+            num_slices=num_slices,
+            stashed=frozenset(range(num_ranks * stages_per_rank - 1) if is_stashed else ()),
+        )
+
+        own_loss = pipeline.run(batch)
+
+        where = f"N={num_ranks} v={stages_per_rank} M={sequences} slices={num_slices} R={num_rounds}"
+        assert float(own_loss) == pytest.approx(float(loss), rel=1e-6), where
+        assert _apart(pipeline.gradients, exact) < max(1e-6, 1.2 * wanted), where
+        for name, gradient in exact.items():
+            # The bias of keys changes no attention: what is found for it is rounding alone.
+            bound = 1e-5 * gradient.norm() + 1e-8
+            assert (pipeline.gradients[name].double() - gradient).norm() < bound, f"{where} {name}"
+
+
+def _apart(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Norm of all differences over that of all gradients."""
+    return float(_norm(found[name].double() - each for name, each in exact.items()) / _norm(exact.values()))
+
+
+def _norm(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm()
