@@ -22,6 +22,7 @@ from mobius.config.bounds import (
     RankCount,
     RoundCount,
     Seed,
+    SliceCount,
     StageCount,
 )
 from mobius.config.long_runs import EvaluationConfig, SavingConfig
@@ -80,7 +81,7 @@ class ModelConfig:
 
     model_path: str = "meta-llama/Llama-2-7b-hf"
     """Hugging Face id or local folder, or llama-2-7b-hf or llama-2-13b-hf for short. Weights are fine-tuned; a folder
-    with only a config.json is trained from fresh ones. A dry run takes the shapes 1b, 7b, 13b, 30b and 70b too."""
+    with only a config.json is trained from fresh ones. A dry run takes the shapes 1b, 7b, 8b, 13b, 30b and 70b too."""
     num_layers: LayerCount | None = None
     """Layers to use; fewer than the model has are its first ones (a smaller model, simulated). Default: all."""
     embedding_dim: Count | None = None
@@ -152,6 +153,10 @@ class PipelineConfig:
     num_rounds: RoundCount | None = None
     """Parts of the microbatches that go forward and backward one after the other, so that only one part's activations
     take memory; a divisor of num_chunks. Results are the same to the bit. auto: the fewest that fit into GPU memory."""
+    num_slices: SliceCount | None = None
+    """Slices of each sequence, which go through the stages like microbatches, so that one long sequence keeps every GPU
+    busy; a divisor of seq_length. Results differ by rounding. auto: 1, or for sequences of 16,384 tokens and more
+    that are too few for the GPUs, 4 microbatches for each GPU, of at least 4,096 tokens."""
     num_stages: StageCount | None = 8
     """Pipeline stages, a multiple of the number of ranks (GPUs): stage s runs on rank s modulo ranks. More need less
     GPU memory for weights. auto: by the predicted step time, where the GPU is known."""

@@ -159,6 +159,19 @@ def _misfit_sizes(config: Config, num_ranks: int | None) -> _Misfits:
             f"`--num_chunks` {chunks} microbatches cannot be played in `--num_rounds` {rounds} equal rounds; use "
             f"--num_rounds {possible}, or --num_chunks {_nearest_multiple(chunks, rounds)}",
         )
+    slices = config.pipeline.num_slices
+    if slices is not None and length % slices and not is_planned:
+        possible = _nearest(slices, [number for number in range(1, length + 1) if length % number == 0])
+        yield (
+            "seq_length num_slices plan",
+            f"`--seq_length` {length} cannot be cut into `--num_slices` {slices} equal slices; use --num_slices "
+            f"{possible}, or --seq_length {_nearest_multiple(length, slices)}",
+        )
+    if slices is not None and slices > 1 and config.pipeline.recompute is Recompute.NONE:
+        yield (
+            "num_slices recompute",
+            f"`--num_slices` {slices} recomputes each slice, which `--recompute none` rules out; use --recompute auto",
+        )
     if batch * length > _STEP_TOKENS and not is_planned:
         yield (
             "batch_size seq_length plan",

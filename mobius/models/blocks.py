@@ -27,6 +27,7 @@ from mobius.models.compiled import Arguments, CompiledFunction, ModuleGraphs
 from mobius.models.linear import TappedLinear, linears_called_once, tap_linears, weight_name
 from mobius.models.loss import LogitsLoss
 from mobius.models.seam import Attention, cut_layer
+from mobius.models.sliced_attention.sliceable import sliceable
 from mobius.plan.partition import ModelShape
 
 LayerArguments = Sequence[Arguments]
@@ -154,6 +155,8 @@ class ModelParts:
             is_tied=self.is_tied,
             num_heads=self.config.num_attention_heads,
             head_size=_head_size(self.config),
+            num_key_heads=getattr(self.config, "num_key_value_heads", None),
+            is_sliceable=sliceable(self.config) is None,
         )
 
     def halves(self, index: int) -> HalfBlocks:

@@ -150,13 +150,15 @@ class GpuNeed:
     """Activations that are kept from forward to backward."""
     messages: int = 0
     """Received ahead, and sent but not yet let go."""
+    keys: int = 0
+    """Keys and values of a stage's layers that stay from slice to slice, and their gradients."""
     libraries: int = 0
     """Tokens and positions of the step, workspaces of matrix products, and what the allocator cannot use."""
 
     @property
     def states(self) -> int:
         """Bytes that stay through all steps, whatever activations do."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.keys
 
     @property
     def total(self) -> int:
@@ -169,6 +171,7 @@ class GpuNeed:
                 ("weights", self.weights),
                 ("gradients", self.gradients),
                 ("optimizer", self.optimizer),
+                *([("keys and values", self.keys)] if self.keys else []),
                 ("inputs of layers", self.inputs),
                 ("kept activations", self.graphs),
                 ("messages", self.messages),
@@ -204,6 +207,7 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
         graphs=most.graphs,
         messages=most.messages,
         working_set=most.work,
+        keys=max(len(cut.layers) for cut in own) * request.key_bytes,
         libraries=LIBRARY_BYTES
         + (STEP_BYTES_PER_TOKEN * request.step_tokens if ends else 0)
         + request.position_bytes

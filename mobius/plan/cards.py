@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from mobius.errors import PlanError
 from mobius.plan.partition import ModelShape
@@ -225,7 +225,25 @@ def estimate_profile(
         step_overhead=STEP_OVERHEAD,
         launch=LAUNCH,
         action_launch=ACTION_LAUNCH,
+        attention_length=length,
     )
+
+
+def attention_share(shape: ModelShape, parameters: int, length: float) -> float:
+    """Part of the operations of a layer with so many parameters that causal attention over `length` tokens takes."""
+    attention = length * shape.hidden_size
+    return attention / (parameters + attention)
+
+
+def attending(profile: Profile, shape: ModelShape, *, measured_length: float, length: float) -> Profile:
+    """The profile with layers that attend over `length` tokens where they did over `measured_length`."""
+    kinds = []
+    for index, kind in enumerate(profile.layer_kinds):
+        parameters = shape.layer_parameters[profile.kind_of_layer.index(index)]
+        attention = shape.hidden_size * (length - measured_length)
+        factor = 1 + attention / (parameters + shape.hidden_size * measured_length)
+        kinds.append(LayerSeconds(*(factor * seconds for seconds in astuple(kind))))
+    return replace(profile, layer_kinds=tuple(kinds), attention_length=length)
 
 
 def action_launch(launch: LayerSeconds) -> float:

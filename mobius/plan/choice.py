@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mobius.config.config import PipelineConfig
+from mobius.config.config import PipelineConfig, Recompute
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
-from mobius.plan.cards import GIGA, LATENCY, TERA, estimate_profile
-from mobius.plan.fit import check_given_plan, fit_plan, numbers_of_rounds
+from mobius.plan.cards import GIGA, LATENCY, TERA, attending, estimate_profile
+from mobius.plan.fit import LEAST_SLICE, check_given_plan, fit_plan, numbers_of_rounds
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import by_score, by_simulation, closed_form
 from mobius.plan.partition import most_stages
@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 MOST_CHUNKS_PER_RANK = 4
 """More microbatches than this many times the ranks fill the pipeline no better; each has its own costs."""
+SLICES_PER_RANK = 4
+"""Microbatches for each rank that slices of long sequences are to give, so that fill and drain cost little."""
+LEAST_SLICED = 16384
+"""Tokens of sequences that are cut by themselves."""
 QUICK_STEPS = 2
 """Simulated for settings that are only compared; the second is the steady one."""
 NUM_FITTED_WELL = 3
@@ -137,7 +141,10 @@ def _checked(measured: Profile, request: PlanRequest) -> Profile:
     if given != wanted:
         parts = "ranks, tokens of a microbatch and layers"
         raise PlanError(f"the profile is of another run: its {parts} are {given}, {wanted} are asked for.")
-    return measured
+    length, own = request.attention_length, measured.attention_length or request.slice_length
+    if request.plan.num_slices == 1 or own == length:
+        return measured
+    return attending(measured, request.shape, measured_length=own, length=length)
 
 
 @dataclass(frozen=True)
@@ -159,6 +166,7 @@ def settle(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequ
     card's memory, not by what is free of it: every rank asks for itself, and all must find the same. Raises
     GpuMemoryError if no setting fits.
     """
+    request = _with_slices(request)
     if request.num_stages is not None and request.num_chunks is not None:
         return _with_rounds(request, measured)
     if request.machine.on_cpu or (request.card is None and measured is None):
@@ -167,14 +175,28 @@ def settle(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequ
     logger.info(
         "chosen: --num_stages %d --num_chunks %d --num_rounds %d, layers per stage %s; %.3g s per step by %s",
         best.plan.num_stages,
-        best.plan.num_microbatches,
+        best.plan.num_chunks,
         best.plan.num_rounds,
         " ".join(str(len(cut.layers)) for cut in best.plan.cuts),
         best.seconds,
         best.profile.describe(),
     )
     plan = best.plan
-    return replace(request, num_stages=plan.num_stages, num_chunks=plan.num_microbatches, num_rounds=plan.num_rounds)
+    return replace(request, num_stages=plan.num_stages, num_chunks=plan.num_chunks, num_rounds=plan.num_rounds)
+
+
+def _with_slices(request: PlanRequest) -> PlanRequest:
+    """The request with a number of slices: whole sequences, or so many of long ones that all ranks have work."""
+    if request.num_slices is not None:
+        return request
+    length, batch, recompute = request.config.data.seq_length, request.config.pipeline.batch_size, Recompute.NONE
+    wanted = SLICES_PER_RANK * request.machine.num_ranks
+    sequences = min(batch, request.num_chunks or batch)
+    is_worth_it = length >= LEAST_SLICED and sequences < wanted and request.config.pipeline.recompute is not recompute
+    if not is_worth_it or not request.shape.is_sliceable:
+        return replace(request, num_slices=1)
+    numbers = [number for number in range(1, length // LEAST_SLICE + 1) if length % number == 0]
+    return replace(request, num_slices=next((n for n in numbers if n * sequences >= wanted), numbers[-1]))
 
 
 def _with_rounds(request: PlanRequest, measured: Profile | None) -> PlanRequest:

@@ -48,6 +48,8 @@ PREFETCH_SLOTS = 3
 """A third slot loads a stage while the gradients of another leave: it pays where a stage computes no longer than that
 takes."""
 SMALLEST_CHUNK = 128
+LEAST_SLICE = 4096
+"""Tokens of a slice: fewer leave a GPU too little to do at a time."""
 SEQUENCE_STEP = 64
 
 
@@ -87,7 +89,7 @@ def numbers_of_rounds(request: PlanRequest) -> list[int]:
     if asked is not ActivationOffloading.AUTO or request.config.pipeline.recompute is Recompute.NONE:
         choices = [asked]
     found = [_fewest_rounds(request.with_pipeline(activation_offloading=choice)) for choice in choices]
-    most = request.plan.num_microbatches
+    most = request.plan.num_chunks
     fitting = [number for number in found if number is not None]
     return sorted({number for number in fitting if number <= (found[0] or most)}) or [most]
 
@@ -96,7 +98,7 @@ def _fewest_rounds(request: PlanRequest) -> int | None:
     """The fewest rounds with which the least fits; None where none does."""
     available = request.gpu_bytes
     assert available is not None
-    for number in _divisors(request.plan.num_microbatches):
+    for number in _divisors(request.plan.num_chunks):
         tried = replace(request, num_rounds=number)
         layer = estimated_layer(tried)
         need = _fullest_need(tried, tried.num_resident or 0, layer)
@@ -245,7 +247,18 @@ def find_remedies(request: PlanRequest, need: Callable[[PlanRequest], int], avai
     `need` gives the bytes of the fullest rank for a changed request.
     """
     found = []
-    for changes in (_tiles, _stashes, _rounds, _recompute, _loss_chunks, _stages, _microbatches, _offload, _sequences):
+    for changes in (
+        _tiles,
+        _stashes,
+        _slices,
+        _rounds,
+        _recompute,
+        _loss_chunks,
+        _stages,
+        _microbatches,
+        _offload,
+        _sequences,
+    ):
         for options, changed in changes(request):
             num_bytes = need(changed)
             if num_bytes <= available_bytes:
@@ -271,9 +284,19 @@ def _tiles(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
                 yield f"--tile_tokens {number}", request.with_pipeline(tile_tokens=str(number))
 
 
+def _slices(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """More slices of each sequence, of as many tokens as keep a GPU busy."""
+    if not request.shape.is_sliceable or request.config.pipeline.recompute is Recompute.NONE:
+        return
+    length, now = request.config.data.seq_length, request.num_slices or 1
+    for number in range(now + 1, length // LEAST_SLICE + 1):
+        if length % number == 0:
+            yield f"--num_slices {number}", replace(request, num_slices=number)
+
+
 def _rounds(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """More rounds than are asked for; those of auto are as many as there can be, if one is refused."""
-    for number in _divisors(request.plan.num_microbatches):
+    for number in _divisors(request.plan.num_chunks):
         if number > request.plan.num_rounds:
             yield f"--num_rounds {number}", replace(request, num_rounds=number)
 
@@ -300,7 +323,7 @@ def _stages(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 
 def _microbatches(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     batch = request.config.pipeline.batch_size
-    for number in range(request.plan.num_microbatches + 1, batch + 1):
+    for number in range(request.plan.num_chunks + 1, batch + 1):
         if batch % number == 0:
             yield f"--num_chunks {number}", replace(request, num_chunks=number)
 

@@ -31,6 +31,10 @@ class ModelShape:
     """Query heads of a layer; None: not known."""
     head_size: int | None = None
     """Width of a head; None: not known, all heads together are then taken to be `hidden_size` wide."""
+    num_key_heads: int | None = None
+    """Heads of keys and of values of a layer; None: not known, as many as queries."""
+    is_sliceable: bool = False
+    """Whether attention of a sequence can be computed slice by slice (`models/sliced_attention`)."""
 
     @property
     def attention_width(self) -> int:
@@ -38,6 +42,13 @@ class ModelShape:
         if self.num_heads is None or self.head_size is None:
             return self.hidden_size
         return self.num_heads * self.head_size
+
+    @property
+    def key_width(self) -> int:
+        """Width of all key heads together, which is that of values, too."""
+        if self.num_key_heads is None or self.num_heads is None:
+            return self.attention_width
+        return self.attention_width // self.num_heads * self.num_key_heads
 
     @property
     def num_layers(self) -> int:

@@ -45,6 +45,11 @@ class Plan:
     """Slices of each sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all."""
 
     @property
+    def num_chunks(self) -> int:
+        """Groups of whole sequences: the microbatches, where these are no slices."""
+        return self.num_microbatches // self.num_slices
+
+    @property
     def round_size(self) -> int:
         """Microbatches of a round: the most that are between forward and backward at a time."""
         return self.num_microbatches // self.num_rounds
@@ -103,7 +108,8 @@ class Plan:
     def describe_microbatches(self) -> str:
         """The number of microbatches and, if there are several, of rounds, as text."""
         rounds = f" in {self.num_rounds} rounds" if self.num_rounds > 1 else ""
-        return f"{self.num_microbatches} microbatches{rounds}"
+        slices = f" (slices, {self.num_slices} of each sequence)" if self.num_slices > 1 else ""
+        return f"{self.num_microbatches} microbatches{slices}{rounds}"
 
     def sums_travel(self, rank: int) -> bool:
         """Whether the sums of the rank's streamed stages are on the host between rounds; a single stage's stay."""
@@ -138,12 +144,21 @@ def make_plan(
     num_microbatches: int,
     num_slots: int | None,
     num_rounds: int = 1,
+    num_slices: int = 1,
 ) -> Plan:
     """Cut the model evenly; all stages are streamed through `num_slots` slots, None: all are resident.
 
     Raises PlanError if there are more stages than can be.
     """
     cuts = balanced_partition(shape.num_layers, num_stages, num_ranks=num_ranks)
-    plan = Plan(num_ranks, num_microbatches, (0,) * num_ranks, cuts, frozenset(), num_rounds=num_rounds)
+    plan = Plan(
+        num_ranks,
+        num_microbatches,
+        (0,) * num_ranks,
+        cuts,
+        frozenset(),
+        num_rounds=num_rounds,
+        num_slices=num_slices,
+    )
     num_resident = plan.stages_per_rank if num_slots is None else 0
     return plan.using([MemoryUse(num_resident, 0, num_slots or 0)] * num_ranks)

@@ -67,6 +67,7 @@ class SavedPlan:
             "num_ranks": plan.num_ranks,
             "num_microbatches": plan.num_microbatches,
             "num_rounds": plan.num_rounds,
+            "num_slices": plan.num_slices,
             "slots": plan.slots,
             "spans": [asdict(cut) for cut in plan.cuts],
             "resident": sorted(plan.resident),
@@ -131,6 +132,7 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
         frozenset(_counts(fields, "kept_activations")),
         _count(fields, "num_rounds", least=1) if "num_rounds" in fields else 1,  # plans from before rounds
         frozenset(_counts(fields, "stashed_activations") if "stashed_activations" in fields else ()),
+        _count(fields, "num_slices", least=1) if "num_slices" in fields else 1,
     )
     digest = _digest(_field(fields, "model"))
     return SavedPlan(digest, plan, _count(fields, "batch_size", least=1), _count(fields, "seq_length", least=2))
@@ -191,16 +193,18 @@ def _contradiction(saved: SavedPlan) -> str | None:
     if plan.num_ranks < 1 or number < 1 or number % plan.num_ranks:
         return f"{number} stages on {plan.num_ranks} ranks"
     for name, option, value in (
-        ("num_microbatches", "num_chunks", plan.num_microbatches),
+        ("num_microbatches", "num_chunks", plan.num_chunks),
         ("spans", "num_stages", number),
     ):
         bounds = options()[option].bounds
         if bounds is not None and not bounds.allow(value):
             return f"`{name}` are {value}, which must be {bounds.demand(value)}"
-    if plan.num_microbatches % plan.num_rounds:
-        return f"{plan.num_microbatches} microbatches in {plan.num_rounds} rounds"
-    if saved.batch_size % plan.num_microbatches:
-        return f"{saved.batch_size} sequences in {plan.num_microbatches} microbatches"
+    if plan.num_microbatches % plan.num_slices or saved.seq_length % plan.num_slices:
+        return f"{plan.num_microbatches} microbatches of {saved.seq_length} tokens in {plan.num_slices} slices"
+    if plan.num_chunks % plan.num_rounds:
+        return f"{plan.num_chunks} microbatches in {plan.num_rounds} rounds"
+    if saved.batch_size % plan.num_chunks:
+        return f"{saved.batch_size} sequences in {plan.num_chunks} microbatches"
     starts = [0, *(cut.end_layer for cut in plan.cuts)]
     wanted = [(s, starts[s], s == 0, s == number - 1) for s in range(number)]
     if [(cut.stage, cut.first_layer, cut.is_first, cut.is_last) for cut in plan.cuts] != wanted:

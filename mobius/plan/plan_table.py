@@ -18,6 +18,7 @@ _CATEGORIES = (
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("optimizer", "optimizer"),
+    ("keys", "keys"),
     ("inputs", "inputs"),
     ("kept", "graphs"),
     ("messages", "messages"),
@@ -71,12 +72,14 @@ def describe_gpus(found: Answer) -> str:
     """GiB by category, a line per rank; what is outside of torch's memory is in a column of its own."""
     machine, limit = found.request.machine, found.request.config.pipeline.gpu_memory_limit
     assert machine.card is not None
-    rows = [["rank", *(title for title, _ in _CATEGORIES), "= torch", "+ driver, mailboxes"]]
+    has_keys = any(need.keys for need in found.needs)
+    categories = [each for each in _CATEGORIES if has_keys or each[1] != "keys"]
+    rows = [["rank", *(title for title, _ in categories), "= torch", "+ driver, mailboxes"]]
     # Context, communicators of a rank's edges, mailboxes: an estimate.
     edges = 2 if machine.num_ranks == 2 else 4
     beside = 0 if machine.num_ranks == 1 else (edges + 1) * COMMUNICATOR_BYTES + found.request.mailbox_bytes
     for need in found.needs:
-        values = [gib_cell(getattr(need, name)) for _, name in _CATEGORIES]
+        values = [gib_cell(getattr(need, name)) for _, name in categories]
         rows.append([str(need.rank), *values, gib_cell(need.total), gib_cell(CONTEXT_BYTES + beside)])
     memory = (machine.gpu_bytes or 0) / GIB
     available = memory if limit is None else min(limit, memory)

@@ -107,6 +107,8 @@ class Profile:
     """Seconds of the host to enqueue a layer: small microbatches are computed faster than that."""
     action_launch: float = 0.0
     """Seconds of the host for everything else that an action needs: events, messages, slots."""
+    attention_length: float | None = None
+    """Tokens of the sequence, or mean over tokens of their document, that layers attended in; None: as in rows."""
 
     def of_layer(self, layer: int) -> LayerSeconds:
         """The seconds of the model's layer number `layer`."""

@@ -137,12 +137,15 @@ class PlanRequest:
     """None: every row is one document of `seq_length` tokens, as in a dry run, which does not read the data."""
     num_rounds: int | None = None
     """None while auto is not resolved, which is planned as one round."""
+    num_slices: int | None = None
+    """None while auto is not resolved, which is planned as whole sequences."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
         """The question of a run, before anything is chosen."""
         pipeline = config.pipeline
-        return cls(config, shape, machine, pipeline.num_stages, pipeline.num_chunks, packed, pipeline.num_rounds)
+        numbers = pipeline.num_rounds, pipeline.num_slices
+        return cls(config, shape, machine, pipeline.num_stages, pipeline.num_chunks, packed, *numbers)
 
     def with_pipeline(self, **options: Any) -> PlanRequest:
         """The question with other values of options that concern pipeline and memory."""
@@ -156,7 +159,13 @@ class PlanRequest:
     def settled_config(self) -> Config:
         """The configuration with numbers in the place of auto."""
         stages, chunks, rounds = self.num_stages, self.num_chunks, self.num_rounds
-        pipeline = replace(self.config.pipeline, num_stages=stages, num_chunks=chunks, num_rounds=rounds)
+        pipeline = replace(
+            self.config.pipeline,
+            num_stages=stages,
+            num_chunks=chunks,
+            num_rounds=rounds,
+            num_slices=self.num_slices,
+        )
         return replace(self.config, pipeline=pipeline)
 
     @cached_property
@@ -172,9 +181,10 @@ class PlanRequest:
             self.shape,
             num_ranks=self.machine.num_ranks,
             num_stages=self.num_stages,
-            num_microbatches=self.num_chunks,
+            num_microbatches=self.num_chunks * (self.num_slices or 1),
             num_slots=pipeline.num_slots if pipeline.use_offload else None,
             num_rounds=self.num_rounds or 1,
+            num_slices=self.num_slices or 1,
         )
 
     @property
@@ -230,7 +240,21 @@ class PlanRequest:
     @cached_property
     def microbatch_tokens(self) -> int:
         assert self.num_chunks is not None
-        return self.config.pipeline.batch_size // self.num_chunks * self.config.data.seq_length
+        return self.config.pipeline.batch_size // self.num_chunks * self.slice_length
+
+    @property
+    def slice_length(self) -> int:
+        """Tokens of a sequence in a microbatch."""
+        return self.config.data.seq_length // (self.num_slices or 1)
+
+    @property
+    def key_bytes(self) -> int:
+        """GPU bytes of a layer's keys and values where they stay from slice to slice, with their gradients in fp32."""
+        assert self.num_chunks is not None
+        if (self.num_slices or 1) == 1:
+            return 0
+        tokens = self.microbatch_tokens * (self.num_slices or 1)
+        return 2 * self.shape.key_width * tokens * (self.sizes.weight + 4)
 
     @property
     def attention_length(self) -> float:

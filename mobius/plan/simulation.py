@@ -101,11 +101,20 @@ def schedule_of(plan: Plan) -> Schedule:
             num_slots,
             plan.resident & {*plan.stages_of(rank)},
             num_rounds=plan.num_rounds,
+            num_slices=plan.num_slices,
             stashed=plan.stashed & {*plan.stages_of(rank)},
         )
         for rank, num_slots in enumerate(plan.slots)
     )
-    return Schedule(*numbers, plan.slots, actions, plan.resident, num_rounds=plan.num_rounds, stashed=plan.stashed)
+    return Schedule(
+        *numbers,
+        plan.slots,
+        actions,
+        plan.resident,
+        num_rounds=plan.num_rounds,
+        num_slices=plan.num_slices,
+        stashed=plan.stashed,
+    )
 
 
 _actions = lru_cache(maxsize=1024)(rank_actions)

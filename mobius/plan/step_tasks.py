@@ -7,7 +7,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from mobius.limits import MAX_LEAVING, PIECE_ELEMENTS
-from mobius.plan.partition import ModelShape
+from mobius.plan.cards import attention_share
+from mobius.plan.partition import ModelShape, StageCut
 from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile
 from mobius.plan.tasks import Flow, SharedRates, Task
@@ -40,6 +41,24 @@ class StageCost:
     """Seconds of the host to enqueue the forward of a microbatch."""
     backward_launch: float = 0.0
     num_layers: int = 0
+    keys: float = 0.0
+    """Seconds per microbatch to make keys and values of a slice anew."""
+    forward_attention: float = 0.0
+    """Part of `forward` that goes with the keys before a slice, on average over the slices of a sequence."""
+    backward_attention: float = 0.0
+
+    def slice_seconds(self, action: Action, num_slices: int) -> float:
+        """Seconds of an action on the compute lane; later slices attend to more keys.
+
+        Slice i of n has (2 i + 1) / n of the average number.
+        """
+        if action.kind is ActionKind.KEYS:
+            return self.keys
+        seconds, attention = self.forward, self.forward_attention
+        if action.kind.is_backward:
+            seconds, attention = self.backward, self.backward_attention
+        place = (action.microbatch or 0) % num_slices
+        return seconds + attention * ((2 * place + 1) / num_slices - 1)
 
 
 @dataclass(frozen=True)
@@ -60,7 +79,7 @@ class StepRules:
 
 def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
     """The cost of every stage: a profile's seconds added up over its layers."""
-    costs, launch = [], profile.launch
+    costs, launch, slices = [], profile.launch, plan.num_slices > 1
     for cut in plan.cuts:
         layers = [profile.of_layer(layer) for layer in cut.layers]
         forward = sum(layer.forward for layer in layers)
@@ -69,8 +88,11 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
         if cut.is_first:
             forward += profile.embedding_forward
             backward += profile.embedding_backward
+        keys, attention = _slice_parts(cut, shape, profile) if slices else (0.0, (0.0, 0.0))
         if cut.is_last:
-            forward, backward = 0.0, forward + profile.loss + backward
+            # Slices go forward there as elsewhere, all but the last layer, which does in backward.
+            last = layers[-1].forward if slices and layers else forward
+            forward, backward = forward - last, last + profile.loss + backward
         num_layers = len(cut.layers)
         launch_back = launch.backward if keeps else launch.recomputed_backward
         forward_launch, backward_launch = (
@@ -81,15 +103,30 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
         costs.append(
             StageCost(
                 forward + (0.0 if cut.is_last else ACTION_GAP),
-                backward + ACTION_GAP,
+                backward + keys + ACTION_GAP,
                 cut.num_parameters(shape),
                 cut.stage in plan.resident,
                 0.0 if cut.is_last else forward_launch,
                 backward_launch + (forward_launch if cut.is_last else 0.0),
                 num_layers,
+                keys + ACTION_GAP,
+                *attention,
             )
         )
     return tuple(costs)
+
+
+def _slice_parts(cut: StageCut, shape: ModelShape, profile: Profile) -> tuple[float, tuple[float, float]]:
+    """Seconds per microbatch of queries, keys and values of all layers, and of attention forward and backward."""
+    keys = forward = backward = 0.0
+    for layer in cut.layers:
+        seconds, parameters = profile.of_layer(layer), shape.layer_parameters[layer]
+        share = attention_share(shape, parameters, profile.attention_length or 0.0)
+        projected = shape.hidden_size * (shape.attention_width + 2 * shape.key_width)
+        keys += seconds.forward * (1 - share) * min(1.0, projected / parameters)
+        forward += seconds.forward * share
+        backward += seconds.recomputed_backward * share
+    return keys, (forward, backward)
 
 
 @dataclass(slots=True)
@@ -182,7 +219,7 @@ class StepTasks:
 
     def _add(self, rank: int, action: Action) -> None:
         is_resident = self.costs[action.stage].is_resident
-        if action.kind.is_compute:
+        if action.kind.computes:
             self._add_compute(rank, action)
         elif action.kind is ActionKind.LOAD and not is_resident:
             self._add_load(rank, action.stage)
@@ -202,14 +239,15 @@ class StepTasks:
         source = incoming(action, self.schedule.num_stages)
         message = None if source is None else self._messages[action.kind.is_backward, source, action.microbatch]
         # The model's last stage only keeps its input in forward.
-        needs_weights = action.kind is not ActionKind.FORWARD_LAST
+        needs_weights = action.kind is not ActionKind.FORWARD_LAST or self.schedule.num_slices > 1
         waits = {
             WaitCause.NEIGHBOURS: message,
             WaitCause.OPTIMIZER: state.updates.get(stage) if needs_weights else None,
             WaitCause.WEIGHTS: state.loads.get(stage) if needs_weights else None,
         }
         is_backward = action.kind.is_backward
-        copies = [state.left, state.stashed.pop((stage, action.microbatch), None) if is_backward else None]
+        fetched = None if action.kind.is_forward else state.stashed.get((stage, action.microbatch))
+        copies = [state.left, fetched]
         if any(copies):
             waits[WaitCause.ACTIVATIONS] = self._task(None, 0.0, [task for task in copies if task is not None])
             state.left = None
@@ -217,7 +255,7 @@ class StepTasks:
             both = [task for task in (waits[WaitCause.WEIGHTS], state.sums.pop(stage)) if task is not None]
             waits[WaitCause.WEIGHTS] = self._task(None, 0.0, both)
         ends_stage = is_backward and action.microbatch == self.schedule.last_backward
-        seconds = cost.backward if is_backward else cost.forward
+        seconds = cost.slice_seconds(action, self.schedule.num_slices)
         launch = cost.backward_launch if is_backward else cost.forward_launch
         task = self._compute(rank, action, seconds, waits, launch=launch)
         target = outgoing(action, self.schedule.num_stages)

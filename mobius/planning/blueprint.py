@@ -9,11 +9,13 @@ import torch
 from transformers import PretrainedConfig
 
 from mobius.config.config import Config
+from mobius.errors import PlanError
 from mobius.machine.available import available_host_bytes, own_host_bytes, total_host_bytes
 from mobius.machine.device_order import order_devices
 from mobius.machine.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
 from mobius.messages.meeting import Meeting, meet_at_store
 from mobius.models.blocks import ModelParts
+from mobius.models.sliced_attention.sliceable import sliceable
 from mobius.plan.budget import check_host_memory, tile_tokens
 from mobius.plan.cards import Host, card_of_device
 from mobius.plan.choice import Answer, answer, settle
@@ -142,7 +144,9 @@ def complete_blueprint(
     `sketch_blueprint`.
     """
     request, parts = sketch.answer.request, sketch.parts
-    if packed is not None:
+    if (request.num_slices or 1) > 1 and (reason := sliceable(parts.config)) is not None:
+        raise PlanError(f"--num_slices {request.num_slices}: {reason}")
+    if packed is not None or (request.num_slices or 1) > 1:  # no masks are made, which slices have no use for
         dtype = TORCH_DTYPES[config.model.dtype]
         parts = ModelParts(parts.config, sketch.place.device, compiled=request.compiles, packed=dtype)
     asked = PlanRequest.of(config, request.shape, request.machine, packed)
@@ -237,6 +241,7 @@ def _blueprint(place: Place, parts: ModelParts, found: Answer) -> Blueprint:
         plan.slots,
         plan.resident,
         num_rounds=plan.num_rounds,
+        num_slices=plan.num_slices,
         stashed=plan.stashed,
     )
     return Blueprint(place=place, parts=parts, answer=found, schedule=schedule)
@@ -251,4 +256,4 @@ def _check_host(found: Answer) -> None:
 
 def _message_shape(request: PlanRequest) -> tuple[int, int, int]:
     config = request.settled_config
-    return (config.pipeline.microbatch_size, config.data.seq_length, request.shape.hidden_size)
+    return (config.pipeline.microbatch_size, request.slice_length, request.shape.hidden_size)

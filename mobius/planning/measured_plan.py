@@ -135,13 +135,14 @@ def _measure(blueprint: Blueprint, shape: MicrobatchShape, transport: Transport)
 
 def check_agreement(plan: Plan, transport: Transport) -> None:
     """Raise PlanError if the ranks have cut the model or the batch differently; collective."""
-    facts = repr((plan.num_microbatches, plan.num_rounds, plan.cuts)).encode()
+    facts = repr((plan.num_microbatches, plan.num_slices, plan.num_rounds, plan.cuts)).encode()
     own = int(hashlib.sha256(facts).hexdigest(), 16) % 2**DIGEST_BITS
     # All are equal if and only if their variance is 0; the numbers are small enough to be exact.
     sums = transport.sum_over_ranks(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
     if transport.num_ranks * int(sums[1]) != int(sums[0]) ** 2:
         raise PlanError(
             "the ranks came to different plans, so their GPUs or CPUs differ. Give the numbers instead of auto: "
-            f"--num_stages {plan.num_stages} --num_chunks {plan.num_microbatches} --num_rounds {plan.num_rounds} "
+            f"--num_stages {plan.num_stages} --num_chunks {plan.num_chunks} --num_slices {plan.num_slices} "
+            f"--num_rounds {plan.num_rounds} "
             f"(rank {transport.rank}'s)."
         )

@@ -44,7 +44,8 @@ def adopt_plan(config: Config, *, given: Collection[str]) -> Adopted:
     pipeline = replace(
         config.pipeline,
         batch_size=saved.batch_size,
-        num_chunks=plan.num_microbatches,
+        num_chunks=plan.num_chunks,
+        num_slices=plan.num_slices,
         num_rounds=plan.num_rounds,
         num_stages=plan.num_stages,
         use_offload=plan.num_slots is not None,
@@ -54,7 +55,7 @@ def adopt_plan(config: Config, *, given: Collection[str]) -> Adopted:
     config = replace(config, pipeline=pipeline, data=data)
     if problems := find_problems(replace(config, planning=PlanningConfig())):
         raise PlanError(f"--plan {path} cannot be run: {'; '.join(problems)}. Make it anew with --dry_run.")
-    logger.info("plan taken from %s: %d stages, %d chunks", path, plan.num_stages, plan.num_microbatches)
+    logger.info("plan taken from %s: %d stages, %d chunks", path, plan.num_stages, plan.num_chunks)
     return Adopted(config, saved)
 
 
@@ -66,7 +67,8 @@ def _contradictions(config: Config, saved: SavedPlan) -> dict[str, str]:
         "batch_size": (pipeline.batch_size, saved.batch_size),
         "seq_length": (config.data.seq_length, saved.seq_length),
         "num_stages": (pipeline.num_stages, plan.num_stages),
-        "num_chunks": (pipeline.num_chunks, plan.num_microbatches),
+        "num_chunks": (pipeline.num_chunks, plan.num_chunks),
+        "num_slices": (pipeline.num_slices, plan.num_slices),
         "num_rounds": (pipeline.num_rounds, plan.num_rounds),
         "dtype": (config.model.dtype.value, saved.model.dtype),
     }

@@ -135,7 +135,7 @@ class Executor:
         self._stages, self._memory, self._transport, self._clock = stages, memory, transport, clock
         self._layer_inputs = layer_inputs
         self._device, self._unsealed_names, self._graph_stages = device, unsealed_names, graph_stages
-        self._slices = slices or {}
+        self._slices = (slices or {}) if schedule.num_slices > 1 else {}
         self._spans, self._activity = spans, activity or Activity()
         self._position = DevicePosition(self._actions, device)
         self._to_device = new_stream(device)
@@ -190,7 +190,7 @@ class Executor:
     def _start(self, batch: StepBatch) -> _Step:
         number, device = self._schedule.num_microbatches // self._schedule.num_slices, self._device
         sums = StepSums(loss=torch.zeros((), dtype=torch.float32, device=device), squared_norms={})
-        evaluated = EvaluationSums.zeros(number if self._schedule.is_evaluation else 0, device)
+        evaluated = EvaluationSums.zeros(self._schedule.num_microbatches if self._schedule.is_evaluation else 0, device)
         rows = batch.input_ids.chunk(number)
         step = _Step(batch, rows, sums, evaluated, documents=self._place_documents(batch, number))
         if self._schedule.num_slices > 1:
@@ -282,6 +282,11 @@ class Executor:
     def _evaluate_layers(self, stage: int, microbatch: int) -> Tensor:
         """Output of the stage's layers for its next input, of which nothing is kept."""
         inputs, arguments = self._stage_input(stage, microbatch), self._layer_arguments(microbatch)
+        if self._slices:
+            place, weights = self._step.places[microbatch], self._weights(stage)
+            hidden, kept = self._slices[stage].forward(weights, inputs, arguments, place)
+            is_last = self._stages[stage].cut.is_last
+            return self._slices[stage].output(weights, kept, arguments, place) if is_last else hidden
         return self._stages[stage].run(self._weights(stage), inputs, arguments)
 
     def _forward_last(self, stage: int, microbatch: int) -> None:

@@ -88,7 +88,7 @@ class SlicedStage:
         Returns the hidden states [B, T, H] and the layers' inputs.
         """
         hidden = run(self._parts.embedding, weights, inputs, {}) if self._cut.is_first else inputs
-        kept = []
+        kept = [] if self._layers else [hidden]
         for position, index in enumerate(self._cut.layers):
             kept.append(hidden)
             own = _cut_arguments(arguments[index], place)
@@ -108,6 +108,8 @@ class SlicedStage:
     def output(self, weights: Views, kept: Sequence[Tensor], arguments: LayerArguments, place: Place) -> Tensor:
         """Hidden states [B, T, H] that the model's last stage gives to norm and head."""
         position = len(self._layers) - 1
+        if position < 0:
+            return kept[0]
         own = _cut_arguments(arguments[self._cut.layers[position]], place)
         return self._layers[position].run(weights, kept[position], own, _SliceAttention(self, position, place))
 

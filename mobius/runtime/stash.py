@@ -34,7 +34,7 @@ class _Leaving:
 
 
 def inputs_of(kept: Sequence[Kept]) -> list[Tensor]:
-    """What was kept, where that is inputs of layers and no graphs."""
+    """Inputs of layers, where that is what was kept, and no graphs."""
     inputs = [each for each in kept if isinstance(each, Tensor)]
     assert len(inputs) == len(kept), "graphs are no inputs"
     return inputs

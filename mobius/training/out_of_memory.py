@@ -6,6 +6,8 @@ import torch
 
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, first_line
+from mobius.limits import MAX_FETCHED
+from mobius.plan.plan import Plan
 from mobius.planning.blueprint import Blueprint
 
 
@@ -29,8 +31,8 @@ def smallest_change(blueprint: Blueprint) -> str:
     """The change that costs a step least, as it is typed; none of the first seven changes what is trained."""
     config, plan = blueprint.config.pipeline, blueprint.plan
     num_resident = max(plan.use_of(rank).num_resident for rank in range(plan.num_ranks))
-    chunks = [n for n in range(plan.num_microbatches + 1, config.batch_size + 1) if config.batch_size % n == 0]
-    rounds = [n for n in range(plan.num_rounds + 1, plan.num_microbatches + 1) if plan.num_microbatches % n == 0]
+    chunks = [n for n in range(plan.num_chunks + 1, config.batch_size + 1) if config.batch_size % n == 0]
+    rounds = [n for n in range(plan.num_rounds + 1, plan.num_chunks + 1) if plan.num_chunks % n == 0]
     stages = range(plan.num_stages + plan.num_ranks, blueprint.shape.num_layers + 1, plan.num_ranks)
     if config.recompute is not Recompute.FULL and (plan.kept or not config.use_offload):
         return "--recompute full, so that no stage keeps its activations"
@@ -38,7 +40,7 @@ def smallest_change(blueprint: Blueprint) -> str:
         return "--use_offload"
     if num_resident:
         return f"--resident_stages {num_resident - 1}"
-    if config.activation_offloading is ActivationOffloading.AUTO and not plan.stashed:
+    if config.activation_offloading is not ActivationOffloading.ON and not plan.stashed and _stashes_help(plan):
         return "--activation_offloading on (activations wait in CPU memory)"
     if rounds:
         return f"--num_rounds {rounds[0]} (activations of fewer microbatches at a time)"
@@ -47,6 +49,15 @@ def smallest_change(blueprint: Blueprint) -> str:
     if stages:
         return f"--num_stages {stages[0]} (smaller stages)"
     return "a lower --seq_length"
+
+
+def _stashes_help(plan: Plan) -> bool:
+    """Whether fewer inputs of layers are under way to the host and back than wait on the GPU now."""
+    for rank in range(plan.num_ranks):
+        layers = [len(plan.cuts[stage].layers) for stage in plan.stages_of(rank) if not plan.cuts[stage].is_last]
+        if sum(layers) * plan.round_size > max(layers, default=0) * min(MAX_FETCHED, plan.round_size):
+            return True
+    return False
 
 
 def _plan_text(blueprint: Blueprint, rank: int) -> str:

@@ -56,8 +56,8 @@ _READERS: Final = 4
 LAUNCH: Final = "launch"
 """Key in a checkpoint's position of the launcher's start that saved it (`launch_id`)."""
 _PLANNED_BY: Final = (
-    *("num_stages", "num_chunks", "num_rounds", "use_offload", "use_prefetch", "resident_stages", "recompute"),
-    *("activation_offloading", "tile_tokens", "gpu_memory_limit", "host_memory_limit"),
+    *("num_stages", "num_chunks", "num_rounds", "num_slices", "use_offload", "use_prefetch", "resident_stages"),
+    *("recompute", "activation_offloading", "tile_tokens", "gpu_memory_limit", "host_memory_limit"),
 )
 """Options that make another plan."""
 PLAN_FILE: Final = "plan.json"

@@ -253,7 +253,7 @@ def _step_batches(batches: Iterable[Batch], blueprint: Blueprint) -> Iterator[St
     """The batches as tensors, page-locked if they go to a GPU, packed rows in the order of microbatches."""
     for given in batches:
         assert given.num_targets > 0, "samples without a target are dropped, and no step is without samples"
-        batch = arrange(given, blueprint.plan.num_microbatches)
+        batch = arrange(given, blueprint.plan.num_chunks)
         input_ids, labels = (_tensor(each, blueprint) for each in (batch.input_ids, batch.labels))
         documents = None if batch.documents is None else _documents(batch.documents, blueprint)
         numbers = batch.num_targets, batch.num_tokens, batch.num_samples, batch.epoch
@@ -268,7 +268,7 @@ def _documents(rows: Rows, blueprint: Blueprint) -> tuple[Tensor, Tensor] | None
     positions, bounds = place_documents(
         rows,
         seq_length=blueprint.config.data.seq_length,
-        num_microbatches=blueprint.plan.num_microbatches,
+        num_microbatches=blueprint.plan.num_chunks,
         most_documents=packed.most_documents,
     )
     return _tensor(positions, blueprint), _tensor(bounds, blueprint)

@@ -20,9 +20,10 @@ USUAL = {
     "seq_length": 512,
     "num_stages": 32,
     "num_chunks": 8,
+    "num_slices": 1,
     "activation_offloading": ActivationOffloading.OFF,
 }
-"""Activations stay on the GPU where a test does not ask for more: its arithmetic is of what is there."""
+"""Activations stay on the GPU, and sequences whole, where a test does not ask for more: its arithmetic is of that."""
 H200 = Machine(4, CARDS["H200"])
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from harness.evaluations import Case, evaluate
+from harness.packed_rows import LENGTH, ROWS, documents_alone, make_packed_batch
 from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, plain_step
 from torch import Tensor
 
@@ -51,6 +53,34 @@ def test_slices_are_as_near_to_the_exact_gradients_as_the_plain_model_is(family:
             # The bias of keys changes no attention: what is found for it is rounding alone.
             bound = 1e-5 * gradient.norm() + 1e-8
             assert (pipeline.gradients[name].double() - gradient).norm() < bound, f"{where} {name}"
+
+
+@pytest.mark.parametrize("num_slices", [2, 4, 5])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_documents_across_slices_give_what_each_gives_alone(family: str, num_slices: int) -> None:
+    """Documents of a row that end within slices, begin in them, and span several."""
+    model = make_model(family, 6)
+    for num_ranks, groups, num_slots in ((1, 1, None), (2, 2, 2), (3, 4, 1)):
+        batch = make_packed_batch(ROWS, LENGTH, groups)
+        expected_loss, expected = documents_alone(model, ROWS, batch)
+        pipeline = Pipeline(model, num_ranks, 2, groups * num_slices, num_slots, num_slices=num_slices)
+
+        loss, where = pipeline.run(batch), f"N={num_ranks} M={groups}"
+
+        assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6), where
+        assert _apart(pipeline.gradients, expected) < 2e-6, where
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_an_evaluation_in_slices_gives_the_losses_of_whole_rows(is_packed: bool) -> None:
+    model = make_model("qwen3", 6)
+    batch = make_packed_batch(ROWS, LENGTH, 2) if is_packed else make_batch(4)
+    for num_ranks, stages_per_rank in ((1, 1), (2, 2), (4, 2)):
+        whole = evaluate(model, batch, Case(num_ranks, stages_per_rank, 2, 2))
+        sliced = evaluate(model, batch, Case(num_ranks, stages_per_rank, 2 * 4, 2, num_slices=4))
+
+        assert torch.allclose(sliced.losses.view(2, 4).sum(1), whole.losses, rtol=1e-5)
+        assert torch.equal(sliced.num_correct.view(2, 4).sum(1), whole.num_correct)
 
 
 def _apart(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:

@@ -216,7 +216,13 @@ class Evaluator:
         plan = self._blueprint.plan
         number = plan.round_size * num_batches
         return build_schedule(
-            plan.num_ranks, plan.stages_per_rank, number, plan.slots, plan.resident, is_evaluation=True
+            plan.num_ranks,
+            plan.stages_per_rank,
+            number,
+            plan.slots,
+            plan.resident,
+            num_slices=plan.num_slices,
+            is_evaluation=True,
         )
 
     def _add(self, made: Sequence[tuple[list[str], EvaluationSums]], counts: Mapping[str, _Counts]) -> None:
@@ -320,7 +326,8 @@ def batches_per_pass(plan: Plan) -> int:
 def join(batches: Sequence[Batch], blueprint: Blueprint) -> StepBatch:
     """The batches of a pass one behind the other, each in the order of its microbatches; page-locked for a GPU."""
     plan, packed = blueprint.plan, blueprint.answer.request.packed
-    arranged = [arrange(batch, plan.round_size) for batch in batches]
+    groups = plan.round_size // plan.num_slices
+    arranged = [arrange(batch, groups) for batch in batches]
 
     def tensor(array: npt.NDArray[np.integer]) -> Tensor:
         made = torch.from_numpy(array)
@@ -331,7 +338,7 @@ def join(batches: Sequence[Batch], blueprint: Blueprint) -> StepBatch:
         positions, bounds = place_documents(
             [row for batch in arranged for row in batch.documents or ()],
             seq_length=blueprint.config.data.seq_length,
-            num_microbatches=plan.round_size * len(batches),
+            num_microbatches=groups * len(batches),
             most_documents=packed.most_documents,
         )
         documents = tensor(positions), tensor(bounds)

@@ -20,11 +20,13 @@ def test_llama_7b_is_what_was_counted_by_hand() -> None:
         is_tied=False,
         num_heads=32,
         head_size=128,
+        num_key_heads=32,
+        is_sliceable=True,
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("1b", 1.14), ("7b", 6.74), ("13b", 13.0), ("30b", 32.5), ("70b", 69.0)]
+    ("name", "billions"), [("1b", 1.14), ("7b", 6.74), ("8b", 8.03), ("13b", 13.0), ("30b", 32.5), ("70b", 69.0)]
 )
 def test_known_shapes_have_their_published_size(name: str, billions: float) -> None:
     assert known_shape(name).num_parameters == pytest.approx(billions * 1e9, rel=0.01)

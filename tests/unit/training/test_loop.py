@@ -305,7 +305,12 @@ def test_patience_is_counted_across_a_resume(workplace: Path) -> None:
         ("--resident_stages 0 --recompute full", "--num_rounds 2"),
         ("--resident_stages 0 --recompute full --num_rounds 2", "--num_chunks 4"),
         ("--resident_stages 0 --recompute full --num_chunks 4 --num_rounds 4", "--num_stages 3"),
-        ("--resident_stages 0 --recompute full --num_chunks 4 --num_rounds 4 --num_stages 4", "a lower --seq_length"),
+        ("--resident_stages 0 --recompute full --num_chunks 4", "--activation_offloading on"),
+        (
+            "--resident_stages 0 --recompute full --num_chunks 4 --num_rounds 4 --num_stages 4 "
+            "--activation_offloading on",
+            "a lower --seq_length",
+        ),
     ],
 )
 def test_a_gpu_without_memory_in_a_step_tells_plan_change_and_checkpoint(
