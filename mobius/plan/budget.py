@@ -16,6 +16,7 @@ from mobius.plan.gpu_peak import (
     estimate_layer,
     largest_moment,
     loss_bytes,
+    slice_bytes,
 )
 from mobius.plan.plan import MemoryUse, Plan
 from mobius.plan.request import PlanRequest
@@ -243,16 +244,27 @@ def _tile_that_fits(request: PlanRequest) -> int | None:
     smaller = [number for number in TILE_TOKENS if number < request.microbatch_tokens]
     if available is None or not smaller:
         return None
-    num_resident = request.num_resident or 0
-    is_stashing = request.config.pipeline.activation_offloading is ActivationOffloading.ON
-    num_stashed = plan.stages_per_rank if is_stashing else 0
-    least = MemoryUse(num_resident, 0, min(plan.num_slots or 0, plan.stages_per_rank - num_resident), num_stashed)
-    plan = plan.using([least] * plan.num_ranks)
+    num_resident, usable = request.num_resident or 0, int(available * FILLED_SHARE) - request.mailbox_bytes
+    least = MemoryUse(num_resident, 0, min(plan.num_slots or 0, plan.stages_per_rank - num_resident))
+    plans = []
+    for num_stashed in _least_and_most_stashed(request):
+        plans.append(plan.using([replace(least, num_stashed=num_stashed)] * plan.num_ranks))
     for number in (None, *smaller):
-        need = fullest(gpu_needs(request, plan, _estimated_layer(request, number)))
-        if need.total <= int(available * FILLED_SHARE) - request.mailbox_bytes:
+        layer = _estimated_layer(request, number)
+        if any(fullest(gpu_needs(request, each, layer)).total <= usable for each in plans):
             return number
     return smaller[-1]
+
+
+def _least_and_most_stashed(request: PlanRequest) -> list[int]:
+    """Numbers of stages of each rank that may stash activations, as the user and the host's memory allow."""
+    asked, plan = request.config.pipeline.activation_offloading, request.plan
+    if asked is ActivationOffloading.ON:
+        return [plan.stages_per_rank]
+    most = MemoryUse(0, 0, plan.num_slots or 0, plan.stages_per_rank)
+    stashing = plan.using([most] * plan.num_ranks)
+    has_room = request.host_bytes is None or host_need(request, stashing).total <= request.host_bytes
+    return [0, plan.stages_per_rank] if asked is ActivationOffloading.AUTO and has_room else [0]
 
 
 def _estimated_layer(request: PlanRequest, tile_tokens: int | None) -> LayerBytes:
@@ -263,16 +275,20 @@ def _estimated_layer(request: PlanRequest, tile_tokens: int | None) -> LayerByte
         compiled=request.compiles,
         num_documents=request.microbatch_documents,
         tile_tokens=tile_tokens,
+        is_sliced=request.plan.num_slices > 1,
     )
 
 
 def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> MicrobatchBytes:
     """The bytes of a microbatch: estimates, but for `layer` where it is given."""
     weight, shape, tokens = request.sizes.weight, request.shape, request.microbatch_tokens
-    on_gpu = not request.machine.on_cpu
+    on_gpu, layer = not request.machine.on_cpu, layer or estimated_layer(request)
+    if request.plan.num_slices > 1:
+        beside = slice_bytes(weight, shape, tokens, length=request.config.data.seq_length)
+        layer = replace(layer, recomputed=layer.recomputed_peak + beside)
     return MicrobatchBytes(
         activation=request.message_bytes,
-        layer=layer or estimated_layer(request),
+        layer=layer,
         loss=loss_bytes(
             weight,
             shape,

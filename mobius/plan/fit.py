@@ -154,7 +154,8 @@ def _uses(request: PlanRequest, *, knows_layer: bool) -> Iterator[MemoryUse]:
     """Everything that may be asked of a rank's memory, whether it fits or not."""
     plan, least = request.plan, _least(request, None)
     per_rank = plan.stages_per_rank
-    may_keep = request.config.pipeline.recompute is Recompute.AUTO and knows_layer
+    # Slices are recomputed: keys and values that their activations hold would change with each slice behind them.
+    may_keep = request.config.pipeline.recompute is Recompute.AUTO and knows_layer and plan.num_slices == 1
     most_resident = per_rank if request.num_resident is None else least.num_resident
     for num_resident in range(least.num_resident, most_resident + 1):
         num_streamed = per_rank - num_resident

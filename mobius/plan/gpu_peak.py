@@ -48,6 +48,8 @@ LOGIT_BYTES_EAGER = 12
 ROWS_PER_DOCUMENT = 128
 """Rows that the backward of variable-length attention adds to its fp32 sums for each document, as FlashAttention 2 does
 (mha_varlen_bwd: total_q + 128 * batch)."""
+KEYS_PER_CALL = 32768
+"""Keys that a slice attends to at a time (`models/sliced_attention/pieces.py`)."""
 SEGMENT_TOKENS = 10
 """Tokens per partial sum in torch's backward of an embedding on a GPU (EmbeddingBackwardKernel.cu)."""
 
@@ -113,11 +115,13 @@ def estimate_layer(
     compiled: bool,
     num_documents: int = 0,
     tile_tokens: int | None = None,
+    is_sliced: bool = False,
 ) -> LayerBytes:
     """The layer with most parameters, by widths; `weight_bytes` per element of the working format.
 
     `num_documents` is the fixed number that variable-length attention is told of for a microbatch; 0: rows are one
-    document each, in the dense kernel. `tile_tokens` as in `runtime.stage.StageModule`.
+    document each, in the dense kernel. `tile_tokens` as in `runtime.stage.StageModule`; slices are run like
+    tiles, in one if they are not cut further.
     """
     hidden, inner = shape.hidden_size, shape.intermediate_size
     attention = max(0, max(shape.layer_parameters, default=0) - 3 * hidden * inner) // hidden
@@ -130,7 +134,8 @@ def estimate_layer(
         peak = max(graph + 3 * inner, attention + (6 + 2 * norms) * hidden + 3 * inner)
     beside = document_bytes(shape, num_documents)
     tiled = None
-    if tile_tokens is not None and tokens > tile_tokens:
+    tile_tokens = min(tile_tokens or tokens, tokens)
+    if is_sliced or tokens > tile_tokens:
         behind, within = _tiled_bytes(weight_bytes, shape, attention, compiled=compiled)
         tiled = max(behind * tokens + peak * tile_tokens * weight_bytes, within * tokens + beside)
     return LayerBytes(graph * tokens * weight_bytes, peak * tokens * weight_bytes + beside, tiled)
@@ -146,6 +151,16 @@ def _tiled_bytes(weight_bytes: int, shape: ModelShape, attention: int, *, compil
     kept = (heads + 2 * queries + shape.hidden_size) * weight_bytes + 4 * (shape.num_heads or 0)
     sums = 4 * (queries + (shape.num_heads or 0)) if compiled and weight_bytes == 2 else 0
     return kept, kept + heads * weight_bytes + sums
+
+
+def slice_bytes(weight_bytes: int, shape: ModelShape, tokens: int, *, length: int) -> int:
+    """Bytes that attention of a slice of `tokens` takes beside that of a whole sequence as long; an estimate.
+
+    What it gives for parts of the keys is merged in fp32, and so are gradients of queries: twice that width in fp32, or
+    once with a part's own. A part's gradients of keys and values are made before they are added.
+    """
+    keys = min(length, KEYS_PER_CALL)
+    return tokens * shape.attention_width * (4 + weight_bytes) + 2 * keys * shape.key_width * weight_bytes
 
 
 def loss_bytes(

@@ -218,6 +218,7 @@ def _draw(
             device=place.device,
             packed=request.packed,
             tile_tokens=tile_tokens(request),
+            is_sliced=request.plan.num_slices > 1,
         )
     found = answer(
         request,

@@ -181,16 +181,19 @@ def measure_layer_bytes(
     device: torch.device,
     packed: PackedRows | None = None,
     tile_tokens: int | None = None,
+    is_sliced: bool = False,
 ) -> LayerBytes:
     """GPU memory that one layer takes for one microbatch of `shape` [B, L, H]: its graph's, and at most in backward.
 
     Each is of the kind of layer that takes most, backward with its activations kept or recomputed, whichever takes
     more. Where layers run in tiles, maybe because a whole one does not fit, a whole one is measured on about as many
-    tokens as a tile has: its bytes are in proportion to them. Layers run on zeros; all memory is given back.
+    tokens as a tile has: its bytes are in proportion to them. Slices are tiles, too, attending to nothing before them.
+    Layers run on zeros; all memory is given back.
     """
     tokens, whole = shape[0] * shape[1], shape
-    is_tiled = tile_tokens is not None and tokens > tile_tokens
-    if tile_tokens is not None and is_tiled:
+    tile_tokens = min(tile_tokens or tokens, tokens)
+    is_tiled = is_sliced or tokens > tile_tokens
+    if tokens > tile_tokens:
         whole = (max(1, tile_tokens // shape[1]), min(shape[1], tile_tokens), shape[2])
     share = tokens / (whole[0] * whole[1])
     most, tiled = LayerBytes(0, 0), 0
@@ -198,7 +201,7 @@ def measure_layer_bytes(
         bench = _LayerBench(parts, index, dtype, device, packed)
         graph, peak = bench.measure_whole(whole)
         most = LayerBytes(max(most.graph, int(share * graph)), max(most.peak, int(share * peak)))
-        if tile_tokens is not None and is_tiled:
+        if is_tiled:
             tiled = max(tiled, bench.measure_tiles(shape, tile_tokens))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)  # what a run reports is to be its own

@@ -1,0 +1,158 @@
+"""Long sequences in slices: when they are cut, what keys and values take, what later slices cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.plan_requests import H200, known_shape, request_of
+
+from mobius.config.cli import parse_args
+from mobius.config.config import ActivationOffloading, Recompute
+from mobius.errors import ConfigError, GpuMemoryError, PlanError
+from mobius.plan.budget import estimated_layer, gpu_need, host_need
+from mobius.plan.choice import answer, settle
+from mobius.plan.fit import fit_plan
+from mobius.plan.plan_file import ModelDigest, SavedPlan, read_plan
+from mobius.plan.request import PlanRequest
+from mobius.plan.simulation import schedule_of, simulate_steps
+from mobius.plan.step_tasks import stage_costs
+from mobius.schedule.lanes import Lane
+from mobius.units import GIB
+
+LONG = {
+    "batch_size": 1,
+    "num_chunks": 1,
+    "seq_length": 131072,
+    "num_slices": None,
+    "activation_offloading": ActivationOffloading.AUTO,
+    "host_memory_limit": 400.0,
+}
+TWO = replace(H200, num_ranks=2)
+
+
+def ask(**options: Any) -> PlanRequest:
+    return settle(request_of(known_shape("8b"), TWO, **{**LONG, **options}))
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "slices"),
+    [
+        (131072, 1, 8),  # four microbatches for each of two ranks
+        (131072, 4, 2),
+        (131072, 8, 1),
+        (16384, 1, 4),  # of 4,096 tokens, the least
+        (8192, 1, 1),  # too short to be cut by itself
+        (16390, 1, 2),  # of whole tokens
+    ],
+)
+def test_auto_cuts_long_sequences_that_are_too_few_for_the_ranks(length: int, batch: int, slices: int) -> None:
+    request = ask(seq_length=length, batch_size=batch, num_chunks=batch)
+    assert request.num_slices == slices
+    assert request.plan.num_microbatches == batch * slices
+    assert request.plan.num_chunks == batch
+
+
+def test_auto_cuts_nothing_that_cannot_be_cut() -> None:
+    shape = replace(known_shape("8b"), is_sliceable=False)
+    assert settle(request_of(shape, TWO, **LONG)).num_slices == 1
+    kept = {"recompute": Recompute.NONE, "use_offload": False}
+    assert settle(request_of(known_shape("8b"), TWO, **LONG, **kept)).num_slices == 1
+
+
+def test_keys_and_values_of_one_stage_are_there_with_their_sums() -> None:
+    request = ask(num_stages=16)
+    need = gpu_need(request, request.plan, rank=0, layer=estimated_layer(request))
+    # Two layers of a stage, 131,072 tokens, 8 heads of 128, keys and values, 2 bytes and 4 of their gradients.
+    assert need.keys == 2 * 131072 * 8 * 128 * 2 * (2 + 4)
+    assert "keys and values 3.00" in need.describe()
+    whole = ask(num_slices=1)
+    assert gpu_need(whole, whole.plan, rank=0, layer=estimated_layer(whole)).keys == 0
+
+
+def test_a_layers_work_and_messages_are_those_of_a_slice() -> None:
+    needs = []
+    for slices in (1, 8):
+        request = ask(num_slices=slices, tile_tokens="off")
+        needs.append(gpu_need(request, request.plan, rank=0, layer=estimated_layer(request)))
+    assert ask(num_slices=8).message_bytes == 131072 // 8 * 4096 * 2
+    assert needs[1].working_set < needs[0].working_set / 3
+
+
+def test_slices_keep_no_activations_and_fit_where_whole_sequences_do_not() -> None:
+    request = ask(gpu_memory_limit=24.0)
+    layer = estimated_layer(request)
+    plan = fit_plan(request, layer=layer)
+    assert plan.kept == frozenset()
+    assert max(gpu_need(request, plan, rank=rank, layer=layer).total for rank in (0, 1)) <= 24 * GIB
+    # Three inputs of all its layers at least leave or come while a stage goes forward; 30 stages are stashed.
+    assert host_need(request, plan).stash == len(plan.stashed) * 131072 * 4096 * 2
+
+    refused = ask(gpu_memory_limit=12.0, num_slices=2, tile_tokens="off")
+    with pytest.raises(GpuMemoryError, match=r"--num_slices \d+ \(needs"):
+        answer(refused, layer=estimated_layer(refused))
+
+
+def test_later_slices_cost_more_and_all_together_as_much_as_on_average() -> None:
+    request = ask()
+    found = answer(request, layer=estimated_layer(request))
+    assert found.profile is not None
+    costs = stage_costs(found.plan, request.shape, found.profile)
+    actions = [action for action in schedule_of(found.plan).actions[0] if action.stage == 2]
+    for wanted, seconds in (("F", costs[2].forward), ("B", costs[2].backward)):
+        own = [costs[2].slice_seconds(a, 8) for a in actions if str(a).startswith(wanted)]
+        own.sort()
+        assert sum(own) == pytest.approx(8 * seconds)
+        # 8B at 131,072 tokens: attention over half of them, 2 x 4096 x 65536 pairs, and 2 x 218 M products a token.
+        share = 4096 * 131072 / (4096 * 131072 + 218_112_000)
+        assert own[-1] - own[0] == pytest.approx(seconds * share * 14 / 8, rel=0.1)
+
+
+def test_the_prediction_makes_keys_anew_and_its_bubble_is_small() -> None:
+    request = ask()
+    found = answer(request, layer=estimated_layer(request))
+    assert found.profile is not None
+    costs = stage_costs(found.plan, request.shape, found.profile)
+    predicted = simulate_steps(schedule_of(found.plan), costs, found.profile, request.rules, num_steps=2)
+    names = [span.name for span in predicted.spans[0] if span.lane is Lane.COMPUTE and span.step == 2]
+    assert sum(name.startswith("K") for name in names) == 16 * 8
+    assert predicted.bubble < 0.15
+
+
+def test_what_was_measured_on_slices_alone_counts_attention_to_all_before() -> None:
+    request = ask()
+    estimated = answer(request, layer=estimated_layer(request)).profile
+    assert estimated is not None
+    short = answer(ask(seq_length=16384, num_slices=1), layer=None).profile
+    assert short is not None
+    measured = replace(estimated, layer_kinds=short.layer_kinds, attention_length=None)
+    found = answer(request, layer=estimated_layer(request), profile=measured)
+    assert found.profile is not None
+    assert found.profile.layer_kinds[0].forward == pytest.approx(estimated.layer_kinds[0].forward, rel=0.01)
+    again = answer(request, layer=estimated_layer(request), profile=found.profile)
+    assert again.profile == found.profile
+
+
+def test_a_plan_file_keeps_its_slices_and_refuses_what_they_do_not_divide(tmp_path: Path) -> None:
+    request, path = ask(), tmp_path / "plan.json"
+    digest = ModelDigest.of(request.shape, request.config.model.dtype)
+    path.write_text(SavedPlan(digest, request.plan, 1, 131072).to_json())
+    assert read_plan(path).plan == request.plan
+
+    path.write_text(SavedPlan(digest, request.plan, 1, 131071).to_json())
+    with pytest.raises(PlanError, match="8 microbatches of 131071 tokens in 8 slices"):
+        read_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--seq_length 100 --num_slices 3", "`--seq_length` 100 cannot be cut into `--num_slices` 3 .* 2 or 4"),
+        ("--num_slices 4 --no_offload --recompute none", "`--num_slices` 4 recomputes each slice"),
+    ],
+)
+def test_slices_that_cannot_be_are_refused(words: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse_args(words.split())
