@@ -36,6 +36,7 @@ WAIT_COLOURS: dict[str, Colour] = {
 }
 
 _IDLE_COLOUR = (0.95, 0.95, 0.95)
+_KEYS_COLOUR = (0.86, 0.78, 0.92)
 _PICTURE_SUFFIXES = (".png", ".svg")
 _LIGHTEST, _DARKEST = 0.35, 0.75
 """The part of matplotlib's colour maps in which black or white text is readable."""
@@ -107,6 +108,7 @@ class StepPicture:
                 color=_stage_colour(self.step, 0, is_backward=False), label="F s.m  forward of stage s, microbatch m"
             ),
             Patch(color=_stage_colour(self.step, 0, is_backward=True), label="B s.m  backward"),
+            *([Patch(color=_KEYS_COLOUR, label="K s.m  keys and values of a slice")] if self._makes_keys else []),
             *(Patch(color=LANES[lane][0], label=LANES[lane][1]) for lane in lanes),
             *self.more_legend,
         ]
@@ -115,6 +117,10 @@ class StepPicture:
         # Neither a date nor random ids.
         with rc_context({"svg.hashsalt": "mobius", "svg.fonttype": "none"}):
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+    @property
+    def _makes_keys(self) -> bool:
+        return any(bar.colour == _KEYS_COLOUR for band in self.bands for bar in band.get(Lane.COMPUTE, []))
 
     def _draw_lane(self, axes: Axes, bars: list[Bar], top: float, thickness: float, lane: Lane) -> None:
         middle = top + thickness / 2
@@ -166,6 +172,8 @@ def lane_bars(
         colour: Colour | None
         if span.lane is Lane.COMPUTE and action and action.letter in "FB":
             colour = _stage_colour(step, action.stage, is_backward=action.letter == "B")
+        elif span.lane is Lane.COMPUTE and action and action.letter == "K":
+            colour = _KEYS_COLOUR
         else:
             colour = WAIT_COLOURS.get(span.name) if span.lane is Lane.WAIT else LANES.get(span.lane, (None, ""))[0]
         if colour is not None:

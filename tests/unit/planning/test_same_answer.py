@@ -93,12 +93,13 @@ def measured_as_estimated(
     device: torch.device,
     packed: PackedRows | None,
     tile_tokens: int | None,
+    is_sliced: bool,
 ) -> LayerBytes:
     batch, length, _ = shape
     documents = 0 if packed is None or dtype == torch.float32 else batch * packed.most_documents
     tokens = batch * length
-    sizes = dtype.itemsize, parts.shape(), tokens
-    return estimate_layer(*sizes, compiled=parts.compiled, num_documents=documents, tile_tokens=tile_tokens)
+    sizes, more = (dtype.itemsize, parts.shape(), tokens), {"tile_tokens": tile_tokens, "is_sliced": is_sliced}
+    return estimate_layer(*sizes, compiled=parts.compiled, num_documents=documents, **more)  # type: ignore[arg-type]
 
 
 def as_run(
