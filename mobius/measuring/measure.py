@@ -46,6 +46,7 @@ class MicrobatchShape:
 
     batch: int
     seq_length: int
+    """Tokens of each sequence in the microbatch: those of a slice where sequences are cut."""
     dtype: torch.dtype
     loss_chunk_tokens: int
     packed: PackedRows | None = None

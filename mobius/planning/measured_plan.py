@@ -104,12 +104,12 @@ def _with_host(profile: Profile, blueprint: Blueprint, transport: Transport) -> 
 
 
 def _microbatch(blueprint: Blueprint) -> MicrobatchShape:
-    pipeline, data = blueprint.config.pipeline, blueprint.config.data
+    batch, tokens, _ = blueprint.message_shape
     return MicrobatchShape(
-        pipeline.microbatch_size,
-        data.seq_length,
+        batch,
+        tokens,
         blueprint.dtype,
-        pipeline.loss_chunk_tokens,
+        blueprint.config.pipeline.loss_chunk_tokens,
         blueprint.answer.request.packed,
         blueprint.tile_tokens,
     )

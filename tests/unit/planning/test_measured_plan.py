@@ -147,6 +147,23 @@ def test_layers_are_measured_on_the_rows_of_the_run(monkeypatch: pytest.MonkeyPa
     assert seen == [packed]
 
 
+@pytest.mark.usefixtures("workplace")
+def test_slices_are_measured_as_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def measure_nothing(blueprint: Blueprint, shape: MicrobatchShape, transport: SingleRankTransport) -> Profile:
+        seen.append(shape)
+        return measured_like("H200", shape.tokens)
+
+    monkeypatch.setattr(measured_plan, "_measure", measure_nothing)
+    blueprint = blueprint_of("--num_stages", "auto", "--num_chunks", "4", "--num_slices", "2")
+    profile, _ = measured_profile(blueprint, SingleRankTransport())
+
+    assert (seen[0].batch, seen[0].seq_length) == blueprint.message_shape[:2] == (1, 8)
+    own = replace(profile, num_ranks=1, kind_of_layer=(0,) * blueprint.shape.num_layers)
+    assert redraw(blueprint, own).plan.num_slices == 2
+
+
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "Some Future GPU"])
 def test_stages_go_by_what_was_measured_also_on_a_gpu_that_is_not_known(
     name: str, caplog: pytest.LogCaptureFixture
