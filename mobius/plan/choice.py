@@ -141,7 +141,8 @@ def _checked(measured: Profile, request: PlanRequest) -> Profile:
     if given != wanted:
         parts = "ranks, tokens of a microbatch and layers"
         raise PlanError(f"the profile is of another run: its {parts} are {given}, {wanted} are asked for.")
-    length, own = request.attention_length, measured.attention_length or request.slice_length
+    length = request.attention_length
+    own = measured.attention_length or min(length, request.slice_length)  # documents are measured as they are
     if request.plan.num_slices == 1 or own == length:
         return measured
     return attending(measured, request.shape, measured_length=own, length=length)

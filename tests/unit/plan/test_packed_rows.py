@@ -11,7 +11,7 @@ from mobius.config.config import Dtype
 from mobius.plan import cards
 from mobius.plan.budget import estimated_layer, gpu_need
 from mobius.plan.cards import CARDS, estimate_profile
-from mobius.plan.choice import Answer, answer, choose, estimated_profile
+from mobius.plan.choice import Answer, answer, choose, estimated_profile, settle
 from mobius.plan.gpu_peak import LayerBytes, document_bytes
 from mobius.plan.partition import ModelShape
 from mobius.plan.profile import LayerSeconds
@@ -125,3 +125,20 @@ def test_auto_chooses_for_the_documents_and_remembers_them(seven: ModelShape) ->
     chosen = choose(request_of(seven, packed=packed, num_stages=None, num_chunks=None, gpu_memory_limit=24.0))
     assert chosen.request.packed == packed
     assert chosen.request.with_pipeline(use_offload=False).packed == packed
+
+
+@pytest.mark.parametrize(("mean", "is_as_measured"), [(60.0, True), (256.0, True), (400.0, False)])
+def test_measured_slices_that_hold_the_documents_have_attended_over_them(
+    seven: ModelShape, mean: float, is_as_measured: bool
+) -> None:
+    """A measured row has documents of that mean; longer than the slice, its tokens attended over less than they do."""
+    request = settle(request_of(seven, packed=PackedRows(mean, 16), num_slices=2, num_rounds=1))
+    estimate = estimated_profile(request)
+    assert estimate is not None
+    measured = replace(estimate, attention_length=None)
+
+    found = answer(request, layer=estimated_layer(request), profile=measured).profile
+
+    assert found is not None
+    assert (found.layer_kinds == measured.layer_kinds) is is_as_measured
+    assert found.layer_kinds[0].forward >= measured.layer_kinds[0].forward
