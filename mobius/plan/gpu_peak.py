@@ -225,8 +225,9 @@ class _Rank:
         number = min(MAX_LEAVING + 1, self._plan.round_size)
         own = number * len(self._plan.cuts[stage].layers) * self._size.activation
         messages = self._ahead + self._sent(0, self._outputs([*before, stage]))
-        # A forward without a graph makes less than one with it.
-        return Held(stayed + own, kept, messages, self._size.layer.graph)
+        # A forward without a graph makes less than one with it, and in tiles less than backward does in them.
+        work = min(self._size.layer.graph, self._size.layer.recomputed_peak)
+        return Held(stayed + own, kept, messages, work)
 
     def _turn(self, stage: int, waiting: list[int]) -> Iterator[Held]:
         """Forward, loss and backward of one microbatch of the model's last stage."""
