@@ -89,6 +89,10 @@ def _contradictions(config: Config, saved: SavedPlan) -> dict[str, str]:
     if pipeline.activation_offloading is ActivationOffloading.OFF and plan.stashed:
         told = f"--activation_offloading off, the plan stashes activations of {len(plan.stashed)} stages"
         found["activation_offloading"] = told
+    could = set(range(plan.num_stages - 1)) - plan.kept
+    if pipeline.activation_offloading is ActivationOffloading.ON and plan.stashed < could:
+        told = f"--activation_offloading on, the plan stashes activations of {len(plan.stashed)} of {len(could)} stages"
+        found["activation_offloading"] = told
     if pipeline.recompute is Recompute.NONE and len(plan.kept) < plan.num_stages:
         found["recompute"] = f"--recompute none, the plan keeps activations of {len(plan.kept)} stages only"
     return found
