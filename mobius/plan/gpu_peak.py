@@ -8,7 +8,9 @@
 So the most is held at the model's last stage's turn, or when a stage begins its backward; it is looked for there.
 
 Inputs of a stashed stage's layers wait on the host. Of those, two microbatches are on the GPU at most, leaving or come
-back, and a third while a forward makes it.
+back, and a third while a forward makes it. In rounds of one or two these are of several stages.
+
+The model's last stage keeps one microbatch only, or the slices of one sequence.
 
 The work of a moment is one layer's backward, head and loss, or the embedding's backward. Widths count tensors
 [tokens, width] of the working format. A layer by what its code keeps and makes (models/linear.py: the gradients of all
@@ -202,7 +204,7 @@ class _Rank:
         inputs = [len(plan.cuts[stage].layers) for stage in self._stages if stage in plan.stashed]
         self._most_inputs = max(inputs, default=0) * size.activation
         """Bytes of the inputs of a stashed stage's layers and a microbatch."""
-        self._under_way = min(MAX_FETCHED, plan.round_size) * self._most_inputs
+        self._under_way = min(MAX_FETCHED, len(inputs) * plan.round_size) * self._most_inputs
         """Bytes of what leaves or has come back; while the model's last stage turns, it need not all be there."""
         self._ahead = 0 if plan.num_ranks == 1 else RECEIVES_AHEAD * size.activation
 
@@ -222,8 +224,12 @@ class _Rank:
     def _leaving(self, stage: int, before: list[int]) -> Held:
         """The forward of a stashed stage, while inputs of the microbatches before leave."""
         stayed, kept = self._all_kept(before)
+        # The stage before may still leave, which may be larger.
+        stashed = [each for each in (*before, stage) if each in self._plan.stashed]
         number = min(MAX_LEAVING + 1, self._plan.round_size)
-        own = number * len(self._plan.cuts[stage].layers) * self._size.activation
+        layers = [len(self._plan.cuts[each].layers) for each in stashed for _ in range(number)]
+        ends = range(len(layers) - number + 1, len(layers) + 1)
+        own = max(sum(layers[max(0, end - MAX_LEAVING - 1) : end]) for end in ends) * self._size.activation
         messages = self._ahead + self._sent(0, self._outputs([*before, stage]))
         # A forward without a graph makes less than one with it, and in tiles less than backward does in them.
         work = min(self._size.layer.graph, self._size.layer.recomputed_peak)
@@ -233,6 +239,7 @@ class _Rank:
         """Forward, loss and backward of one microbatch of the model's last stage."""
         size, per_message = self._size, self._size.activation
         inputs, graphs = self._kept(stage)
+        inputs *= self._plan.num_slices  # all of a sequence go forward before the last turns
         stayed, kept = self._all_kept(waiting)
         stayed += self._under_way
         is_only = self._plan.cuts[stage].is_first
