@@ -119,8 +119,9 @@ def most_inputs(schedule: Schedule, plan: Plan, rank: int) -> int:
         elif action.kind.is_backward:
             kept[own] = number  # of a whole sequence the model's last stage has made them now
         most = max(most, sum(kept.values()) + sum(leaving))
-        comes_again = action.kind is ActionKind.KEYS and action.stage in plan.stashed
-        if action.kind.is_backward or (comes_again and (action.microbatch or 0) % plan.num_slices < plan.num_slices - 1):
+        is_last_slice = ((action.microbatch or 0) + 1) % plan.num_slices == 0
+        comes_again = action.kind is ActionKind.KEYS and action.stage in plan.stashed and not is_last_slice
+        if action.kind.is_backward or comes_again:
             del kept[own]
     return most
 
