@@ -178,11 +178,14 @@ def _misfit_sizes(config: Config, num_ranks: int | None) -> _Misfits:
             f"`--batch_size` {batch} of `--seq_length` {length} are {batch * length} tokens per step; at most "
             f"{_STEP_TOKENS} can be; lower one of them",
         )
-    if stages is not None and chunks is not None and stages * chunks > _SCHEDULE_PARTS and not is_planned:
+    known = {"num_stages": stages, "num_chunks": chunks, "num_slices": slices if slices != 1 else None}
+    parts = math.prod(number or 1 for number in known.values())
+    if parts > _SCHEDULE_PARTS and not is_planned:
+        given = [f"`--{name}` {number}" for name, number in known.items() if number is not None]
         yield (
-            "num_stages num_chunks plan",
-            f"`--num_stages` {stages} of `--num_chunks` {chunks} are {stages * chunks} forwards and as many backwards "
-            f"per step; at most {_SCHEDULE_PARTS} can be planned; lower one of them",
+            "num_stages num_chunks num_slices plan",
+            f"{' of '.join(given)} are {parts} forwards and as many backwards per step; at most {_SCHEDULE_PARTS} can "
+            "be planned; lower one of them",
         )
     if width is not None and heads is not None and width % heads:
         yield (

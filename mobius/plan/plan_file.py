@@ -194,6 +194,7 @@ def _contradiction(saved: SavedPlan) -> str | None:
         return f"{number} stages on {plan.num_ranks} ranks"
     for name, option, value in (
         ("num_microbatches", "num_chunks", plan.num_chunks),
+        ("num_slices", "num_slices", plan.num_slices),
         ("spans", "num_stages", number),
     ):
         bounds = options()[option].bounds
@@ -215,6 +216,8 @@ def _contradiction(saved: SavedPlan) -> str | None:
         return "resident stages, kept or stashed activations name a stage that there is not"
     if both := sorted(plan.stashed & (plan.kept | {number - 1})):
         return f"the stages {both} stash activations, which those that keep them and the last one cannot"
+    if plan.kept and plan.num_slices > 1:
+        return f"the stages {sorted(plan.kept)} keep activations, but slices are recomputed"
     if len(plan.slots) != plan.num_ranks:
         return f"slots of {len(plan.slots)} ranks, not {plan.num_ranks}"
     for rank in range(plan.num_ranks):

@@ -185,6 +185,10 @@ def test_a_huge_number_is_judged_at_once() -> None:
             ["--num_stages", "1024", "--num_chunks", "64", "--batch_size", "64"],
             ["`--num_stages` 1024 of `--num_chunks` 64 are 65536 forwards", "at most 32768"],
         ),
+        (
+            ["--batch_size", "8", "--num_chunks", "8", "--seq_length", "65536", "--num_slices", "1024"],
+            ["`--num_stages` 8 of `--num_chunks` 8 of `--num_slices` 1024 are 65536 forwards", "at most 32768"],
+        ),
     ],
 )
 def test_what_no_machine_can_hold_is_refused_before_anything_is_made(argv: list[str], parts: list[str]) -> None:

@@ -69,6 +69,8 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
         (lambda f: f.update(slots=[0, 1]), "0 slots for the 1 streamed stages of rank 0"),
         (lambda f: f.update(slots=[1, 3]), "3 slots for the 2 streamed stages of rank 1"),
         (lambda f: f.update(kept_activations=[1]), r"the stages \[1\] keep activations, but their weights leave"),
+        (lambda f: f.update(num_slices=2), r"the stages \[0, 3\] keep activations, but slices are recomputed"),
+        (lambda f: f.update(num_slices=2**20, num_microbatches=2**20, seq_length=2**20), "`num_slices` are 1048576"),
         (lambda f: f["model"].pop("dtype"), "is broken: `model` "),
         (lambda f: f.update(version=True), "has version True, "),
         (lambda f: f.update(version=2.0), "has version 2.0, "),
