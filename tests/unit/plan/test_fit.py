@@ -313,3 +313,11 @@ def test_a_refusal_names_changes_that_then_fit(llama_7b: ModelShape) -> None:
         fit_plan(request)
     assert f"{gib} GiB is available" in str(caught.value)
     fit_plan(replace(request, num_chunks=8))
+
+
+def test_slices_never_keep_what_they_recompute_anyway() -> None:
+    long = {"seq_length": 32768, "batch_size": 4, "num_chunks": 4, "num_rounds": 1, "num_stages": 8}
+    whole, sliced = (request_of(known_shape("7b"), num_slices=number, **long) for number in (1, 2))
+
+    assert fit_plan(whole, layer=estimated_layer(whole)).kept
+    assert not fit_plan(sliced, layer=estimated_layer(sliced)).kept
