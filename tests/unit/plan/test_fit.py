@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from harness.plan_requests import H200, request_of
+from harness.plan_requests import H200, known_shape, request_of
 
 from mobius.config.config import Recompute
 from mobius.errors import GpuMemoryError, PlanError
