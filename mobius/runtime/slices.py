@@ -88,7 +88,7 @@ class SlicedStage:
         Returns the hidden states [B, T, H] and the layers' inputs.
         """
         hidden = run(self._parts.embedding, weights, inputs, {}) if self._cut.is_first else inputs
-        kept = [] if self._layers else [hidden]
+        kept = [hidden] if self._cut.is_last and not self._layers else []  # which only norm and head then ask for
         for position, index in enumerate(self._cut.layers):
             kept.append(hidden)
             own = _cut_arguments(arguments[index], place)

@@ -71,6 +71,22 @@ def test_documents_across_slices_give_what_each_gives_alone(family: str, num_sli
         assert _apart(pipeline.gradients, expected) < 2e-6, where
 
 
+@pytest.mark.parametrize("is_stashed", [False, True])
+def test_stages_without_layers_pass_slices_on(is_stashed: bool) -> None:
+    """The embedding and the head are stages of their own where there are more stages than layers."""
+    model, batch = make_model("llama", 4), make_batch(2)
+    loss, plain = plain_step(model, batch, 2)
+    for num_ranks, stages_per_rank, num_slots in ((2, 3, 2), (3, 2, None), (1, 5, 1)):
+        stages = range(num_ranks * stages_per_rank - 1)
+        stashed = frozenset(stages if is_stashed else ())
+        pipeline = Pipeline(model, num_ranks, stages_per_rank, 2 * 3, num_slots, num_slices=3, stashed=stashed)
+
+        own_loss = pipeline.run(batch)
+
+        assert float(own_loss) == pytest.approx(float(loss), rel=1e-6)
+        assert _apart(pipeline.gradients, {name: each.double() for name, each in plain.items()}) < 2e-6
+
+
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_an_evaluation_in_slices_gives_the_losses_of_whole_rows(is_packed: bool) -> None:
     model = make_model("qwen3", 6)
