@@ -1,6 +1,7 @@
 """Compiles functions under torch.compile, and modules into graphs of their own, forward alone and both ways back.
 
     activations kept        a forward, and a backward that takes what the forward kept
+    products kept           the same, and the backward runs again what is cheap (cheap.py)
     recomputed              one graph of both; what only the output would need is not in it, above all the last product
 
 A module's own graphs spare the host about half of the work that torch.compile and autograd give it: nothing is between
@@ -28,7 +29,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from mobius.errors import first_line
+from mobius.models.cheap import recompute_cheap
 from mobius.models.linear import make_leaves
+from mobius.plan.plan import KeptLevel
 
 logger = logging.getLogger(__name__)
 
@@ -137,12 +140,17 @@ class ModuleGraphs:
             return None if made is None else _named(made[1], made[0](*tensors))
 
     def keep(
-        self, weights: Weights, tapped: Sequence[str], inputs: Tensors, arguments: Mapping[str, Any]
+        self,
+        weights: Weights,
+        tapped: Sequence[str],
+        inputs: Tensors,
+        arguments: Mapping[str, Any],
+        level: KeptLevel = KeptLevel.EVERYTHING,
     ) -> KeptActivations | None:
-        """The forward; its backward needs the same `weights` where they are."""
+        """The forward, which keeps what `level` says; its backward needs the same `weights` where they are."""
         with torch.no_grad():
             call = self._call(weights, tapped, inputs, arguments)
-            graphs = self._graph(("split", call.key), lambda: _split(call))
+            graphs = self._graph(("split", level, call.key), lambda: _split(call, level))
             if graphs is None:
                 return None
             made = cast(Sequence[Tensor], graphs.forward(*call.tensors))
@@ -262,7 +270,7 @@ def _compile_function(
     return _compile(make_fx(lambda *tensors: function(tensors), tracing_mode="fake")(*tensors))
 
 
-def _split(call: _Call) -> _SplitGraphs:
+def _split(call: _Call, level: KeptLevel) -> _SplitGraphs:
     """`call.differentiate` for gradients in a row, cut by torch's partitioner as under torch.compile."""
 
     # By this name the partitioner tells gradients from other inputs; it sees what is cheap in small operations only.
@@ -276,6 +284,8 @@ def _split(call: _Call) -> _SplitGraphs:
         if node.target in _SAME:  # or what is kept would be its output, in the place of an input
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
+    if level is KeptLevel.PRODUCTS:
+        recompute_cheap(graph.graph)
     forward, backward = min_cut_rematerialization_partition(graph, given, num_fwd_outputs=len(like))
     taken = _keep_no_inputs(forward.graph, backward.graph, num_outputs=len(like))
     forward.recompile()

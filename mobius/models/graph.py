@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mobius.models.blocks import Block
+from mobius.models.cheap import keeping_products
 from mobius.models.compiled import Gradients, KeptActivations, Tensors, as_tuple
 from mobius.models.linear import add_product, make_leaves, tap_names, weight_name
+from mobius.plan.plan import KeptLevel
 
 Views = Mapping[str, Tensor]
 
@@ -60,24 +64,55 @@ def run_many(block: Block, weights: Views, inputs: Tensors, arguments: Mapping[s
         return as_tuple(block(own, *inputs, **arguments))
 
 
-def run_with_graph(block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any]) -> BlockGraph:
-    """Run `block` with a graph that ends in its parameters and, if they are [..., H] and not token ids, its inputs."""
-    return run_many_with_graph(block, weights, (inputs,), arguments)
+def run_with_graph(
+    block: Block,
+    weights: Views,
+    inputs: Tensor,
+    arguments: Mapping[str, Any],
+    level: KeptLevel = KeptLevel.EVERYTHING,
+) -> BlockGraph:
+    """Run `block` with a graph that ends in its parameters and, if they are [..., H] and not token ids, its inputs.
+
+    `level` is what the graph holds until its backward; results are the same.
+    """
+    return run_many_with_graph(block, weights, (inputs,), arguments, level)
 
 
-def run_many_with_graph(block: Block, weights: Views, inputs: Tensors, arguments: Mapping[str, Any]) -> BlockGraph:
+def run_many_with_graph(
+    block: Block,
+    weights: Views,
+    inputs: Tensors,
+    arguments: Mapping[str, Any],
+    level: KeptLevel = KeptLevel.EVERYTHING,
+) -> BlockGraph:
     """Run a block of several inputs or outputs like `run_with_graph`."""
     inputs = tuple(each.detach() for each in inputs)
     own = _own_views(weights, block)
     if inputs[0].is_floating_point():
-        kept = block.graphs.keep(own, block.tapped, inputs, arguments) if block.graphs is not None else None
+        kept = block.graphs.keep(own, block.tapped, inputs, arguments, level) if block.graphs is not None else None
         if kept is not None:
             return kept
         for each in inputs:
             each.requires_grad_()
     fixed, leaves = make_leaves(own, block.tapped, num_tokens=inputs[0].shape[:-1].numel())
+    run_block = partial(block, {**fixed, **leaves}, **arguments)
     with torch.enable_grad():
-        return AutogradGraph(inputs, leaves, as_tuple(block({**fixed, **leaves}, *inputs, **arguments)))
+        outputs = run_block(*inputs) if level is KeptLevel.EVERYTHING else _keep_products(run_block, inputs)
+    return AutogradGraph(inputs, leaves, as_tuple(outputs))
+
+
+def _keep_products(run_block: Callable[..., Tensor], inputs: Tensors) -> Tensor:
+    """Run a block so that its graph holds products alone; the rest is run again within its backward."""
+    return cast(
+        Tensor,
+        checkpoint(
+            run_block,
+            *inputs,
+            use_reentrant=False,
+            context_fn=keeping_products,
+            preserve_rng_state=False,  # nothing is drawn at random in a layer
+        ),
+    )
 
 
 def backward(block: Block, graph: BlockGraph, gradients: Views, gradient: Tensor) -> Tensor:

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from mobius.plan.partition import ModelShape, StageCut, balanced_partition
+
+
+class KeptLevel(StrEnum):
+    """Activations that a stage keeps from forward to backward, if it keeps any."""
+
+    EVERYTHING = "everything"
+    """All that backward needs."""
+    PRODUCTS = "products"
+    """Results of matrix products and of attention; backward runs again what is element by element."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,8 @@ class Plan:
     """Stages whose layers' inputs wait on the host from forward to backward."""
     num_slices: int = 1
     """Slices of each sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all."""
+    kept_level: KeptLevel = KeptLevel.EVERYTHING
+    """Activations of the `kept` stages that are kept; of importance only where there are such stages."""
 
     @property
     def num_chunks(self) -> int:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mobius.models.attention import DocumentAttention
 from mobius.models.blocks import Block, LayerArguments, ModelParts
 from mobius.models.compiled import Arguments
 from mobius.models.graph import BlockGraph, Views, backward, recomputed_backward, run, run_with_graph
@@ -21,6 +22,7 @@ from mobius.models.halves import LayerHalves
 from mobius.models.loss import chunked_cross_entropy, chunked_evaluation
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.partition import StageCut
+from mobius.plan.plan import KeptLevel
 from mobius.plan.request import PackedRows
 from mobius.runtime.documents import typical_arguments
 from mobius.runtime.tiles import TiledLayer
@@ -33,10 +35,17 @@ class StageModule:
     """The layers of `cut`, with the embedding in the first stage and the final norm and head in the last."""
 
     def __init__(
-        self, parts: ModelParts, cut: StageCut, *, loss_chunk_tokens: int, tile_tokens: int | None = None
+        self,
+        parts: ModelParts,
+        cut: StageCut,
+        *,
+        loss_chunk_tokens: int,
+        tile_tokens: int | None = None,
+        kept_level: KeptLevel = KeptLevel.EVERYTHING,
     ) -> None:
-        """`tile_tokens`: layers that are recomputed run in tiles of at most so many tokens, which gives the same.
+        """`kept_level` is what a forward keeps that keeps its graphs; around FlexAttention, everything or nothing.
 
+        `tile_tokens`: layers that are recomputed run in tiles of at most so many tokens, which gives the same.
         None runs each layer at once, and so do microbatches of no more tokens. Raises CheckpointError for a family
         whose layers cannot be cut.
         """
@@ -44,6 +53,9 @@ class StageModule:
         self._parts = parts
         self._layers = [parts.layers[index] for index in cut.layers]
         self._loss_chunk_tokens = loss_chunk_tokens
+        self._kept_level = kept_level
+        # It compiles itself, and would not under the mode that keeps an eager layer's products.
+        self._may_keep = kept_level is KeptLevel.EVERYTHING or parts.attention is not DocumentAttention.FLEX
         self._tile_tokens = tile_tokens
         self._tiled: dict[int, TiledLayer] = {}
         if tile_tokens is not None:
@@ -71,8 +83,8 @@ class StageModule:
         hidden = run(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         kept: list[Kept] = []
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
-            if keep_graphs:
-                graph = run_with_graph(layer, weights, hidden, arguments[index])
+            if keep_graphs and self._may_keep:
+                graph = run_with_graph(layer, weights, hidden, arguments[index], self._kept_level)
                 kept.append(graph)
                 hidden = graph.output.detach()
             else:

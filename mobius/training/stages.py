@@ -66,7 +66,13 @@ class RankStages:
         `StageModule`. Raises HostMemoryError, and CheckpointError as that does.
         """
         modules = {
-            stage: StageModule(parts, plan.cuts[stage], loss_chunk_tokens=loss_chunk_tokens, tile_tokens=tile_tokens)
+            stage: StageModule(
+                parts,
+                plan.cuts[stage],
+                loss_chunk_tokens=loss_chunk_tokens,
+                tile_tokens=tile_tokens,
+                kept_level=plan.kept_level,
+            )
             for stage in plan.stages_of(rank)
         }
         memory, arena = take_memory(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mobius.models.blocks import Block
 from mobius.models.graph import backward, recomputed_backward, run, run_with_graph
+from mobius.plan.plan import KeptLevel
 
 
 @dataclass
@@ -23,10 +24,10 @@ class BlockCase:
     arguments: dict[str, Any]
     gradient: Tensor
 
-    def kept(self) -> list[Tensor]:
+    def kept(self, level: KeptLevel = KeptLevel.EVERYTHING) -> list[Tensor]:
         """Output, gradients of the inputs and of every parameter as a run makes them that kept the activations."""
         sums = self.sums()
-        graph = run_with_graph(self.block, self.weights, self.hidden, self.arguments)
+        graph = run_with_graph(self.block, self.weights, self.hidden, self.arguments, level)
         return [graph.output.detach(), backward(self.block, graph, sums, self.gradient), *sums.values()]
 
     def by_autograd(self) -> list[Tensor]:

@@ -26,7 +26,7 @@ from transformers import (
 from mobius.models.blocks import ModelParts
 from mobius.optim.tied import TiedPair
 from mobius.plan.partition import balanced_partition, partition_of
-from mobius.plan.plan import Plan
+from mobius.plan.plan import KeptLevel, Plan
 from mobius.runtime.executor import StepBatch, StepSums
 from mobius.schedule.build import build_schedule
 from mobius.training.stages import RankStages
@@ -101,6 +101,7 @@ class Pipeline:
     num_slots: int | None
     keeps_graphs: bool = False
     """In all stages that are resident, and in those of each rank that stay in a slot from forward to backward."""
+    kept_level: KeptLevel = KeptLevel.EVERYTHING
     resident: frozenset[int] = frozenset()
     """Stages that stay on the device though others are streamed."""
     loss_chunk_tokens: int = 4096
@@ -181,6 +182,7 @@ class Pipeline:
             num_rounds=self.num_rounds,
             num_slices=self.num_slices,
             stashed=self.stashed,
+            kept_level=self.kept_level,
         )
         staying = {s for rank in range(self.num_ranks) for s in plan.streamed_stages(rank)[-(self.num_slots or 1) :]}
         return replace(plan, kept=plan.resident | staying) if self.keeps_graphs else plan
