@@ -38,9 +38,24 @@ Device = StrEnum("Device", ["AUTO", "CUDA", "CPU"])
 """Kind of device that a run computes on."""
 Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
 """Whether layers run as compiled graphs."""
-Recompute = StrEnum("Recompute", ["AUTO", "FULL", "NONE"])
 ActivationOffloading = StrEnum("ActivationOffloading", ["AUTO", "ON", "OFF"])
-"""Choice of the layers that run their forward again in backward."""
+"""Whether inputs of layers wait in CPU memory for their backward."""
+
+
+class Recompute(StrEnum):
+    """Choice of what runs its forward again in backward."""
+
+    AUTO = "auto"
+    FULL = "full"
+    ELEMENTWISE = "elementwise"
+    NONE = "none"
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no layer is recomputed from its input alone."""
+        return self in (Recompute.ELEMENTWISE, Recompute.NONE)
+
+
 Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
 """How samples become rows of seq_length."""
 LrSchedulerType = StrEnum("LrSchedulerType", ["LINEAR", "COSINE", "CONSTANT"])
@@ -171,7 +186,7 @@ class PipelineConfig:
     recompute: Recompute = Recompute.AUTO
     """Whether backward runs each layer's forward again, so that one layer's activations exist at a time. auto: the last
     stages of each rank keep theirs, as far as GPU memory allows. full: all recompute. none: none does, a quarter less
-    compute; needs no_offload or resident_stages all, where weights stay in place."""
+    compute. elementwise: all but products and attention. The last two need no_offload or resident_stages all."""
     activation_offloading: ActivationOffloading = ActivationOffloading.AUTO
     """Whether the inputs of layers, from which backward recomputes, wait for it in page-locked CPU memory. Results are
     the same to the bit. auto: those of a GPU's first stages, as many as are needed to fit, or as shorten the step by

@@ -68,7 +68,7 @@ offload_gradient_checkpoints activation_checkpointing_offload cpu_offloading_act
     use --activation_offloading on, off or auto, the default: activations wait in CPU memory where they do not fit
 gradient_checkpointing activation_checkpointing disable_gradient_checkpointing checkpoint_activations use_reentrant_gc
 gradient_checkpointing_kwargs -> recompute
-    use --recompute full (on), none (off) or auto
+    use --recompute full (on), elementwise (without products), none (off) or auto
 torch_dtype mixed_precision precision fp16_opt_level pure_bf16 bf16_full_eval half -> dtype
     use --dtype bf16, fp16 or fp32
 fp8 int8 -> dtype

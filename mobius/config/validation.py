@@ -13,7 +13,7 @@ from itertools import chain, combinations, islice
 from pathlib import Path, PurePath
 from typing import Final
 
-from mobius.config.config import TRACKERS, ActivationOffloading, Config, DatasetEntry, Datasets, Device, Recompute
+from mobius.config.config import TRACKERS, ActivationOffloading, Config, DatasetEntry, Datasets, Device
 from mobius.config.long_runs import EvalStrategy, SaveStrategy, steps_between
 from mobius.config.options import Option, OptionValue, config_from, dataset_spellings, option_values, options
 from mobius.errors import ConfigError
@@ -167,11 +167,10 @@ def _misfit_sizes(config: Config, num_ranks: int | None) -> _Misfits:
             f"`--seq_length` {length} cannot be cut into `--num_slices` {slices} equal slices; use --num_slices "
             f"{possible}, or --seq_length {_nearest_multiple(length, slices)}",
         )
-    if slices is not None and slices > 1 and config.pipeline.recompute is Recompute.NONE:
-        yield (
-            "num_slices recompute",
-            f"`--num_slices` {slices} recomputes each slice, which `--recompute none` rules out; use --recompute auto",
-        )
+    recompute = config.pipeline.recompute
+    if slices is not None and slices > 1 and recompute.keeps_all:
+        told = f"`--num_slices` {slices} recomputes each slice, which `--recompute {recompute}` rules out"
+        yield "num_slices recompute", f"{told}; use --recompute auto"
     if batch * length > _STEP_TOKENS and not is_planned:
         yield (
             "batch_size seq_length plan",
@@ -249,21 +248,22 @@ def _misfit_choices(config: Config) -> _Misfits:
     if pipeline.probe_topology and not pipeline.cross_mapping:
         told = "`--probe_topology` has no effect with `--no_cross_mapping`; remove one of them"
         yield "probe_topology cross_mapping", told
-    if pipeline.recompute is Recompute.NONE and pipeline.use_offload and resident != "all":
+    recompute = f"`--recompute {pipeline.recompute}`"
+    if pipeline.recompute.keeps_all and pipeline.use_offload and resident != "all":
         yield (
             "recompute use_offload resident_stages",
-            "`--recompute none` needs a layer's weights until its backward, but with `--use_offload` they leave the "
-            "GPU; use --no_offload, or --recompute auto",
+            f"{recompute} needs a layer's weights until its backward, but with `--use_offload` they leave the GPU; use "
+            "--no_offload, or --recompute auto",
         )
-    if pipeline.recompute is Recompute.NONE and pipeline.activation_offloading is ActivationOffloading.ON:
+    if pipeline.recompute.keeps_all and pipeline.activation_offloading is ActivationOffloading.ON:
         yield (
             "recompute activation_offloading",
             "`--activation_offloading on` sends inputs that backward recomputes from to the host, and with "
-            "`--recompute none` it does not; use --recompute auto, or --activation_offloading auto",
+            f"{recompute} it does not; use --recompute auto, or --activation_offloading auto",
         )
-    if pipeline.recompute is Recompute.NONE and pipeline.num_tile_tokens:
+    if pipeline.recompute.keeps_all and pipeline.num_tile_tokens:
         told = f"`--tile_tokens` {excerpt(pipeline.tile_tokens)} is for layers that are recomputed"
-        yield "recompute tile_tokens", f"{told}, and with `--recompute none` none is; remove one of them"
+        yield "recompute tile_tokens", f"{told}, and with {recompute} none is; remove one of them"
     if resident not in ("auto", "all") and not pipeline.use_offload:
         yield (
             "resident_stages use_offload",

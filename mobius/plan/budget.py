@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mobius.config.config import ActivationOffloading, Recompute
+from mobius.config.config import ActivationOffloading
 from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.limits import MAX_SUMS
 from mobius.plan.gpu_peak import (
@@ -233,7 +233,7 @@ def tile_tokens(request: PlanRequest) -> int | None:
     As for rounds estimates count, and the card's memory, not what is free of it: on all ranks it is the same.
     """
     pipeline = request.config.pipeline
-    if pipeline.tile_tokens != "auto" or pipeline.recompute is Recompute.NONE:
+    if pipeline.tile_tokens != "auto" or pipeline.recompute.keeps_all:
         return pipeline.num_tile_tokens
     return _tile_that_fits(replace(request, machine=replace(request.machine, free_bytes=None)))
 

@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mobius.config.config import PipelineConfig, Recompute
+from mobius.config.config import PipelineConfig
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
 from mobius.plan.cards import GIGA, LATENCY, TERA, attending, estimate_profile
-from mobius.plan.fit import LEAST_SLICE, check_given_plan, fit_plan, numbers_of_rounds
+from mobius.plan.fit import LEAST_SLICE, check_given_plan, fit_plan, levels_to_try, numbers_of_rounds
 from mobius.plan.gpu_peak import LayerBytes
-from mobius.plan.memory_use import by_score, by_simulation, closed_form
+from mobius.plan.memory_use import ALIKE, by_score, by_simulation, closed_form
 from mobius.plan.partition import most_stages
-from mobius.plan.plan import Plan
+from mobius.plan.plan import KeptLevel, Plan
 from mobius.plan.profile import MessageRates, Profile
 from mobius.plan.request import PlanRequest
 from mobius.plan.simulation import Forecast, Prediction, forecast, plan_seconds, without_collector
@@ -190,10 +190,10 @@ def _with_slices(request: PlanRequest) -> PlanRequest:
     """The request with a number of slices: whole sequences, or so many of long ones that all ranks have work."""
     if request.num_slices is not None:
         return request
-    length, batch, recompute = request.config.data.seq_length, request.config.pipeline.batch_size, Recompute.NONE
+    length, batch = request.config.data.seq_length, request.config.pipeline.batch_size
     wanted = SLICES_PER_RANK * request.machine.num_ranks
     sequences = min(batch, request.num_chunks or batch)
-    is_worth_it = length >= LEAST_SLICED and sequences < wanted and request.config.pipeline.recompute is not recompute
+    is_worth_it = length >= LEAST_SLICED and sequences < wanted and not request.recompute.keeps_all
     if not is_worth_it or not request.shape.is_sliceable:
         return replace(request, num_slices=1)
     numbers = [number for number in range(1, length // LEAST_SLICE + 1) if length % number == 0]
@@ -279,7 +279,16 @@ def _simulated(request: PlanRequest, measured: Profile | None, *, is_quick: bool
 
 @lru_cache(maxsize=8)  # what is chosen for auto is then asked for by its numbers
 def _fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: Profile) -> Plan:
-    return fit_plan(request, layer=layer, choose=by_simulation(profile))
+    plans = list[Plan]()
+    for level in levels_to_try(request, layer):
+        if plans and len(plans[0].kept) == len(plans[0].resident) == plans[0].num_stages:
+            break  # nothing is left to gain
+        asked = replace(request, kept_level=level)
+        plan = fit_plan(asked, layer=layer, choose=by_simulation(profile))
+        # The level of a plan that keeps nothing says nothing.
+        plans.append(plan if plan.kept else replace(plan, kept_level=KeptLevel.EVERYTHING))
+    seconds = [plan_seconds(plan, request, profile) for plan in plans]
+    return plans[0] if seconds[0] <= min(seconds) * (1 + ALIKE) else plans[seconds.index(min(seconds))]
 
 
 def _best_of_each(tried: Sequence[Setting]) -> list[Setting]:

@@ -40,7 +40,7 @@ from mobius.plan.budget import (
 )
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import Choose, by_score, closed_form
-from mobius.plan.plan import MemoryUse, Plan
+from mobius.plan.plan import KeptLevel, MemoryUse, Plan
 from mobius.plan.request import PlanRequest
 from mobius.units import bytes_text
 
@@ -61,7 +61,7 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, choose: C
     without it nothing is kept but what is asked for.
 
     Raises PlanError for more resident stages than a rank has, and GpuMemoryError if the least does not fit, the
-    resident stages that are asked for do not, or with `Recompute.NONE` all activations do not.
+    resident stages that are asked for do not, or all activations do not where `recompute` wants them kept.
     """
     plan, per_rank, wanted = request.plan, request.plan.stages_per_rank, request.num_resident
     if wanted is not None and wanted > per_rank:
@@ -76,6 +76,25 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, choose: C
     return plan.using((choose or by_score(closed_form(request)))(request, fitting))
 
 
+def may_keep_products(request: PlanRequest) -> bool:
+    """Whether the plan may have stages that keep products alone: where it is asked for, or auto has the choice.
+
+    Eager layers run what is cheap in many kernels, whose time nobody has estimated, so auto leaves them alone.
+    """
+    is_open = request.recompute is Recompute.AUTO and request.compiles
+    return is_open or request.recompute is Recompute.ELEMENTWISE
+
+
+def levels_to_try(request: PlanRequest, layer: LayerBytes | None) -> tuple[KeptLevel, ...]:
+    """Levels to plan with, the fastest first; one where it is asked for, or products are not known of layers.
+
+    `layer` as in `fit_plan`.
+    """
+    is_known = layer is not None and layer.products is not None
+    is_open = request.recompute is Recompute.AUTO and may_keep_products(request)
+    return tuple(KeptLevel) if is_open and is_known else (request.plan.kept_level,)
+
+
 def numbers_of_rounds(request: PlanRequest) -> list[int]:
     """The fewest rounds with which the least of memory fits, by estimates; as many as can be where none does.
 
@@ -86,7 +105,7 @@ def numbers_of_rounds(request: PlanRequest) -> list[int]:
         return [1]
     choices = [ActivationOffloading.OFF, ActivationOffloading.ON]
     asked = request.config.pipeline.activation_offloading
-    if asked is not ActivationOffloading.AUTO or request.config.pipeline.recompute is Recompute.NONE:
+    if asked is not ActivationOffloading.AUTO or request.recompute.keeps_all:
         choices = [asked]
     found = [_fewest_rounds(request.with_pipeline(activation_offloading=choice)) for choice in choices]
     most = request.plan.num_chunks
@@ -132,7 +151,7 @@ def _least(request: PlanRequest, layer: LayerBytes | None) -> MemoryUse:
 def _with_resident(request: PlanRequest, num_resident: int, layer: LayerBytes | None) -> MemoryUse:
     """So many resident stages, and beside them no more than is asked for."""
     per_rank = request.plan.stages_per_rank
-    num_kept = per_rank if request.config.pipeline.recompute is Recompute.NONE else 0
+    num_kept = per_rank if request.recompute.keeps_all else 0
     use = MemoryUse(num_resident, num_kept, min(request.plan.num_slots or 0, per_rank - num_resident))
     numbers = _stash_numbers(request, num_kept)
     if request.gpu_bytes is None or len(numbers) == 1:
@@ -155,7 +174,7 @@ def _uses(request: PlanRequest, *, knows_layer: bool) -> Iterator[MemoryUse]:
     plan, least = request.plan, _least(request, None)
     per_rank = plan.stages_per_rank
     # Slices are recomputed: keys and values that their activations hold would change with each slice behind them.
-    may_keep = request.config.pipeline.recompute is Recompute.AUTO and knows_layer and plan.num_slices == 1
+    may_keep = request.recompute is Recompute.AUTO and knows_layer and plan.num_slices == 1
     most_resident = per_rank if request.num_resident is None else least.num_resident
     for num_resident in range(least.num_resident, most_resident + 1):
         num_streamed = per_rank - num_resident
@@ -271,14 +290,14 @@ def find_remedies(request: PlanRequest, need: Callable[[PlanRequest], int], avai
 def _stashes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     pipeline = request.config.pipeline
     is_off = pipeline.activation_offloading is ActivationOffloading.OFF
-    if is_off and pipeline.recompute is not Recompute.NONE:
+    if is_off and not pipeline.recompute.keeps_all:
         on = request.with_pipeline(activation_offloading=ActivationOffloading.ON)
         yield "--activation_offloading on", on
 
 
 def _tiles(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """Smaller tiles of recomputed layers, or the first."""
-    if request.config.pipeline.recompute is not Recompute.NONE:
+    if not request.recompute.keeps_all:
         whole = tile_tokens(request) or request.microbatch_tokens
         for number in TILE_TOKENS:
             if number < whole:
@@ -287,7 +306,7 @@ def _tiles(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 
 def _slices(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """More slices of each sequence, of as many tokens as keep a GPU busy."""
-    if not request.shape.is_sliceable or request.config.pipeline.recompute is Recompute.NONE:
+    if not request.shape.is_sliceable or request.recompute.keeps_all:
         return
     length, now = request.config.data.seq_length, request.num_slices or 1
     for number in range(now + 1, length // LEAST_SLICE + 1):
@@ -303,7 +322,9 @@ def _rounds(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 
 
 def _recompute(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    if request.config.pipeline.recompute is Recompute.NONE:
+    if request.recompute is Recompute.NONE:
+        yield "--recompute elementwise", request.with_pipeline(recompute=Recompute.ELEMENTWISE)
+    if request.recompute.keeps_all:
         yield "--recompute full", request.with_pipeline(recompute=Recompute.FULL)
 
 

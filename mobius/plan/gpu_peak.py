@@ -27,6 +27,9 @@ The eager ones are counted, op by op, on a CPU (tests/harness/live_bytes.py); of
 for Llama, Mistral and Qwen2; norms on queries and keys (Qwen3) make a graph 1.25 times as large, Gemma 3's 1.8 times
 (eager, counted). Where a GPU is at hand, a layer is measured instead (runtime/stage.py).
 
+A forward that keeps its products alone holds A + Q + 2 H + 2 I, eager A + Q + 3 H + 2 I: no norm's result, not what the
+last product takes, nothing in fp32. Its backward makes them again, and so has the same peak.
+
 A layer in tiles of tokens (runtime/tiles.py) has those widths for a tile's tokens. Of all tokens it has, q and k being
 the widths of queries and of keys,
 
@@ -41,7 +44,7 @@ from dataclasses import dataclass
 
 from mobius.limits import MAX_FETCHED, MAX_LEAVING, RECEIVES_AHEAD, max_sends_under_way
 from mobius.plan.partition import ModelShape
-from mobius.plan.plan import Plan
+from mobius.plan.plan import KeptLevel, Plan
 
 LOGIT_BYTES_COMPILED = 2
 """Two tensors that the compiled loss makes per logit, logits and their gradient: times the working format."""
@@ -67,6 +70,13 @@ class LayerBytes:
     """
     recomputed: int | None = None
     """As `peak`, of a layer that is recomputed in tiles; None where none is."""
+
+    products: int | None = None
+    """As `graph`, of a forward that keeps its products alone; None where that is not known."""
+
+    def kept(self, level: KeptLevel) -> int:
+        """Held by a forward that keeps what `level` says; everything where products alone are not known."""
+        return self.graph if level is KeptLevel.EVERYTHING or self.products is None else self.products
 
     @property
     def recomputed_peak(self) -> int:
@@ -128,11 +138,11 @@ def estimate_layer(
     hidden, inner = shape.hidden_size, shape.intermediate_size
     attention = max(0, max(shape.layer_parameters, default=0) - 3 * hidden * inner) // hidden
     if compiled:
-        graph = attention + 3 * hidden + 3 * inner
+        graph, products = attention + 3 * hidden + 3 * inner, attention + 2 * hidden + 2 * inner
         peak = graph + 4 * hidden + 3 * inner
     else:
         norms = 3 if weight_bytes == 4 else 6
-        graph = attention + (3 + norms) * hidden + 4 * inner
+        graph, products = attention + (3 + norms) * hidden + 4 * inner, attention + 3 * hidden + 2 * inner
         peak = max(graph + 3 * inner, attention + (6 + 2 * norms) * hidden + 3 * inner)
     beside = document_bytes(shape, num_documents)
     tiled = None
@@ -140,7 +150,8 @@ def estimate_layer(
     if is_sliced or tokens > tile_tokens:
         behind, within = _tiled_bytes(weight_bytes, shape, attention, compiled=compiled)
         tiled = max(behind * tokens + peak * tile_tokens * weight_bytes, within * tokens + beside)
-    return LayerBytes(graph * tokens * weight_bytes, peak * tokens * weight_bytes + beside, tiled)
+    graph, products, peak = (each * tokens * weight_bytes for each in (graph, products, peak))
+    return LayerBytes(graph, peak + beside, tiled, products)
 
 
 def _tiled_bytes(weight_bytes: int, shape: ModelShape, attention: int, *, compiled: bool) -> tuple[int, int]:
@@ -206,6 +217,7 @@ class _Rank:
         """Bytes of the inputs of a stashed stage's layers and a microbatch."""
         self._under_way = min(MAX_FETCHED, len(inputs) * plan.round_size) * self._most_inputs
         """Bytes of what leaves or has come back; while the model's last stage turns, it need not all be there."""
+        self._graph = size.layer.kept(plan.kept_level)
         self._ahead = 0 if plan.num_ranks == 1 else RECEIVES_AHEAD * size.activation
 
     def moments(self) -> Iterator[Held]:
@@ -274,7 +286,7 @@ class _Rank:
         """Inputs and graphs of a stage and a microbatch."""
         num_layers = len(self._plan.cuts[stage].layers)
         if self._keeps(stage):
-            return self._size.activation, num_layers * self._size.layer.graph
+            return self._size.activation, num_layers * self._graph
         return num_layers * self._size.activation, 0
 
     def _all_kept(self, stages: Sequence[int]) -> tuple[int, int]:
@@ -287,7 +299,7 @@ class _Rank:
         if len(self._plan.cuts[stage].layers) == 0:
             return 0
         layer = self._size.layer
-        return layer.peak - layer.graph if self._keeps(stage) else layer.recomputed_peak
+        return layer.peak - self._graph if self._keeps(stage) else layer.recomputed_peak
 
     def _outputs(self, stages: Sequence[int]) -> int:
         """Outputs among the last messages that take memory of their own: a kept graph has its output in it."""

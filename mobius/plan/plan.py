@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from mobius.config.config import Recompute
 from mobius.plan.partition import ModelShape, StageCut, balanced_partition
 
 
@@ -16,6 +17,11 @@ class KeptLevel(StrEnum):
     """All that backward needs."""
     PRODUCTS = "products"
     """Results of matrix products and of attention; backward runs again what is element by element."""
+
+
+def level_of(recompute: Recompute) -> KeptLevel:
+    """Level that an option asks for; where it is left open, everything."""
+    return KeptLevel.PRODUCTS if recompute is Recompute.ELEMENTWISE else KeptLevel.EVERYTHING
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,7 @@ def make_plan(
     num_slots: int | None,
     num_rounds: int = 1,
     num_slices: int = 1,
+    kept_level: KeptLevel = KeptLevel.EVERYTHING,
 ) -> Plan:
     """Cut the model evenly; all stages are streamed through `num_slots` slots, None: all are resident.
 
@@ -171,6 +178,7 @@ def make_plan(
         frozenset(),
         num_rounds=num_rounds,
         num_slices=num_slices,
+        kept_level=kept_level,
     )
     num_resident = plan.stages_per_rank if num_slots is None else 0
     return plan.using([MemoryUse(num_resident, 0, num_slots or 0)] * num_ranks)

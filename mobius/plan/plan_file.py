@@ -18,7 +18,7 @@ from mobius.config.options import options
 from mobius.errors import PlanError, first_line
 from mobius.excerpt import excerpt, quoted
 from mobius.plan.partition import ModelShape, StageCut
-from mobius.plan.plan import Plan
+from mobius.plan.plan import KeptLevel, Plan
 
 VERSION = 2
 ALL_AGAIN = "Make it anew with --dry_run, or leave --plan out."
@@ -68,6 +68,7 @@ class SavedPlan:
             "num_microbatches": plan.num_microbatches,
             "num_rounds": plan.num_rounds,
             "num_slices": plan.num_slices,
+            "kept_level": plan.kept_level,
             "slots": plan.slots,
             "spans": [asdict(cut) for cut in plan.cuts],
             "resident": sorted(plan.resident),
@@ -133,9 +134,16 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
         _count(fields, "num_rounds", least=1) if "num_rounds" in fields else 1,  # plans from before rounds
         frozenset(_counts(fields, "stashed_activations") if "stashed_activations" in fields else ()),
         _count(fields, "num_slices", least=1) if "num_slices" in fields else 1,
+        _level(fields["kept_level"]) if "kept_level" in fields else KeptLevel.EVERYTHING,
     )
     digest = _digest(_field(fields, "model"))
     return SavedPlan(digest, plan, _count(fields, "batch_size", least=1), _count(fields, "seq_length", least=2))
+
+
+def _level(value: object) -> KeptLevel:
+    if not isinstance(value, str) or value not in list(KeptLevel):
+        raise _FieldError(f"`kept_level` is {quoted(value)}, not one of {', '.join(KeptLevel)}")
+    return KeptLevel(value)
 
 
 def _cut(value: object, name: str) -> StageCut:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, HostNeed, tile_tokens
 from mobius.plan.choice import Answer
 from mobius.plan.partition import ModelShape, StageCut
-from mobius.plan.plan import Plan
+from mobius.plan.plan import KeptLevel, Plan
 from mobius.plan.profile import Profile
 from mobius.plan.simulation import plan_seconds
 from mobius.schedule.lanes import WaitCause
@@ -64,7 +64,7 @@ def _activations(plan: Plan, cut: StageCut) -> str:
     if not cut.layers:
         return "-"
     if cut.stage in plan.kept:
-        return "kept"
+        return "kept" if plan.kept_level is KeptLevel.EVERYTHING else f"{plan.kept_level} kept"
     return "recomputed from the host" if cut.stage in plan.stashed else "recomputed"
 
 

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from mobius.plan.partition import ModelShape
+
 FORMAT = 6
 """Counted up when a field changes its meaning, so that an older file is not believed."""
 
@@ -113,6 +115,22 @@ class Profile:
     def of_layer(self, layer: int) -> LayerSeconds:
         """The seconds of the model's layer number `layer`."""
         return self.layer_kinds[self.kind_of_layer[layer]]
+
+    def elementwise_seconds(self, layer: int, shape: ModelShape) -> float:
+        """Seconds per microbatch to run again what is element by element in a layer, at the rate of the GPU's memory.
+
+        Widths of two bytes that are read and written, hidden H, feed-forward I, queries and keys together A / 2:
+
+            norm of the input             H read, H written
+            rotary embeddings             A / 2 read, A / 2 written
+            attention's sum and norm      2 H read, H written
+            activation times up           2 I read, I written
+
+        An estimate, not measured: backward reads some of it anyway, and reads what it has made again.
+        """
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        attention = max(0, shape.layer_parameters[layer] - 3 * hidden * inner) // hidden
+        return 2 * (5 * hidden + attention + 3 * inner) * self.microbatch_tokens / self.gpu_bandwidth
 
     def describe(self) -> str:
         """One line: what is measured or estimated, and the layers' seconds."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mobius.config.config import Compile, Config, Dtype
+from mobius.config.config import Compile, Config, Dtype, Recompute
 from mobius.limits import INCOMING_EDGES, NUM_MAILBOXES
 from mobius.plan.cards import Card, Host
 from mobius.plan.partition import ModelShape
-from mobius.plan.plan import Plan, make_plan
+from mobius.plan.plan import KeptLevel, Plan, level_of, make_plan
 from mobius.plan.step_tasks import StepRules
 from mobius.units import GIB
 
@@ -139,6 +139,8 @@ class PlanRequest:
     """None while auto is not resolved, which is planned as one round."""
     num_slices: int | None = None
     """None while auto is not resolved, which is planned as whole sequences."""
+    kept_level: KeptLevel | None = None
+    """None while it is not tried out, which is planned as what `recompute` says, or everything."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
@@ -185,7 +187,13 @@ class PlanRequest:
             num_slots=pipeline.num_slots if pipeline.use_offload else None,
             num_rounds=self.num_rounds or 1,
             num_slices=self.num_slices or 1,
+            kept_level=self.kept_level or level_of(pipeline.recompute),
         )
+
+    @property
+    def recompute(self) -> Recompute:
+        """The choice that is asked for."""
+        return self.config.pipeline.recompute
 
     @property
     def num_resident(self) -> int | None:

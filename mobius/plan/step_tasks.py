@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mobius.limits import MAX_LEAVING, PIECE_ELEMENTS
 from mobius.plan.cards import attention_share
 from mobius.plan.partition import ModelShape, StageCut
-from mobius.plan.plan import Plan
+from mobius.plan.plan import KeptLevel, Plan
 from mobius.plan.profile import Profile
 from mobius.plan.tasks import Flow, SharedRates, Task
 from mobius.schedule.action import Action, ActionKind, incoming, outgoing
@@ -85,6 +85,8 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
         forward = sum(layer.forward for layer in layers)
         keeps = cut.stage in plan.kept
         backward = sum(layer.backward if keeps else layer.recomputed_backward for layer in layers)
+        if keeps and plan.kept_level is KeptLevel.PRODUCTS:
+            backward += sum(profile.elementwise_seconds(layer, shape) for layer in cut.layers)
         if cut.is_first:
             forward += profile.embedding_forward
             backward += profile.embedding_backward

@@ -19,6 +19,7 @@ from mobius.models.sliced_attention.sliceable import sliceable
 from mobius.plan.budget import check_host_memory, tile_tokens
 from mobius.plan.cards import Host, card_of_device
 from mobius.plan.choice import Answer, answer, settle
+from mobius.plan.fit import may_keep_products
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import Plan
@@ -219,6 +220,7 @@ def _draw(
             packed=request.packed,
             tile_tokens=tile_tokens(request),
             is_sliced=request.plan.num_slices > 1,
+            with_products=may_keep_products(request),
         )
     found = answer(
         request,

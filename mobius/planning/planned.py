@@ -11,6 +11,7 @@ from mobius.config.config import ActivationOffloading, Config, PlanningConfig, R
 from mobius.config.validation import find_problems
 from mobius.errors import PlanError
 from mobius.plan.choice import Answer
+from mobius.plan.plan import level_of
 from mobius.plan.plan_file import ModelDigest, SavedPlan, read_plan
 
 logger = logging.getLogger(__name__)
@@ -93,8 +94,11 @@ def _contradictions(config: Config, saved: SavedPlan) -> dict[str, str]:
     if pipeline.activation_offloading is ActivationOffloading.ON and plan.stashed < could:
         told = f"--activation_offloading on, the plan stashes activations of {len(plan.stashed)} of {len(could)} stages"
         found["activation_offloading"] = told
-    if pipeline.recompute is Recompute.NONE and len(plan.kept) < plan.num_stages:
-        found["recompute"] = f"--recompute none, the plan keeps activations of {len(plan.kept)} stages only"
+    if pipeline.recompute.keeps_all and len(plan.kept) < plan.num_stages:
+        told = f"--recompute {pipeline.recompute}, the plan keeps activations of {len(plan.kept)} stages only"
+        found["recompute"] = told
+    elif pipeline.recompute.keeps_all and plan.kept_level is not level_of(pipeline.recompute):
+        found["recompute"] = f"--recompute {pipeline.recompute}, the plan keeps {plan.kept_level}"
     return found
 
 

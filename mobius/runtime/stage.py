@@ -8,7 +8,7 @@ needs the same weights until its backward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -194,30 +194,37 @@ def measure_layer_bytes(
     packed: PackedRows | None = None,
     tile_tokens: int | None = None,
     is_sliced: bool = False,
+    with_products: bool = False,
 ) -> LayerBytes:
     """GPU memory that one layer takes for one microbatch of `shape` [B, L, H]: its graph's, and at most in backward.
 
     Each is of the kind of layer that takes most, backward with its activations kept or recomputed, whichever takes
     more. Where layers run in tiles, maybe because a whole one does not fit, a whole one is measured on about as many
     tokens as a tile has: its bytes are in proportion to them. Slices are tiles, too, attending to nothing before them.
-    Layers run on zeros; all memory is given back.
+    `with_products` measures a forward that keeps its products alone too, which takes another compilation, where layers
+    can keep them. Layers run on zeros; all memory is given back.
     """
+    levels = [KeptLevel.EVERYTHING]
+    if with_products and parts.attention is not DocumentAttention.FLEX:
+        levels.append(KeptLevel.PRODUCTS)
     tokens, whole = shape[0] * shape[1], shape
     tile_tokens = min(tile_tokens or tokens, tokens)
     is_tiled = is_sliced or tokens > tile_tokens
     if tokens > tile_tokens:
         whole = (max(1, tile_tokens // shape[1]), min(shape[1], tile_tokens), shape[2])
     share = tokens / (whole[0] * whole[1])
-    most, tiled = LayerBytes(0, 0), 0
+    held, peak, tiled = dict.fromkeys(levels, 0), 0, 0
     for index in {id(layer.module): index for index, layer in enumerate(parts.layers)}.values():
         bench = _LayerBench(parts, index, dtype, device, packed)
-        graph, peak = bench.measure_whole(whole)
-        most = LayerBytes(max(most.graph, int(share * graph)), max(most.peak, int(share * peak)))
+        for level in levels:
+            own_held, own_peak = bench.measure_whole(whole, level)
+            held[level], peak = max(held[level], int(share * own_held)), max(peak, int(share * own_peak))
         if is_tiled:
             tiled = max(tiled, bench.measure_tiles(shape, tile_tokens))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)  # what a run reports is to be its own
-    return replace(most, recomputed=tiled) if is_tiled else most
+    products = held.get(KeptLevel.PRODUCTS)
+    return LayerBytes(held[KeptLevel.EVERYTHING], peak, tiled if is_tiled else None, products)
 
 
 @dataclass(frozen=True)
@@ -230,12 +237,12 @@ class _LayerBench:
     device: torch.device
     packed: PackedRows | None
 
-    def measure_whole(self, shape: tuple[int, int, int]) -> tuple[int, int]:
+    def measure_whole(self, shape: tuple[int, int, int], level: KeptLevel) -> tuple[int, int]:
         """Bytes of its graph, and most in backward, for hidden states of `shape`."""
         layer, arguments = self.parts.layers[self.index], self._arguments(shape)
 
         def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
-            graph = run_with_graph(layer, weights, inputs, arguments)
+            graph = run_with_graph(layer, weights, inputs, arguments, level)
             held = torch.cuda.memory_allocated(self.device)
             backward(layer, graph, sums, gradient)
             del graph

@@ -113,7 +113,7 @@ def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -
         for overlap in ("no_overlap_optimizer", "overlap_optimizer")
         for prefetch in ("no_prefetch", "use_prefetch")
     ]
-    resident = [f"--no_offload --recompute {recompute}" for recompute in ("full", "none")]
+    resident = [f"--no_offload --recompute {recompute}" for recompute in ("full", "elementwise", "none")]
     results = exact_results(2, tmp_path, options, [*streamed, *resident, f"{streamed[0]} --fp32_gradients"])
     assert all(results[variant] == results[streamed[0]] for variant in [*streamed, *resident]), results
     assert results[streamed[0]] != results[f"{streamed[0]} --fp32_gradients"], "the comparison can fail"

@@ -37,8 +37,10 @@ def config() -> LlamaConfig:
 
 def test_a_compiled_layer_is_measured_near_its_estimate() -> None:
     parts = ModelParts(config(), CUDA, compiled=True)
-    measured = measure_layer_bytes(parts, shape=(BATCH, SEQ_LENGTH, 2048), dtype=torch.bfloat16, device=CUDA)
+    shape = BATCH, SEQ_LENGTH, 2048
+    measured = measure_layer_bytes(parts, shape=shape, dtype=torch.bfloat16, device=CUDA, with_products=True)
     estimate = estimate_layer(2, parts.shape(), BATCH * SEQ_LENGTH, compiled=True)
+    assert measured.products == pytest.approx(estimate.products, rel=0.1)
     assert measured.graph == pytest.approx(estimate.graph, rel=0.1)
     assert measured.peak == pytest.approx(estimate.peak, rel=0.1)
 

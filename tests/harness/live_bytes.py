@@ -22,7 +22,7 @@ from mobius.messages.transport import SingleRankTransport
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.graph import backward, run_with_graph
 from mobius.plan.gpu_peak import LayerBytes
-from mobius.plan.plan import Plan
+from mobius.plan.plan import KeptLevel, Plan
 from mobius.runtime.executor import StepBatch
 from mobius.schedule.build import build_schedule
 from mobius.training.stages import RankStages
@@ -64,7 +64,13 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def count_layer(config: PretrainedConfig, *, shape: tuple[int, int], dtype: torch.dtype) -> LayerBytes:
+def count_layer(
+    config: PretrainedConfig,
+    *,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    level: KeptLevel = KeptLevel.EVERYTHING,
+) -> LayerBytes:
     """What the first layer takes for a microbatch of `shape` [B, L], eager."""
     parts = ModelParts(config, CPU)
     layer = parts.layers[0]
@@ -74,7 +80,7 @@ def count_layer(config: PretrainedConfig, *, shape: tuple[int, int], dtype: torc
     gradient = torch.randn_like(hidden)
     arguments = LayerInputs(parts, device=CPU, dtype=dtype)(shape[1])[0]
     with LiveBytes() as live:
-        graph = run_with_graph(layer, weights, hidden, arguments)
+        graph = run_with_graph(layer, weights, hidden, arguments, level)
         held = live.now
         backward(layer, graph, sums, gradient)
     return LayerBytes(held, live.peak)

@@ -45,6 +45,7 @@ from mobius.errors import ConfigError
         ({"resident_stages": "-1"}, 4, ["'-1'", "from 0 on"]),
         ({"resident_stages": "2", "use_offload": False}, 4, ["`--resident_stages` 2", "`--no_offload`", "remove one"]),
         ({"recompute": Recompute.NONE, "resident_stages": "7"}, 4, ["`--recompute none`", "--no_offload"]),
+        ({"recompute": Recompute.ELEMENTWISE}, 4, ["`--recompute elementwise`", "--no_offload"]),
         ({"num_iterations": 5, "num_train_epochs": 0.5}, 4, ["`--num_iterations` 5", "`--num_train_epochs` 0.5"]),
         ({"num_train_epochs": 0.0}, 4, ["`--num_train_epochs` is 0", "above 0"]),
         ({"num_train_epochs": -1.0}, 4, ["`--num_train_epochs` is -1", "above 0"]),

@@ -303,6 +303,8 @@ def test_the_least_of_each_kind_of_change_that_fits_is_told(llama_7b: ModelShape
 def test_where_all_stays_on_the_gpu_recomputing_and_offloading_are_tried(llama_7b: ModelShape) -> None:
     request = long_request(llama_7b, **ON_GPU)
     found = find_remedies(request, lambda r: 1 if r.config.pipeline.recompute is not Recompute.NONE else 100, 50)
+    assert [remedy.options for remedy in found] == ["--recompute elementwise", "--use_offload --recompute auto"]
+    found = find_remedies(request, lambda r: 1 if not r.recompute.keeps_all else 100, 50)
     assert [remedy.options for remedy in found] == ["--recompute full", "--use_offload --recompute auto"]
 
 

@@ -48,7 +48,8 @@ def predicted(
     for part in options:
         asked |= part
     request = request_of(shape, Machine(gpus, card), **asked)
-    found = answer(request, layer=estimated_layer(request), profile=two_graphs(request) if is_older else None)
+    layer = replace(estimated_layer(request), products=None)  # no row is of stages that keep products alone
+    found = answer(request, layer=layer, profile=two_graphs(request) if is_older else None)
     assert found.prediction is not None
     return found.prediction
 

@@ -59,7 +59,7 @@ def draw_setting(draw: random.Random) -> tuple[ModelShape, str, int, list[str]]:
     stays = draw.random() < 0.2
     resident = draw.choice(["auto", "auto", "all", "0", "1", "2"])
     words += ["--no_offload"] if stays else ["--resident_stages", resident]
-    recomputes = ["auto", "full", *(["none"] if stays or resident == "all" else [])]
+    recomputes = ["auto", "full", *(["none", "elementwise"] if stays or resident == "all" else [])]
     words += ["--recompute", draw.choice(recomputes), "--compile", draw.choice(["auto", "on", "off"])]
     words += ["--max_grad_norm", draw.choice(["0", "1"]), "--dtype", draw.choice(["bf16", "bf16", "fp16", "fp32"])]
     words += ["--loss_chunk_tokens", draw.choice(["256", "2048"])]
