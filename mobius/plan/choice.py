@@ -283,7 +283,8 @@ def _fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: 
     for level in levels_to_try(request, layer):
         if plans and len(plans[0].kept) == len(plans[0].resident) == plans[0].num_stages:
             break  # nothing is left to gain
-        asked = replace(request, kept_level=level)
+        # What a refusal advises is of the request as it was asked.
+        asked = request if level is request.plan.kept_level else replace(request, kept_level=level)
         plan = fit_plan(asked, layer=layer, choose=by_simulation(profile))
         # The level of a plan that keeps nothing says nothing.
         plans.append(plan if plan.kept else replace(plan, kept_level=KeptLevel.EVERYTHING))

@@ -81,7 +81,7 @@ def may_keep_products(request: PlanRequest) -> bool:
 
     Eager layers run what is cheap in many kernels, whose time nobody has estimated, so auto leaves them alone.
     """
-    is_open = request.recompute is Recompute.AUTO and request.compiles
+    is_open = request.recompute is Recompute.AUTO and request.compiles and (request.num_slices or 1) == 1
     return is_open or request.recompute is Recompute.ELEMENTWISE
 
 

@@ -63,7 +63,9 @@ def draw_setting(draw: random.Random) -> tuple[ModelShape, str, int, list[str]]:
     words += ["--recompute", draw.choice(recomputes), "--compile", draw.choice(["auto", "on", "off"])]
     words += ["--max_grad_norm", draw.choice(["0", "1"]), "--dtype", draw.choice(["bf16", "bf16", "fp16", "fp32"])]
     words += ["--loss_chunk_tokens", draw.choice(["256", "2048"])]
-    words += [] if "none" in words else ["--tile_tokens", draw.choice(["auto", "auto", "off", "1024"])]
+    words += (
+        [] if {"none", "elementwise"} & {*words} else ["--tile_tokens", draw.choice(["auto", "auto", "off", "1024"])]
+    )
     flags = ("fp32_gradients", "no_prefetch", "no_overlap_optimizer")
     words += [f"--{flag}" for flag in flags if draw.random() < 0.3]
     return shape, draw.choice(["H200", "L20", "RTX4090", "A10"]), num_ranks, words
@@ -94,6 +96,7 @@ def measured_as_estimated(
     packed: PackedRows | None,
     tile_tokens: int | None,
     is_sliced: bool,
+    with_products: bool,  # a plan that has no use for them is the same with them
 ) -> LayerBytes:
     batch, length, _ = shape
     documents = 0 if packed is None or dtype == torch.float32 else batch * packed.most_documents
