@@ -253,8 +253,9 @@ class _Rank:
         inputs, graphs = self._kept(stage)
         inputs *= self._plan.num_slices  # all of a sequence go forward before the last turns
         stayed, kept = self._all_kept(waiting)
-        # A single microbatch turns when all that left has gone, and the first of it is back.
-        stayed += min(self._under_way, self._plan.round_size * self._most_inputs)
+        # A single microbatch turns when all that left has gone, and the stage before is back, if that was stashed.
+        is_back = self._plan.round_size == 1 and self._plan.stashed.issuperset(waiting[-1:])
+        stayed += min(self._under_way, self._most_inputs) if is_back else self._under_way
         is_only = self._plan.cuts[stage].is_first
         gradients = 0 if is_only else self._plan.round_size - 1
         messages = self._ahead + self._sent(gradients, self._outputs(waiting))
