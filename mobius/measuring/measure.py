@@ -58,6 +58,11 @@ class MicrobatchShape:
     def tokens(self) -> int:
         return self.batch * self.seq_length
 
+    @property
+    def is_tiled(self) -> bool:
+        """Whether recomputed layers run in tiles."""
+        return self.tile_tokens is not None and self.tokens > self.tile_tokens
+
     def hidden_size(self, parts: ModelParts) -> tuple[int, int, int]:
         """Shape of the hidden states: sequences, tokens, features."""
         return self.batch, self.seq_length, parts.config.hidden_size
@@ -132,7 +137,10 @@ def _layer_seconds(seconds: Callable[[Work], float], work: Sequence[Work]) -> La
 
 
 def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int) -> Sequence[Work]:
-    """A stage of one layer on a microbatch, with random weights: forward, with a kept graph both ways, recomputed."""
+    """A stage of one layer on a microbatch, with random weights: forward, with a kept graph both ways, recomputed.
+
+    Where it runs in tiles, the graph of all tokens may not fit: both ways are then those that recompute, too.
+    """
     span = StageCut(0, index, index + 1, is_first=False, is_last=False)
     arguments = typical_arguments(
         parts, shape.packed, batch=shape.batch, seq_length=shape.seq_length, dtype=shape.dtype, device=bench.device
@@ -142,8 +150,8 @@ def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: 
     hidden = torch.randn(shape.hidden_size(parts), device=bench.device, dtype=shape.dtype)
 
     def forward_and_backward() -> None:
-        graphs = stage.forward(weights, hidden, arguments, keep_graphs=True)[1]
-        stage.backward(weights, gradients, graphs, hidden, arguments)
+        kept = stage.forward(weights, hidden, arguments, keep_graphs=not shape.is_tiled)[1]
+        stage.backward(weights, gradients, kept, hidden, arguments)
 
     return (
         lambda: stage.forward(weights, hidden, arguments),

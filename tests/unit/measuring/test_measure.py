@@ -23,6 +23,7 @@ from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.plan.cards import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
 from mobius.plan.profile import LayerSeconds, Profile, Source
 from mobius.plan.request import PackedRows
+from mobius.runtime import stage
 from mobius.runtime.documents import typical_arguments
 
 CPU = torch.device("cpu")
@@ -176,6 +177,23 @@ def test_packed_rows_that_are_measured_alike_share_a_file(tmp_path: Path) -> Non
     shapes = [replace(SHAPE, packed=PackedRows(length, 8)) for length in (3.9, 4.1)]  # two documents of four tokens
     keys = [profile_key(model, shape, device=CPU, num_ranks=1, is_compiled=False) for shape in shapes]
     assert profile_path(tmp_path, keys[0]) == profile_path(tmp_path, keys[1])
+
+
+def test_layers_in_tiles_are_never_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run in tiles where the graph of all tokens would not fit."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a graph of all tokens was kept")
+
+    monkeypatch.setattr(stage, "run_with_graph", refuse)
+    bench, parts = Bench(CPU, SingleRankTransport()), parts_of("llama")
+    whole, tiles = (
+        measure._layer_work(bench, parts, replace(SHAPE, tile_tokens=number), 0) for number in (SHAPE.tokens, 4)
+    )
+
+    with pytest.raises(AssertionError, match="was kept"):
+        whole[1]()
+    tiles[1]()
 
 
 def test_a_host_that_waits_for_its_work_tells_nothing_of_launches() -> None:
