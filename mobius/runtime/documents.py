@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mobius.models.attention import Documents
+from mobius.models.attention import DocumentAttention, Documents
 from mobius.models.blocks import LayerArguments, LayerInputs, ModelParts
 from mobius.plan.request import PackedRows
 
@@ -48,9 +48,11 @@ def typical_arguments(
 ) -> LayerArguments:
     """Arguments of every layer for a microbatch that stands for a run's; packed rows have equal documents."""
     inputs = LayerInputs(parts, device=device, dtype=dtype)
-    if packed is None:
+    if packed is None and parts.attention is not DocumentAttention.FLEX:
         return inputs(seq_length)
-    rows, most = [packed.typical_row(seq_length)] * batch, packed.most_documents
+    # FlexAttention has no other masks than those of documents.
+    row, most = ((seq_length,), 1) if packed is None else (packed.typical_row(seq_length), packed.most_documents)
+    rows = [row] * batch
     places = place_documents(rows, seq_length=seq_length, num_microbatches=1, most_documents=most)
     positions, (bounds,) = (torch.from_numpy(each).to(device) for each in places)
     return inputs(seq_length, Documents(positions, bounds))

@@ -19,6 +19,7 @@ from mobius.measuring.bench import Bench
 from mobius.measuring.measure import MicrobatchShape, measure_launches, measure_profile
 from mobius.measuring.profile_cache import cached_profile, profile_key, profile_path
 from mobius.messages.transport import SingleRankTransport
+from mobius.models.attention import DocumentAttention
 from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.plan.cards import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
 from mobius.plan.profile import LayerSeconds, Profile, Source
@@ -91,6 +92,15 @@ def test_layers_over_packed_rows_are_measured_with_their_documents(monkeypatch: 
     monkeypatch.setattr(Bench, "seconds", operations)
     profile = measure_profile(parts, shape, device=CPU, transport=SingleRankTransport(), kernel=None)
     assert all(layer.forward > 0 for layer in profile.layer_kinds)
+
+
+def test_whole_rows_have_bounds_where_flexattention_takes_the_place_of_masks() -> None:
+    """As for slices in fp32 on a GPU: without them FlashAttention would be asked, which takes no fp32."""
+    parts = ModelParts(FAMILIES["llama"](), CPU, packed=torch.float32)
+    parts.attention = DocumentAttention.FLEX
+    for arguments in arguments_of(parts, SHAPE):
+        assert arguments["block_masks"].documents.bounds.tolist() == [0, 8, 16]
+        assert arguments["position_ids"].tolist() == [list(range(8))] * 2
 
 
 def test_all_ranks_get_the_same_profile() -> None:
