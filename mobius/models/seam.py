@@ -221,5 +221,6 @@ class _Unread(nn.Module):
 
 def _refuse(family: str, fault: str, cause: Exception | None = None) -> NoReturn:
     raise CheckpointError(
-        f"layers of the family {family!r} {fault}, so they cannot be cut at their attention and run in tiles of tokens."
+        f"layers of the family {family!r} {fault}, so they cannot be cut at their attention and run in tiles of tokens "
+        "or in slices. Use --tile_tokens off --num_slices 1."
     ) from cause

@@ -284,7 +284,8 @@ def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> M
     weight, shape, tokens = request.sizes.weight, request.shape, request.microbatch_tokens
     on_gpu, layer = not request.machine.on_cpu, layer or estimated_layer(request)
     if request.plan.num_slices > 1:
-        beside = slice_bytes(weight, shape, tokens, length=request.config.data.seq_length)
+        rows = tokens // request.slice_length
+        beside = slice_bytes(weight, shape, tokens, rows=rows, length=request.config.data.seq_length)
         layer = replace(layer, recomputed=layer.recomputed_peak + beside)
     return MicrobatchBytes(
         activation=request.message_bytes,

@@ -166,14 +166,15 @@ def _tiled_bytes(weight_bytes: int, shape: ModelShape, attention: int, *, compil
     return kept, kept + heads * weight_bytes + sums
 
 
-def slice_bytes(weight_bytes: int, shape: ModelShape, tokens: int, *, length: int) -> int:
+def slice_bytes(weight_bytes: int, shape: ModelShape, tokens: int, *, rows: int, length: int) -> int:
     """Bytes that attention of a slice of `tokens` takes beside that of a whole sequence as long; an estimate.
 
-    What it gives for parts of the keys is merged in fp32, and so are gradients of queries: twice that width in fp32, or
-    once with a part's own. A part's gradients of keys and values are made before they are added.
+    `tokens` are those of all `rows`, `length` those of a sequence. What attention gives for parts of the keys is merged
+    in fp32, and so are gradients of queries: once that width in fp32, and a part's own. A part's gradients of keys and
+    values are made before they are added, for each query head where FlashAttention runs.
     """
-    keys = min(length, KEYS_PER_CALL)
-    return tokens * shape.attention_width * (4 + weight_bytes) + 2 * keys * shape.key_width * weight_bytes
+    keys = rows * min(length, KEYS_PER_CALL)
+    return tokens * shape.attention_width * (4 + weight_bytes) + 2 * keys * shape.attention_width * weight_bytes
 
 
 def loss_bytes(

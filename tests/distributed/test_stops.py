@@ -139,6 +139,14 @@ def has_pending(process: int, number: signal.Signals) -> bool:
     return bool(int(status.partition("ShdPnd:")[2].split()[0], 16) & 1 << (number - 1))
 
 
+def is_stopped(process: int) -> bool:
+    """Whether all threads of a process stand still."""
+    states = [
+        path.read_text().partition("State:")[2].split()[0] for path in Path(f"/proc/{process}/task").glob("*/status")
+    ]
+    return set(states) == {"T"}
+
+
 @pytest.mark.parametrize(
     ("launcher", "to", "number"),
     [
@@ -185,6 +193,8 @@ def test_a_third_signal_kills_ranks_that_do_not_end(start: Starter) -> None:
     run = start(LOADED, "60")
     for rank in range(2):
         os.kill(run.rank(rank), signal.SIGSTOP)
+    # A thread that has not stopped yet would take the next signal first, and nothing would be pending.
+    assert comes(lambda: all(is_stopped(run.rank(rank)) for rank in range(2)), HANG_SECONDS)
     for number in (signal.SIGINT, signal.SIGTERM):
         send(run, "launcher", number)
         assert comes(lambda number=number: all(has_pending(run.rank(rank), number) for rank in range(2)), HANG_SECONDS)
