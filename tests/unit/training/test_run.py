@@ -83,7 +83,7 @@ def test_the_metrics_have_a_line_per_step_with_every_number(run: Run, workplace:
         assert isinstance(row["loss"], float)
         assert 7 < row["loss"] < 10, "the logarithm of 4096 tokens is 8.3"
         assert isinstance(row["wait_seconds"], dict)
-        assert row["wait_seconds"].keys() == {"weights", "optimizer", "neighbours"}
+        assert row["wait_seconds"].keys() == {"weights", "optimizer", "neighbours", "activations"}
         assert row["peak_gpu_memory_gib"] is None
         assert row["loss_scale"] is None
         assert row["skipped_steps"] == 0
