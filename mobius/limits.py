@@ -16,6 +16,8 @@ MAX_LEAVING = 2
 for the copy before those."""
 MAX_FETCHED = 2
 """Microbatches of a rank whose layers' inputs have come back: the one in its backward, and the next."""
+KEYS_PER_CALL = 32768
+"""Keys that a slice of a sequence attends to at a time: bounds the shapes that come up, and their gradients."""
 
 
 def max_sends_under_way(round_size: int) -> int:

@@ -20,12 +20,9 @@ from torch import Tensor
 from mobius.models.blocks import HalfBlocks
 from mobius.models.compiled import Arguments
 from mobius.models.graph import (
-    BlockGraph,
     Views,
-    backward_many,
     recomputed_backward_many,
     run_many,
-    run_many_with_graph,
 )
 from mobius.models.seam import Attention, without_attention
 
@@ -71,10 +68,6 @@ class LayerHalves:
         """Query, key and value, without a graph."""
         return Heads(*run_many(self._blocks.project, weights, (hidden,), _own(arguments)))
 
-    def project_with_graph(self, weights: Views, hidden: Tensor, arguments: Mapping[str, Any]) -> BlockGraph:
-        """Query, key and value, its `outputs`, with what `kept_project_backward` needs of them."""
-        return run_many_with_graph(self._blocks.project, weights, (hidden,), _own(arguments))
-
     def attend(self, heads: Heads, arguments: Mapping[str, Any]) -> Tensor:
         """Attention's result [B, T, H, D], without a graph."""
         with torch.no_grad():
@@ -115,10 +108,6 @@ class LayerHalves:
         """
         given = self._blocks.project, weights, (hidden,), _own(arguments), gradients, tuple(of_heads)
         return recomputed_backward_many(*given)[0]
-
-    def kept_project_backward(self, graph: BlockGraph, gradients: Views, of_heads: Heads) -> Tensor:
-        """Do `project_backward` for a forward that was kept, which it consumes."""
-        return backward_many(self._blocks.project, graph, gradients, tuple(of_heads))[0]
 
 
 def _own(arguments: Mapping[str, Any]) -> Arguments:

@@ -42,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mobius.limits import MAX_FETCHED, MAX_LEAVING, RECEIVES_AHEAD, max_sends_under_way
+from mobius.limits import KEYS_PER_CALL, MAX_FETCHED, MAX_LEAVING, RECEIVES_AHEAD, max_sends_under_way
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import KeptLevel, Plan
 
@@ -53,8 +53,6 @@ LOGIT_BYTES_EAGER = 12
 ROWS_PER_DOCUMENT = 128
 """Rows that the backward of variable-length attention adds to its fp32 sums for each document, as FlashAttention 2 does
 (mha_varlen_bwd: total_q + 128 * batch)."""
-KEYS_PER_CALL = 32768
-"""Keys that a slice attends to at a time (`models/sliced_attention/pieces.py`)."""
 SEGMENT_TOKENS = 10
 """Tokens per partial sum in torch's backward of an embedding on a GPU (EmbeddingBackwardKernel.cu)."""
 

@@ -274,9 +274,9 @@ class Executor:
 
     def _evaluate_last(self, stage: int, microbatch: int) -> None:
         hidden, sums = self._evaluate_layers(stage, microbatch), self._step.evaluated
-        labels = self._step.targets[microbatch]
+        targets = self._step.targets[microbatch]
         sums.losses[microbatch], sums.num_correct[microbatch] = self._stages[stage].evaluate(
-            self._weights(stage), hidden, labels
+            self._weights(stage), hidden, targets
         )
 
     def _evaluate_layers(self, stage: int, microbatch: int) -> Tensor:

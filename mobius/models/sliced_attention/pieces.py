@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from mobius.errors import PlanError
+from mobius.limits import KEYS_PER_CALL
 from mobius.models.sliced_attention.kernels import LIMITS, Kernel, why_not
 
-KEYS_PER_CALL = 32768
 """Keys of a rectangle at most; FlashAttention's backward makes gradients of them for each query head."""
 TILE = 512
 _LEAST_CUDNN_KEYS = 2

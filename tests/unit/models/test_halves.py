@@ -24,7 +24,7 @@ ROWS = [[4, 1, 3], [7]]
 """Documents of each row, with padding behind them."""
 
 
-def in_halves(case: BlockCase, halves: LayerHalves, *, keep: bool = False) -> list[Tensor]:
+def in_halves(case: BlockCase, halves: LayerHalves) -> list[Tensor]:
     """Output, gradient of the input and sums of the parameters' gradients, as `BlockCase.kept` gives them."""
     weights, hidden, arguments, sums = case.weights, case.hidden, case.arguments, case.sums()
     heads = halves.project(weights, hidden, arguments)
@@ -33,19 +33,14 @@ def in_halves(case: BlockCase, halves: LayerHalves, *, keep: bool = False) -> li
     attended = graph.output.detach()
     of_hidden, of_attended = halves.finish_backward(weights, sums, hidden, attended, case.gradient, arguments)
     of_heads = graph.backward(of_attended)
-    if keep:
-        kept = halves.project_with_graph(weights, hidden, arguments)
-        of_hidden = of_hidden + halves.kept_project_backward(kept, sums, of_heads)
-    else:
-        of_hidden = of_hidden + halves.project_backward(weights, sums, hidden, of_heads, arguments)
+    of_hidden = of_hidden + halves.project_backward(weights, sums, hidden, of_heads, arguments)
     return [output, of_hidden, *sums.values()]
 
 
-@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("family", CUT_FAMILIES)
-def test_halves_give_the_bits_of_the_output_and_the_gradients_of_the_whole_layer(family: str, keep: bool) -> None:
+def test_halves_give_the_bits_of_the_output_and_the_gradients_of_the_whole_layer(family: str) -> None:
     for case, halves in layer_cases(ModelParts(config_of(family), CPU), shape=SHAPE):
-        expected, actual = case.by_autograd(), in_halves(case, halves, keep=keep)
+        expected, actual = case.by_autograd(), in_halves(case, halves)
 
         assert torch.equal(actual[0], expected[0])
         # The gradients of queries, keys, values and residuals are added in another order.
@@ -66,8 +61,7 @@ def test_compiled_halves_give_the_gradients_of_the_whole_layer(family: str) -> N
     config = config_of(family)
     config.num_hidden_layers = 1
     for case, halves in layer_cases(ModelParts(config, CPU, compiled=True), shape=SHAPE):
-        for keep in (False, True):
-            assert_near(in_halves(case, halves, keep=keep), case.by_autograd(), share=1e-5)
+        assert_near(in_halves(case, halves), case.by_autograd(), share=1e-5)
 
 
 def test_a_linear_that_only_attention_reads_is_computed_once() -> None:

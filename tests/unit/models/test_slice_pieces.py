@@ -10,10 +10,11 @@ from harness.gpu_attention import gpu_attention_on_cpu
 from harness.sliced_sequences import Rows, Sequences, at_once, in_slices
 from torch import Tensor
 
+from mobius.limits import KEYS_PER_CALL
 from mobius.models.sliced_attention.attend import attend_slice, attend_slice_backward
 from mobius.models.sliced_attention.cache import SequenceCache
 from mobius.models.sliced_attention.kernels import Kernel, _cudnn_statistics_rank, choose_kernel
-from mobius.models.sliced_attention.pieces import KEYS_PER_CALL, Piece, SliceSettings
+from mobius.models.sliced_attention.pieces import Piece, SliceSettings
 
 CPU = torch.device("cpu")
 CUTS = [[97], [50, 47], [32, 32, 33], [1, 60, 20, 16], [16, 31, 2, 47, 1]]
