@@ -43,7 +43,7 @@ def batch() -> StepBatch:
 def gradients_of(batch: StepBatch, dtype: torch.dtype, **options: object) -> tuple[Tensor, dict[str, Tensor]]:
     pipeline = Pipeline(model_of(LlamaConfig(**CONFIG)), 1, 4, device=CUDA, dtype=dtype, **options)  # type: ignore[arg-type]
     loss = pipeline.run(batch)
-    return loss, pipeline.gradients
+    return loss, {name: each.cpu() for name, each in pipeline.gradients.items()}  # streamed stages' are there
 
 
 def apart(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
