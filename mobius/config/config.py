@@ -47,6 +47,7 @@ class Recompute(StrEnum):
 
     AUTO = "auto"
     FULL = "full"
+    LINEAR = "linear"
     ELEMENTWISE = "elementwise"
     NONE = "none"
 
@@ -184,9 +185,9 @@ class PipelineConfig:
     streamed. A number, all, or auto: as many as shorten the step and fit beside the activations that recompute keeps; 0
     on a CPU. Needs use_offload; no_offload is the same as all."""
     recompute: Recompute = Recompute.AUTO
-    """Whether backward runs each layer's forward again, so that one layer's activations exist at a time. auto: the last
-    stages of each rank keep theirs, as far as GPU memory allows. full: all recompute. none: none does, a quarter less
-    compute. elementwise: all but products and attention. The last two need no_offload or resident_stages all."""
+    """Part of each layer's forward that backward runs again, so that one layer's activations exist at a time. auto: as
+    little as memory allows. full: all. linear: all but attention, of num_slices. elementwise: all but products and
+    attention. none: nothing, a quarter less compute. The last two need no_offload or resident_stages all."""
     activation_offloading: ActivationOffloading = ActivationOffloading.AUTO
     """Whether the inputs of layers, from which backward recomputes, wait for it in page-locked CPU memory. Results are
     the same to the bit. auto: those of a GPU's first stages, as many as are needed to fit, or as shorten the step by

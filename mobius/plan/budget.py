@@ -62,7 +62,9 @@ class HostNeed:
     process_bytes: int
     """Bytes of one process beside its stages."""
     stash: int = 0
-    """Inputs of layers that wait there from forward to backward."""
+    """Bytes that layers keep and that wait there from forward to backward."""
+    attention: int = 0
+    """Attention's results among that."""
 
     @property
     def total(self) -> int:
@@ -112,8 +114,10 @@ def host_need(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostNe
     each = process_bytes(request, plan)
     if not request.machine.on_cpu:
         each = max(each, own_bytes)
-    stash = sum(len(plan.cuts[stage].layers) for stage in plan.stashed) * plan.round_size * request.message_bytes
-    return HostNeed(plan.num_ranks, streamed, streamed_bytes, resident, resident_bytes, each, stash)
+    places = sum(len(plan.cuts[stage].layers) for stage in plan.stashed) * plan.round_size
+    attention = places * request.attention_bytes if plan.keeps_attention else 0
+    stash = places * request.message_bytes + attention
+    return HostNeed(plan.num_ranks, streamed, streamed_bytes, resident, resident_bytes, each, stash, attention)
 
 
 def check_host_memory(need: HostNeed, *, available_bytes: int) -> None:
@@ -123,10 +127,11 @@ def check_host_memory(need: HostNeed, *, available_bytes: int) -> None:
     others = need.total - need.stash
     if others < available_bytes:
         share = (available_bytes - others) / need.stash
+        recompute = f"--recompute full (frees {bytes_text(need.attention)}), " if need.attention else ""
         advice = (
-            f"Without the activations {bytes_text(others)} is needed: use {1 / share:.2g} times as many --num_rounds, "
-            f"{share:.2g} of the tokens in a step (--batch_size, --seq_length), --activation_offloading off, or a host "
-            "with more memory"
+            f"Without the activations {bytes_text(others)} is needed: use {recompute}{1 / share:.2g} times as many "
+            f"--num_rounds, {share:.2g} of the tokens in a step (--batch_size, --seq_length), "
+            "--activation_offloading off, or a host with more memory"
         )
     else:
         advice = "Use a smaller model or a host with more memory"
@@ -197,7 +202,7 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
     in_place = {stage for stage in resident if sizes.in_rounds or (stage in waiting and sizes.gradient == 4)}
     summed = max([*streamed, *(count for stage, count in resident.items() if stage not in in_place)], default=0)
     num_sums = MAX_SUMS if plan.sums_travel(rank) or (streamed and sizes.gradient > sizes.weight) else 1
-    most = largest_moment(plan, rank, microbatch_bytes(request, layer))
+    most = largest_moment(plan, rank, microbatch_bytes(request, layer, keeps_attention=plan.keeps_attention))
     ends = any(cut.is_first or cut.is_last for cut in own)
     return GpuNeed(
         rank,
@@ -279,7 +284,9 @@ def _estimated_layer(request: PlanRequest, tile_tokens: int | None) -> LayerByte
     )
 
 
-def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> MicrobatchBytes:
+def microbatch_bytes(
+    request: PlanRequest, layer: LayerBytes | None = None, *, keeps_attention: bool = False
+) -> MicrobatchBytes:
     """The bytes of a microbatch: estimates, but for `layer` where it is given."""
     weight, shape, tokens = request.sizes.weight, request.shape, request.microbatch_tokens
     on_gpu, layer = not request.machine.on_cpu, layer or estimated_layer(request)
@@ -299,6 +306,7 @@ def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> M
             on_gpu=on_gpu,
         ),
         embedding=embedding_bytes(weight, shape, tokens=tokens, on_gpu=on_gpu),
+        attention=request.attention_bytes if keeps_attention else 0,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mobius.config.config import PipelineConfig
+from mobius.config.config import PipelineConfig, Recompute
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
 from mobius.plan.cards import GIGA, LATENCY, TERA, attending, estimate_profile
@@ -98,6 +98,11 @@ def answer(
     nothing is chosen, only checked. What is preliminary goes by a closed form: the simulation comes with what is
     measured. `own_bytes` is as in `host_need`. Raises PlanError or GpuMemoryError, each with what to change.
     """
+    if request.recompute is Recompute.LINEAR and request.plan.num_slices == 1:
+        raise PlanError(
+            "--recompute linear keeps attention's results of slices, and no sequence of this run is cut: use "
+            "--recompute auto, or say how many --num_slices."
+        )
     profile = estimated_profile(request) if profile is None else _checked(profile, request)
     simulates = profile is not None and not is_preliminary
     if given is not None:
@@ -280,6 +285,8 @@ def _simulated(request: PlanRequest, measured: Profile | None, *, is_quick: bool
 @lru_cache(maxsize=8)  # what is chosen for auto is then asked for by its numbers
 def _fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: Profile) -> Plan:
     plans = list[Plan]()
+    if (request.num_slices or 1) > 1:
+        return _sliced_by_simulation(request, layer, profile)
     for level in levels_to_try(request, layer):
         if plans and len(plans[0].kept) == len(plans[0].resident) == plans[0].num_stages:
             break  # nothing is left to gain
@@ -290,6 +297,20 @@ def _fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: 
         plans.append(plan if plan.kept else replace(plan, kept_level=KeptLevel.EVERYTHING))
     seconds = [plan_seconds(plan, request, profile) for plan in plans]
     return plans[0] if seconds[0] <= min(seconds) * (1 + ALIKE) else plans[seconds.index(min(seconds))]
+
+
+def _sliced_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: Profile) -> Plan:
+    """The fastest plan of slices: attention's results are kept, where there is room on GPUs and host, or not."""
+    asked = fit_plan(request, layer=layer, choose=by_simulation(profile))
+    if request.recompute is not Recompute.AUTO or request.keeps_attention is not None:
+        return asked
+    try:
+        keeping = fit_plan(replace(request, keeps_attention=True), layer=layer, choose=by_simulation(profile))
+    except GpuMemoryError:
+        return asked
+    if request.host_bytes is not None and host_need(request, keeping).total > request.host_bytes:
+        return asked
+    return min((asked, keeping), key=lambda plan: plan_seconds(plan, request, profile))
 
 
 def _best_of_each(tried: Sequence[Setting]) -> list[Setting]:

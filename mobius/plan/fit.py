@@ -324,7 +324,7 @@ def _rounds(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 def _recompute(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     if request.recompute is Recompute.NONE:
         yield "--recompute elementwise", request.with_pipeline(recompute=Recompute.ELEMENTWISE)
-    if request.recompute.keeps_all:
+    if request.recompute.keeps_all or request.recompute is Recompute.LINEAR:
         yield "--recompute full", request.with_pipeline(recompute=Recompute.FULL)
 
 

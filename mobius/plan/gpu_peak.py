@@ -90,6 +90,13 @@ class MicrobatchBytes:
     layer: LayerBytes
     loss: int
     embedding: int
+    attention: int = 0
+    """Attention's result and log-sum-exp, where layers that are recomputed keep them beside their input."""
+
+    @property
+    def kept(self) -> int:
+        """Bytes that a layer keeps for recomputing."""
+        return self.activation + self.attention
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class Held:
     """Bytes at one moment, beside weights and optimizer."""
 
     inputs: int = 0
-    """Inputs of layers, for recomputing."""
+    """Bytes that layers keep for recomputing."""
     graphs: int = 0
     """Kept activations."""
     messages: int = 0
@@ -212,8 +219,8 @@ class _Rank:
         self._plan, self._stages, self._size = plan, plan.stages_of(rank), size
         self._max_sends = max_sends_under_way(plan.round_size)
         inputs = [len(plan.cuts[stage].layers) for stage in self._stages if stage in plan.stashed]
-        self._most_inputs = max(inputs, default=0) * size.activation
-        """Bytes of the inputs of a stashed stage's layers and a microbatch."""
+        self._most_inputs = max(inputs, default=0) * size.kept
+        """Bytes of what a stashed stage's layers keep of a microbatch."""
         self._under_way = min(MAX_FETCHED, len(inputs) * plan.round_size) * self._most_inputs
         """Bytes of what leaves or has come back; while the model's last stage turns, it need not all be there."""
         self._graph = size.layer.kept(plan.kept_level)
@@ -240,7 +247,7 @@ class _Rank:
         number = min(MAX_LEAVING + 1, self._plan.round_size)
         layers = [len(self._plan.cuts[each].layers) for each in stashed for _ in range(number)]
         ends = range(len(layers) - number + 1, len(layers) + 1)
-        own = max(sum(layers[max(0, end - MAX_LEAVING - 1) : end]) for end in ends) * self._size.activation
+        own = max(sum(layers[max(0, end - MAX_LEAVING - 1) : end]) for end in ends) * self._size.kept
         messages = self._ahead + self._sent(0, self._outputs([*before, stage]))
         # A forward without a graph makes less than one with it, and in tiles less than backward does in them.
         work = min(self._size.layer.graph, self._size.layer.recomputed_peak)
@@ -288,7 +295,7 @@ class _Rank:
         num_layers = len(self._plan.cuts[stage].layers)
         if self._keeps(stage):
             return self._size.activation, num_layers * self._graph
-        return num_layers * self._size.activation, 0
+        return num_layers * self._size.kept, 0
 
     def _all_kept(self, stages: Sequence[int]) -> tuple[int, int]:
         each = [self._kept(stage) for stage in stages if stage not in self._plan.stashed]

@@ -61,6 +61,9 @@ class Plan:
     """Slices of each sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all."""
     kept_level: KeptLevel = KeptLevel.EVERYTHING
     """Activations of the `kept` stages that are kept; of importance only where there are such stages."""
+    keeps_attention: bool = False
+    """Whether the layers of slices keep attention's result beside their input, so that backward does not attend again.
+    """
 
     @property
     def num_chunks(self) -> int:
@@ -164,6 +167,7 @@ def make_plan(
     num_rounds: int = 1,
     num_slices: int = 1,
     kept_level: KeptLevel = KeptLevel.EVERYTHING,
+    keeps_attention: bool = False,
 ) -> Plan:
     """Cut the model evenly; all stages are streamed through `num_slots` slots, None: all are resident.
 
@@ -179,6 +183,7 @@ def make_plan(
         num_rounds=num_rounds,
         num_slices=num_slices,
         kept_level=kept_level,
+        keeps_attention=keeps_attention,
     )
     num_resident = plan.stages_per_rank if num_slots is None else 0
     return plan.using([MemoryUse(num_resident, 0, num_slots or 0)] * num_ranks)

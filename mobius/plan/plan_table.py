@@ -65,7 +65,8 @@ def _activations(plan: Plan, cut: StageCut) -> str:
         return "-"
     if cut.stage in plan.kept:
         return "kept" if plan.kept_level is KeptLevel.EVERYTHING else f"{plan.kept_level} kept"
-    return "recomputed from the host" if cut.stage in plan.stashed else "recomputed"
+    what = "linear parts recomputed" if plan.keeps_attention else "recomputed"
+    return f"{what} from the host" if cut.stage in plan.stashed else what
 
 
 def describe_gpus(found: Answer) -> str:

@@ -141,6 +141,8 @@ class PlanRequest:
     """None while auto is not resolved, which is planned as whole sequences."""
     kept_level: KeptLevel | None = None
     """None while it is not tried out, which is planned as what `recompute` says, or everything."""
+    keeps_attention: bool | None = None
+    """None while it is not tried out, which is planned as what `recompute` says, or not."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
@@ -188,7 +190,13 @@ class PlanRequest:
             num_rounds=self.num_rounds or 1,
             num_slices=self.num_slices or 1,
             kept_level=self.kept_level or level_of(pipeline.recompute),
+            keeps_attention=self._keeps_attention,
         )
+
+    @property
+    def _keeps_attention(self) -> bool:
+        asked = self.recompute is Recompute.LINEAR if self.keeps_attention is None else self.keeps_attention
+        return asked and (self.num_slices or 1) > 1
 
     @property
     def recompute(self) -> Recompute:
@@ -292,6 +300,13 @@ class PlanRequest:
         return self.microbatch_tokens * self.shape.hidden_size * self.sizes.weight
 
     @property
+    def attention_bytes(self) -> int:
+        """Bytes of attention's result and log-sum-exp of a layer and microbatch."""
+        return self.microbatch_tokens * (
+            self.shape.attention_width * self.sizes.weight + 4 * (self.shape.num_heads or 0)
+        )
+
+    @property
     def mailbox_bytes(self) -> int:
         """GPU memory outside of torch's for the messages that arrive at a rank."""
         return INCOMING_EDGES * NUM_MAILBOXES * self.message_bytes
@@ -319,6 +334,7 @@ class PlanRequest:
             weight_bytes=self.sizes.weight,
             gradient_bytes=self.sizes.gradient,
             is_tied=self.shape.is_tied,
+            attention_bytes=self.attention_bytes,
         )
 
     @property

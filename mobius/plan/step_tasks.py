@@ -46,6 +46,7 @@ class StageCost:
     forward_attention: float = 0.0
     """Part of `forward` that goes with the keys before a slice, on average over the slices of a sequence."""
     backward_attention: float = 0.0
+    keeps_attention: bool = False
 
     def slice_seconds(self, action: Action, num_slices: int) -> float:
         """Seconds of an action on the compute lane; later slices attend to more keys.
@@ -75,6 +76,12 @@ class StepRules:
     """Bytes per parameter on their way to the host."""
     is_tied: bool = False
     """Whether the first and the last stage are updated after the step also without clipping."""
+    attention_bytes: int = 0
+    """Bytes of attention's result for a layer and microbatch, where that is kept."""
+
+    def kept_bytes(self, cost: StageCost) -> int:
+        """Bytes that the layers of a stage keep of a microbatch for recomputing."""
+        return cost.num_layers * (self.message_bytes + (self.attention_bytes if cost.keeps_attention else 0))
 
 
 def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
@@ -91,6 +98,8 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
             forward += profile.embedding_forward
             backward += profile.embedding_backward
         keys, attention = _slice_parts(cut, shape, profile) if slices else (0.0, (0.0, 0.0))
+        if plan.keeps_attention:  # backward is without the forward of it
+            backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
         if cut.is_last:
             # Slices go forward there as elsewhere, all but the last layer, which does in backward.
             last = layers[-1].forward if slices and layers else forward
@@ -113,6 +122,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
                 num_layers,
                 keys + ACTION_GAP,
                 *attention,
+                plan.keeps_attention,
             )
         )
     return tuple(costs)
@@ -331,9 +341,8 @@ class StepTasks:
 
     def _add_stash(self, rank: int, action: Action) -> None:
         state = self.ranks[rank]
-        flow = self.flows.offload(rank, self.costs[action.stage].num_layers * self.rules.message_bytes)
-        needs = [task for task in (state.last,) if task is not None]
-        task = self._task((Lane.STASH, rank), flow, needs, name=action)
+        flow = self.flows.offload(rank, self.rules.kept_bytes(self.costs[action.stage]))
+        task = self._task((Lane.STASH, rank), flow, [] if state.last is None else [state.last], name=action)
         state.stashed[action.stage, action.microbatch] = task
         state.leaving.append(task)
         while len(state.leaving) > MAX_LEAVING:
@@ -341,7 +350,7 @@ class StepTasks:
 
     def _add_fetch(self, rank: int, action: Action) -> None:
         state, key = self.ranks[rank], (action.stage, action.microbatch)
-        flow = self.flows.load(rank, self.costs[action.stage].num_layers * self.rules.message_bytes)
+        flow = self.flows.load(rank, self.rules.kept_bytes(self.costs[action.stage]))
         needs = [task for task in (state.last, state.stashed[key]) if task is not None]
         state.stashed[key] = self._task((Lane.FETCH, rank), flow, needs, name=action)
         while state.leaving:

@@ -28,7 +28,7 @@ from mobius.models.loss import shift_labels
 from mobius.runtime.device_position import DevicePosition
 from mobius.runtime.slices import Place, SlicedStage, cut_rows, place_slices
 from mobius.runtime.stage import Kept, StageModule
-from mobius.runtime.stash import Stash, inputs_of
+from mobius.runtime.stash import Stash, tensors_of
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.action import Action, ActionKind, incoming
 from mobius.schedule.lanes import Lane, WaitCause
@@ -314,9 +314,11 @@ class Executor:
         module, weights, kept = self._stages[stage], self._weights(stage), self._stash.take(stage, microbatch)
         if self._slices:
             place, arguments = self._step.places[microbatch], self._layer_arguments(microbatch)
-            hidden = self._slices[stage].output(weights, inputs_of(kept), arguments, place)
+            tensors = tensors_of(kept)
+            hidden = self._slices[stage].output(weights, tensors, arguments, place)
+            kept = [*tensors]
         else:
-            hidden, kept = self._run_layers(stage, microbatch, *inputs_of(kept))
+            hidden, kept = self._run_layers(stage, microbatch, *tensors_of(kept))
         loss, gradient = module.loss(
             weights,
             self._memory[stage].gradients(),
@@ -334,7 +336,7 @@ class Executor:
         gradients = memory.gradients()
         arguments = self._layer_arguments(microbatch)
         if self._slices:
-            given = weights, gradients, inputs_of(kept), gradient, arguments, self._step.places[microbatch]
+            given = weights, gradients, tensors_of(kept), gradient, arguments, self._step.places[microbatch]
             gradient = self._slices[stage].backward(*given)
         else:
             gradient = module.backward(weights, gradients, kept, gradient, arguments)

@@ -5,6 +5,8 @@
     backward   slice 2, 1, 0   recompute, add to the gradients of keys and values before, take one's own
 
 The model's last stage turns at once: its keys and values are still there, and its last layer ends in backward only.
+Where attention's result is kept beside each layer's input, backward does not attend again: that takes all the earlier
+keys, and of a long sequence more time than the rest of a layer.
 """
 
 from __future__ import annotations
@@ -68,10 +70,17 @@ class SlicedStage:
     """The layers of a stage whose microbatches are slices; norm, head and embedding are the whole stage's."""
 
     def __init__(
-        self, parts: ModelParts, cut: StageCut, caches: SequenceCaches, *, tile_tokens: int | None = None
+        self,
+        parts: ModelParts,
+        cut: StageCut,
+        caches: SequenceCaches,
+        *,
+        tile_tokens: int | None = None,
+        keeps_attention: bool = False,
     ) -> None:
         """Raises CheckpointError for a family whose layers cannot be cut at their attention."""
         self._parts, self._cut, self._caches = parts, cut, caches
+        self._keeps_attention = keeps_attention
         blocks = [parts.halves(index) for index in cut.layers]
         self._attention = [each.attention for each in blocks]
         self._layers = [TiledLayer(LayerHalves(each), tile_tokens=tile_tokens or _WHOLE_SLICE) for each in blocks]
@@ -85,7 +94,8 @@ class SlicedStage:
             inputs: token ids [B, T] in the first stage, hidden states [B, T, H] in the others.
             arguments: of whole sequences, for all layers of the model.
 
-        Returns the hidden states [B, T, H] and the layers' inputs.
+        Returns the hidden states [B, T, H] and what `backward` takes: of each layer its input and, if that is kept,
+        attention's result [B, T, heads, D] and log-sum-exp fp32 [B, heads, T]; of the model's last one the input alone.
         """
         hidden = run(self._parts.embedding, weights, inputs, {}) if self._cut.is_first else inputs
         kept = [hidden] if self._cut.is_last and not self._layers else []  # which only norm and head then ask for
@@ -97,21 +107,28 @@ class SlicedStage:
             else:
                 attention = _SliceAttention(self, position, place)
                 hidden = self._layers[position].run(weights, hidden, own, attention)
+                kept += attention.result if self._keeps_attention else []
         return hidden, kept
 
     def make_keys(self, weights: Views, kept: Sequence[Tensor], arguments: LayerArguments, place: Place) -> None:
-        """Put keys and values of a slice from the layers' inputs that its forward kept."""
-        for position, (index, hidden) in enumerate(zip(self._cut.layers, kept, strict=True)):
+        """Put keys and values of a slice from what its forward kept."""
+        for position, index in enumerate(self._cut.layers):
             own = _cut_arguments(arguments[index], place)
-            self._put(position, self._layers[position].project(weights, hidden, own), place)
+            self._put(position, self._layers[position].project(weights, kept[position * self._per_layer], own), place)
 
-    def output(self, weights: Views, kept: Sequence[Tensor], arguments: LayerArguments, place: Place) -> Tensor:
-        """Hidden states [B, T, H] that the model's last stage gives to norm and head."""
+    def output(self, weights: Views, kept: list[Tensor], arguments: LayerArguments, place: Place) -> Tensor:
+        """Hidden states [B, T, H] that the model's last stage gives to norm and head.
+
+        Adds what `backward` takes of the last layer to `kept`.
+        """
         position = len(self._layers) - 1
         if position < 0:
             return kept[0]
         own = _cut_arguments(arguments[self._cut.layers[position]], place)
-        return self._layers[position].run(weights, kept[position], own, _SliceAttention(self, position, place))
+        attention = _SliceAttention(self, position, place)
+        hidden = self._layers[position].run(weights, kept[-1], own, attention)
+        kept += attention.result if self._keeps_attention else []
+        return hidden
 
     def backward(
         self,
@@ -124,13 +141,20 @@ class SlicedStage:
     ) -> Tensor:
         """Add the layers' parameter gradients to `gradients`, as `StageModule.backward`; return the input's gradient.
 
-        All later slices of the sequences must have had their turn.
+        All later slices of the sequences must have had their turn. Empties `kept`.
         """
         for position, index in reversed([*enumerate(self._cut.layers)]):
-            own, attention = _cut_arguments(arguments[index], place), _SliceAttention(self, position, place)
-            given = weights, gradients, kept.pop(), gradient, own, attention
+            hidden, *result = kept[-self._per_layer :]
+            del kept[-self._per_layer :]
+            attention = _SliceAttention(self, position, place, result)
+            given = weights, gradients, hidden, gradient, _cut_arguments(arguments[index], place), attention
             gradient = self._layers[position].backward(*given)
         return gradient
+
+    @property
+    def _per_layer(self) -> int:
+        """Tensors that are kept of a layer."""
+        return 3 if self._keeps_attention else 1
 
     def _put(self, position: int, heads: Heads, place: Place) -> SequenceCache:
         cache = self._caches.of(position, heads, place.length)
@@ -150,21 +174,25 @@ class SlicedStage:
 
 
 class _SliceAttention:
-    """Attention of a slice to all keys so far."""
+    """Attention of a slice to all keys so far, with its result if that is known."""
 
-    def __init__(self, stage: SlicedStage, position: int, place: Place) -> None:
+    def __init__(self, stage: SlicedStage, position: int, place: Place, result: Sequence[Tensor] = ()) -> None:
         self._stage, self._position, self._place = stage, position, place
+        self.result = [*result]
+        """Result [B, T, heads, D] and log-sum-exp [B, heads, T], once it has attended."""
 
     def attend(self, heads: Heads) -> Tensor:
         self._cache = self._stage._put(self._position, heads, self._place)
         self._settings = self._stage._settings(self._position, heads, self._place)
         self._query = heads.query
-        self._output, self._lse = attend_slice(heads.query, self._cache, self._place.start, self._settings)
-        return self._output
+        if not self.result:
+            made = attend_slice(heads.query, self._cache, self._place.start, self._settings)
+            self.result = [each.contiguous() for each in made]
+        return self.result[0]
 
     def backward(self, gradient: Tensor) -> Heads:
-        place = self._place
-        given = gradient, self._query, self._output, self._lse, self._cache, place.start, self._settings
+        place, (output, lse) = self._place, self.result
+        given = gradient, self._query, output, lse, self._cache, place.start, self._settings
         of_query = attend_slice_backward(*given)
         return Heads(of_query, *self._cache.take_gradients(place.start, place.end))
 

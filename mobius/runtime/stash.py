@@ -9,8 +9,9 @@ compute makes next cannot lie where a copy still reads:
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from mobius.runtime.stage import Kept
 from mobius.schedule.lanes import Lane
 
 Waiting = Callable[[], AbstractContextManager[None]]
+ALIGNMENT = 16
+"""Bytes of which each tensor on the host begins at a multiple."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,35 @@ class _Leaving:
     arrival: Event
 
 
-def inputs_of(kept: Sequence[Kept]) -> list[Tensor]:
-    """Inputs of layers, where that is what was kept, and no graphs."""
-    inputs = [each for each in kept if isinstance(each, Tensor)]
-    assert len(inputs) == len(kept), "graphs are no inputs"
-    return inputs
+@dataclass(frozen=True)
+class _Part:
+    """A tensor that waits on the host."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def in_place(self, place: Tensor) -> Tensor:
+        """View of the bytes that begin at a place as the tensor."""
+        return place[: self.shape.numel() * self.dtype.itemsize].view(self.dtype).view(self.shape)
+
+
+def tensors_of(kept: Sequence[Kept]) -> list[Tensor]:
+    """Tensors from which layers are run again, where that is what was kept, and no graphs."""
+    tensors = [each for each in kept if isinstance(each, Tensor)]
+    assert len(tensors) == len(kept), "graphs are not run again"
+    return tensors
+
+
+def home_bytes(*parts: tuple[Sequence[int], torch.dtype]) -> int:
+    """Bytes of a place in which tensors of such shapes and formats wait."""
+    return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in parts)
+
+
+def _in_places(place: Tensor, parts: Sequence[_Part]) -> Iterator[Tensor]:
+    start = 0
+    for part in parts:
+        yield part.in_place(place[start:])
+        start += home_bytes((part.shape, part.dtype))
 
 
 class Stash:
@@ -53,6 +80,8 @@ class Stash:
         self._leaving: deque[_Leaving] = deque()
         self._arrivals: dict[tuple[int, int], Event] = {}
         """Ends of the last copies: to the host, then back."""
+        self._parts: dict[int, list[_Part]] = {}
+        """Tensors that a stage keeps of each microbatch, where they wait on the host."""
 
     def __len__(self) -> int:
         return len(self._kept) + len(self._arrivals)
@@ -71,52 +100,55 @@ class Stash:
         return self._kept.pop(key)
 
     def look(self, stage: int, microbatch: int, *, comes_again: bool) -> list[Tensor]:
-        """Inputs of layers, for their keys and values; what came back from the host and `comes_again` is forgotten."""
+        """Return what was put, for keys and values; what came back from the host and `comes_again` is forgotten."""
         key = stage, microbatch
         was_stashed = key in self._arrivals
         kept = self.take(stage, microbatch)
         if not (was_stashed and comes_again):
             self._kept[key] = kept
-        return inputs_of(kept)
+        return tensors_of(kept)
 
     def send(self, stage: int, microbatch: int) -> None:
-        """Start to copy inputs of layers to the host; compute waits for the copies before the last ones."""
+        """Start to copy what was put to the host; compute waits for the copies before the last ones."""
         place, key = self._place(stage, microbatch), (stage, microbatch)
-        inputs = inputs_of(self._kept.pop(key))
+        leaving = tensors_of(self._kept.pop(key))
+        parts = self._parts[stage] = [_Part(each.shape, each.dtype) for each in leaving]
         done = record_current(self._device)
         with self._to_host.run():
             done.wait()
             with self._spans.device_span(Lane.STASH, f"S{stage}.{microbatch}"):
-                for target, source in zip(place, inputs, strict=True):
+                for target, source in zip(_in_places(place, parts), leaving, strict=True):
                     target.copy_(source, non_blocking=True)
             arrival = self._arrivals[key] = self._to_host.record()
-        self._leaving.append(_Leaving(inputs, arrival))
+        self._leaving.append(_Leaving(leaving, arrival))
         self._let_go(MAX_LEAVING)
 
     def fetch(self, stage: int, microbatch: int) -> None:
-        """Start to copy inputs of layers back; `take` then gives them."""
-        place, key = self._place(stage, microbatch), (stage, microbatch)
+        """Start to copy it back; `take` then gives it."""
+        key, parts = (stage, microbatch), self._parts[stage]
+        sources = [*_in_places(self._place(stage, microbatch), parts)]
         self._let_go(0)
-        inputs = [torch.empty_like(source, device=self._device) for source in place]
+        back = [torch.empty(part.shape, dtype=part.dtype, device=self._device) for part in parts]
         is_free = record_current(self._device)  # of what their memory was before
         with self._to_device.run():
             is_free.wait()
             if key in self._arrivals:  # or it has come back before
                 self._arrivals[key].wait()
             with self._spans.device_span(Lane.FETCH, f"T{stage}.{microbatch}"):
-                for target, source in zip(reversed(inputs), reversed(place.unbind()), strict=True):
+                for target, source in zip(reversed(back), reversed(sources), strict=True):
                     target.copy_(source, non_blocking=True)
             self._arrivals[key] = self._to_device.record()
-        self._kept[key] = [*inputs]
+        self._kept[key] = [*back]
 
     def clear(self) -> None:
         """Forget everything, after an error; copies may still run."""
         self._kept.clear()
         self._arrivals.clear()
         self._leaving.clear()
+        self._parts.clear()
 
     def _place(self, stage: int, microbatch: int) -> Tensor:
-        assert self._home is not None, f"there is no room on the host for stage {stage}'s inputs"
+        assert self._home is not None, f"there is no room on the host for what stage {stage} keeps"
         return self._home.place(stage, microbatch)
 
     def _let_go(self, most: int) -> None:

@@ -23,6 +23,7 @@ from mobius.plan.plan import Plan
 from mobius.runtime.executor import Executor
 from mobius.runtime.slices import SequenceCaches, SlicedStage
 from mobius.runtime.stage import StageModule
+from mobius.runtime.stash import home_bytes
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.schedule import Schedule
 
@@ -92,17 +93,21 @@ class RankStages:
         stashed = plan.stashed.intersection(modules)
         if stashed:
             assert message_shape is not None, "what is stashed has a shape"
+            each = _kept_bytes(parts, message_shape, dtype, keeps_attention=plan.keeps_attention)
             home = ActivationHome(
-                {stage: len(plan.cuts[stage].layers) for stage in sorted(stashed)},
+                {stage: each * len(plan.cuts[stage].layers) for stage in sorted(stashed)},
                 round_size=plan.round_size,
-                shape=message_shape,
-                dtype=dtype,
                 register=device.type == "cuda",
             )
         slices = None
         if plan.num_slices > 1:
             caches = SequenceCaches()
-            slices = {stage: SlicedStage(parts, plan.cuts[stage], caches, tile_tokens=tile_tokens) for stage in modules}
+            slices = {
+                stage: SlicedStage(
+                    parts, plan.cuts[stage], caches, tile_tokens=tile_tokens, keeps_attention=plan.keeps_attention
+                )
+                for stage in modules
+            }
         return cls(
             plan=plan,
             device=device,
@@ -162,3 +167,16 @@ class RankStages:
             self.arena.close()
         if self.home is not None:
             self.home.close()
+
+
+def _kept_bytes(
+    parts: ModelParts, message_shape: tuple[int, int, int], dtype: torch.dtype, *, keeps_attention: bool
+) -> int:
+    """Bytes on the host of what a layer keeps of a microbatch: its input and, if asked for, attention's result."""
+    batch, tokens, _ = message_shape
+    kept: list[tuple[tuple[int, ...], torch.dtype]] = [(message_shape, dtype)]
+    if keeps_attention:
+        shape = parts.shape()
+        kept.append(((batch, tokens, shape.attention_width), dtype))
+        kept.append(((batch, shape.num_heads or 0, tokens), torch.float32))
+    return home_bytes(*kept)

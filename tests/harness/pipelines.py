@@ -116,6 +116,8 @@ class Pipeline:
     """Stages whose layers' inputs wait on the host."""
     num_slices: int = 1
     """Slices of each sequence; `num_microbatches` counts all."""
+    keeps_attention: bool = False
+    """Whether layers of slices keep attention's result."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     _stages: list[RankStages] = field(default_factory=list)
 
@@ -183,6 +185,7 @@ class Pipeline:
             num_slices=self.num_slices,
             stashed=self.stashed,
             kept_level=self.kept_level,
+            keeps_attention=self.keeps_attention,
         )
         staying = {s for rank in range(self.num_ranks) for s in plan.streamed_stages(rank)[-(self.num_slots or 1) :]}
         return replace(plan, kept=plan.resident | staying) if self.keeps_graphs else plan

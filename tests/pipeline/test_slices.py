@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 from harness.evaluations import Case, evaluate
 from harness.packed_rows import LENGTH, ROWS, documents_alone, make_packed_batch
-from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, plain_step
+from harness.pipelines import FAMILIES, NUM_LAYERS, Pipeline, make_batch, make_model, plain_step
 from torch import Tensor
+
+from mobius.models.sliced_attention.attend import attend_slice
+from mobius.runtime import slices
 
 SETTINGS = (  # ranks, stages of each, sequences, slices, slots, rounds, whether activations wait on the host
     (1, 1, 1, 4, None, 1, False),
@@ -85,6 +89,43 @@ def test_stages_without_layers_pass_slices_on(is_stashed: bool) -> None:
 
         assert float(own_loss) == pytest.approx(float(loss), rel=1e-6)
         assert _apart(pipeline.gradients, {name: each.double() for name, each in plain.items()}) < 2e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_attention_that_is_kept_changes_no_bit_and_is_not_made_again(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = make_model(family), list[int]()
+
+    def counting(*given: Any) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return attend_slice(*given)
+
+    monkeypatch.setattr(slices, "attend_slice", counting)
+    for turn, (num_ranks, stages_per_rank, sequences, num_slices, num_slots, num_rounds, _) in enumerate(SETTINGS):
+        batch, runs = make_batch(sequences), {}
+        for keeps_attention, is_stashed in ((False, False), (True, False), (True, True)):
+            calls.clear()
+            pipeline = Pipeline(
+                model,
+                num_ranks,
+                stages_per_rank,
+                sequences * num_slices,
+                num_slots,
+                num_rounds=num_rounds,
+                num_slices=num_slices,
+                stashed=frozenset(range(num_ranks * stages_per_rank - 1) if is_stashed else ()),
+                dtype=(torch.float32, torch.bfloat16)[turn % 2],
+                tile_tokens=2 if turn % 2 else None,
+                keeps_attention=keeps_attention,
+            )
+            runs[keeps_attention, is_stashed] = pipeline.run(batch), pipeline.gradients, len(calls)
+
+        loss, gradients, num_calls = runs.pop((False, False))
+        for own_loss, own, num_own in runs.values():
+            assert torch.equal(own_loss, loss)
+            assert all(torch.equal(own[name], each) for name, each in gradients.items())
+            assert num_own == NUM_LAYERS * sequences * num_slices < num_calls
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

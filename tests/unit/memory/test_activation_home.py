@@ -1,4 +1,4 @@
-"""Places of layers' inputs on the host: none is another's, and the bytes are those that were asked for."""
+"""Places on the host: none is another's, and the bytes are those that were asked for."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ import torch
 
 from mobius.memory.activation_home import ActivationHome
 
-SHAPE = (2, 3, 4)
-
 
 def make_home() -> ActivationHome:
-    return ActivationHome({0: 2, 3: 1}, round_size=2, shape=SHAPE, dtype=torch.bfloat16, register=False)
+    return ActivationHome({0: 96, 3: 48}, round_size=2, register=False)
 
 
-def test_each_stage_microbatch_and_layer_has_a_place_of_its_own() -> None:
+def test_each_stage_and_microbatch_has_a_place_of_its_own() -> None:
     home = make_home()
-    numbers = {(0, 0): 1.0, (0, 1): 2.0, (3, 0): 3.0, (3, 1): 4.0}
+    numbers = {(0, 0): 1, (0, 1): 2, (3, 0): 3, (3, 1): 4}
 
     for (stage, microbatch), number in numbers.items():
         place = home.place(stage, microbatch)
-        assert place.shape == ((2 if stage == 0 else 1), *SHAPE)
-        for layer, each in enumerate(place):
-            each.fill_(number + layer / 4)
+        assert place.shape == ((96 if stage == 0 else 48),)
+        place.fill_(number)
 
     for (stage, microbatch), number in numbers.items():
-        for layer, each in enumerate(home.place(stage, microbatch)):
-            assert torch.equal(each, torch.full(SHAPE, number + layer / 4, dtype=torch.bfloat16))
+        place = home.place(stage, microbatch)
+        assert torch.equal(place, torch.full_like(place, number))
 
 
 def test_microbatches_of_the_next_round_take_the_places_of_this_one() -> None:
@@ -36,4 +33,4 @@ def test_microbatches_of_the_next_round_take_the_places_of_this_one() -> None:
 
 
 def test_its_bytes_are_those_of_all_places() -> None:
-    assert make_home().num_bytes == 2 * (2 + 1) * 24 * 2
+    assert make_home().num_bytes == 2 * (96 + 48)

@@ -11,8 +11,8 @@ from harness.plan_requests import H200, known_shape, request_of
 
 from mobius.config.cli import parse_args
 from mobius.config.config import ActivationOffloading, Recompute
-from mobius.errors import ConfigError, GpuMemoryError, PlanError
-from mobius.plan.budget import estimated_layer, gpu_need, host_need
+from mobius.errors import ConfigError, GpuMemoryError, HostMemoryError, PlanError
+from mobius.plan.budget import check_host_memory, estimated_layer, gpu_need, host_need
 from mobius.plan.choice import answer, settle
 from mobius.plan.fit import fit_plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, read_plan
@@ -96,7 +96,7 @@ def test_slices_keep_no_activations_and_fit_where_whole_sequences_do_not() -> No
 
 
 def test_later_slices_cost_more_and_all_together_as_much_as_on_average() -> None:
-    request = ask()
+    request = ask(recompute=Recompute.FULL)
     found = answer(request, layer=estimated_layer(request))
     assert found.profile is not None
     costs = stage_costs(found.plan, request.shape, found.profile)
@@ -156,3 +156,43 @@ def test_a_plan_file_keeps_its_slices_and_refuses_what_they_do_not_divide(tmp_pa
 def test_slices_that_cannot_be_are_refused(words: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         parse_args(words.split())
+
+
+def test_attention_is_kept_where_the_host_has_room_and_the_step_is_shorter_by_its_forward() -> None:
+    """131,072 tokens of 8B under 24 GiB: 31 stages, on each 4,096 numbers of 2 bytes and 32 of 4 for a token."""
+    plans, needs, seconds = {}, {}, {}
+    for recompute in (Recompute.AUTO, Recompute.FULL):
+        found = answer(ask(gpu_memory_limit=24.0, recompute=recompute))
+        plans[recompute], needs[recompute], seconds[recompute] = found.plan, found.host, found.step_seconds
+    assert plans[Recompute.AUTO].keeps_attention
+    assert not plans[Recompute.FULL].keeps_attention
+    places = sum(len(plans[Recompute.AUTO].cuts[stage].layers) for stage in plans[Recompute.AUTO].stashed)
+    assert needs[Recompute.AUTO].attention == places * 131072 * (4096 * 2 + 32 * 4)
+    assert seconds[Recompute.AUTO] < 0.88 * seconds[Recompute.FULL]
+
+    small = answer(ask(gpu_memory_limit=24.0, host_memory_limit=140.0))
+    assert not small.plan.keeps_attention
+    assert small.host.total < 140 * GIB < needs[Recompute.AUTO].total
+
+
+def test_attention_that_is_asked_for_is_kept_and_refused_with_what_frees_memory() -> None:
+    linear = ask(gpu_memory_limit=24.0, recompute=Recompute.LINEAR, host_memory_limit=140.0)
+    found = answer(linear)
+    assert found.plan.keeps_attention
+    with pytest.raises(HostMemoryError, match=r"use --recompute full \(frees 31\.\d GiB\)"):
+        check_host_memory(found.host, available_bytes=140 * GIB)
+    with pytest.raises(PlanError, match="no sequence of this run is cut: use --recompute auto"):
+        answer(ask(seq_length=8192, recompute=Recompute.LINEAR))
+
+
+def test_a_plan_file_keeps_whether_attention_is_kept(tmp_path: Path) -> None:
+    request = ask(gpu_memory_limit=24.0)
+    plan = answer(request).plan
+    digest = ModelDigest.of(request.shape, request.config.model.dtype)
+    text = SavedPlan(digest, plan, 1, 131072).to_json()
+    (tmp_path / "plan.json").write_text(text)
+    assert plan.keeps_attention
+    assert read_plan(tmp_path / "plan.json").plan == plan
+    (tmp_path / "plan.json").write_text(text.replace('"keeps_attention": true', '"keeps_attention": 1'))
+    with pytest.raises(PlanError, match="`keeps_attention` is 1, neither true nor false"):
+        read_plan(tmp_path / "plan.json")

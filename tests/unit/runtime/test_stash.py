@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mobius.memory.activation_home import ActivationHome
-from mobius.runtime.stash import Stash
+from mobius.runtime.stash import Stash, home_bytes
 
 CPU = torch.device("cpu")
 SHAPE = (1, 2, 4)
@@ -28,7 +28,8 @@ class Waits:
 
 
 def make_stash(waits: Waits | None = None, *, round_size: int = 4) -> Stash:
-    home = ActivationHome({0: 2, 1: 2}, round_size=round_size, shape=SHAPE, dtype=torch.float32, register=False)
+    place_bytes = dict.fromkeys((0, 1), 2 * home_bytes((SHAPE, torch.float32)))
+    home = ActivationHome(place_bytes, round_size=round_size, register=False)
     return Stash(home, device=CPU, waiting=waits or Waits())
 
 
@@ -82,7 +83,7 @@ def test_without_room_on_the_host_nothing_is_sent() -> None:
     stash = Stash(None, device=CPU, waiting=Waits())
     stash.put(0, 0, [torch.zeros(SHAPE)])
 
-    with pytest.raises(AssertionError, match="no room on the host for stage 0"):
+    with pytest.raises(AssertionError, match="no room on the host for what stage 0 keeps"):
         stash.send(0, 0)
 
 
@@ -95,3 +96,18 @@ def test_clearing_forgets_everything() -> None:
     stash.clear()
 
     assert len(stash) == 0
+
+
+def test_tensors_of_several_shapes_and_formats_come_back_as_they_left() -> None:
+    parts = ((1, 3, 5), torch.bfloat16), ((1, 3, 2, 7), torch.bfloat16), ((1, 2, 3), torch.float32)
+    home = ActivationHome({0: 2 * home_bytes(*parts)}, round_size=2, register=False)
+    stash = Stash(home, device=CPU, waiting=Waits())
+    given = {m: [torch.randn(shape).to(dtype) for _ in range(2) for shape, dtype in parts] for m in range(2)}
+    for microbatch, tensors in given.items():
+        stash.put(0, microbatch, [*tensors])
+        stash.send(0, microbatch)
+
+    for microbatch, tensors in given.items():
+        stash.fetch(0, microbatch)
+        for own, wanted in zip(stash.take(0, microbatch), tensors, strict=True):
+            assert torch.equal(own, wanted)  # type: ignore[arg-type]

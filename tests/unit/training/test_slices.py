@@ -38,3 +38,13 @@ def test_stashes_change_no_bit_of_a_run(run: Run) -> None:
 
     assert losses("on") == losses("off")
     assert_equal_tensors(Path("on"), Path("off"))
+
+
+def test_attention_that_is_kept_changes_no_bit_of_a_run(run: Run) -> None:
+    words = f"{USUAL} --num_iterations 4 --num_slices 4 --packing on".replace("--num_iterations 20 ", "").split()
+    for name, stashes in (("full", "off"), ("linear", "on")):
+        words += ["--activation_offloading", stashes]
+        run(*words, "--recompute", name, "--save_dir", name, "--save_results", f"{name}.txt")
+
+    assert losses("linear") == losses("full")
+    assert_equal_tensors(Path("linear"), Path("full"))
