@@ -52,6 +52,8 @@ OF_A_DEVICE = {"cpu": "--fp32", "cuda": "--compile off --resident_stages 1 --rec
 PHASES = ("starting", "tokenizing", "training", "saving", "exporting")
 SHARE_AT_A_SAVE = 0.4
 """Share of the kills that wait for a checkpoint to be under way, which is a small part of a run's time."""
+SHARE_PREPARED = 0.75
+"""Share of the runs that find a compiled kernel and fonts, as all runs of a machine do but the first."""
 END_SECONDS = 60.0
 HANG_SECONDS = 1200.0
 
@@ -111,10 +113,13 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def state_of(checkpoint: Path) -> dict[str, object]:
-    """Everything in a checkpoint that a run goes on with."""
+    """Everything in a checkpoint that a run goes on with; which start of a launcher has saved it is no part of it."""
+    from mobius.training.resuming import LAUNCH
+
     manifest = json.loads((checkpoint / "checkpoint.json").read_text())
-    names = ("step", "num_parameters", "dtype", "has_optimizer", "training", "data", "metric")
-    return {**{name: manifest[name] for name in names}, **digests(checkpoint)}
+    names = ("step", "num_parameters", "dtype", "has_optimizer", "training", "metric")
+    data = {name: value for name, value in manifest["data"].items() if name != LAUNCH}
+    return {**{name: manifest[name] for name in names}, "data": data, **digests(checkpoint)}
 
 
 def results_of(out: Path) -> dict[str, object]:
@@ -185,6 +190,9 @@ class Trial:
         life.mkdir()
         for entry in ("model", "data.jsonl"):
             (life / entry).symlink_to(self._folder / entry)
+        made = self._folder / "forked" / "cache"
+        if made.is_dir() and self._draw.random() < SHARE_PREPARED:
+            shutil.copytree(made, life / "cache", ignore=shutil.ignore_patterns("tokenized"))
         return life
 
     def _leave_alone(self, is_launched: bool) -> None:
@@ -200,6 +208,8 @@ class Trial:
             raise TrialError(f"the run that was left alone has the checkpoints {sorted(found)}")
         if self._expected:
             compare("the launched run", self._expected, results_of(life / "out"))
+            for name, state in found.items():
+                compare(f"{name} of the launched run", self._checkpoints[name], state)
         self._expected, self._checkpoints = results_of(life / "out"), found
 
     def _live(self, num_kills: int) -> None:

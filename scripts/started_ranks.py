@@ -58,7 +58,13 @@ def import_everything() -> None:
     """Import what a rank does, so that a forked one begins at once."""
     prepare_environment()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    for module in ("mobius.__main__", "mobius.training.run", "transformers.models.llama.modeling_llama"):
+    for module in (
+        "mobius.__main__",
+        "mobius.training.run",
+        "transformers.models.llama.modeling_llama",
+        "matplotlib.figure",
+        "matplotlib.backends.backend_agg",
+    ):
         importlib.import_module(module)
     gc.freeze()
 

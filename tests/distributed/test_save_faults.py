@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from started_ranks import Started, comes, descendants, forked, left_in_shared_me
 
 def test_a_run_that_is_killed_four_times_is_the_one_that_was_left_alone(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "kill_and_resume.py"
-    words = ["--kills", "4", "--seed", "3", "--launched", "0", "--folder", str(tmp_path)]
+    words = ["--kills", "4", "--seed", "3", "--launched", "0.2", "--folder", str(tmp_path)]
     finished = subprocess.run(
         [sys.executable, str(script), *words],
         env=environment(tmp_path / "cache"),
@@ -68,6 +69,18 @@ def test_a_save_that_the_first_rank_cannot_begin_is_told_once(tmp_path: Path) ->
     (warning,) = re.findall("^.*warning.*$", output, re.MULTILINE)
     assert re.search(r"warning: checkpoint of step 2 is not saved, and training goes on: .* needs .* is free", warning)
     assert not list(tmp_path.glob("saved/checkpoint-*"))
+
+
+def test_which_launcher_has_saved_a_checkpoint_makes_no_other_run_of_it(tmp_path: Path) -> None:
+    manifest = dict.fromkeys(("step", "num_parameters", "dtype", "has_optimizer", "training", "metric"), 3)
+    path, states = tmp_path / "checkpoint.json", []
+    for data in ({"launch": "7 at 1.00 s", "epoch": 1}, {"launch": None, "epoch": 1}, {"launch": None, "epoch": 2}):
+        path.write_text(json.dumps({**manifest, "data": data}))
+        states.append(kill_and_resume.state_of(tmp_path))
+
+    compare("a checkpoint", states[0], states[1])
+    with pytest.raises(TrialError, match="data: {'epoch': 1} expected, {'epoch': 2} found"):
+        compare("a checkpoint", states[1], states[2])
 
 
 def test_the_script_tells_what_differs() -> None:
