@@ -169,6 +169,7 @@ def _leave_result(run: _Opened, log: RunLog | None, standing: Standing) -> list[
     """Records and model, each in its place; returns problems with which the run ends once everything is there."""
     session, output, problems = run.session, run.output, list[str]()
     if log is not None:
+        session.activity.begins("the picture of the training and the model card")
         problems = leave_records(log, session.blueprint, output.training_folder, model_folder=run.model_folder)
         if output.moves_at_the_end:
             log.close()  # trackers open their files by name

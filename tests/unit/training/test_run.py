@@ -15,6 +15,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from mobius.activity import Activity
 from mobius.errors import ConfigError, PlanError
 from mobius.output.metrics import StepMetrics
 from mobius.schedule.build import build_schedule
@@ -271,6 +272,22 @@ def test_a_picture_that_cannot_be_drawn_costs_a_warning_not_the_model(
     assert (workplace / "out" / "config.json").exists()
     assert not (workplace / "out" / "training_loss.png").exists()
     assert "training_loss.png is left out" in caplog.text
+
+
+def test_a_hang_while_the_picture_is_drawn_would_be_told_as_that(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, told = list[Activity](), list[str]()
+
+    def make() -> Activity:
+        made.append(Activity())
+        return made[-1]
+
+    monkeypatch.setattr("mobius.training.run.Activity", make)
+    monkeypatch.setattr("mobius.training.records.draw_training", lambda *_, **__: told.extend(made[0].tell()))
+    run("--save_steps", "1")
+
+    assert "at the picture of the training and the model card" in told[0]
 
 
 def test_a_tracker_that_is_not_installed_is_told_before_anything_is_read(
