@@ -62,6 +62,8 @@ class Blueprint:
     answer: Answer
     """The plan, its bytes and its predicted step, and the request that they answer."""
     schedule: Schedule
+    is_given: bool = False
+    """Whether the plan is that of a file or a checkpoint, which nothing that is measured changes."""
 
     @property
     def asked(self) -> Config:
@@ -133,7 +135,8 @@ def sketch_blueprint(
     place = Place(ranks=ranks, device=device, device_order=device_order, meeting=meeting)
     request = settle(PlanRequest.of(config, shape, machine, packed))
     given = None if saved is None else saved.plan
-    return _blueprint(place, parts, answer(request, given=given, own_bytes=own_host_bytes(), is_preliminary=True))
+    found = answer(request, given=given, own_bytes=own_host_bytes(), is_preliminary=True)
+    return _blueprint(place, parts, found, is_given=given is not None)
 
 
 def complete_blueprint(
@@ -230,10 +233,10 @@ def _draw(
         own_bytes=own_host_bytes(),  # measuring layers may have made it larger
         is_preliminary=will_be_redrawn,
     )
-    return _blueprint(place, parts, found)
+    return _blueprint(place, parts, found, is_given=given is not None)
 
 
-def _blueprint(place: Place, parts: ModelParts, found: Answer) -> Blueprint:
+def _blueprint(place: Place, parts: ModelParts, found: Answer, *, is_given: bool) -> Blueprint:
     """The blueprint of an answer whose stages fit into the host's memory. Raises HostMemoryError."""
     _check_host(found)
     plan = found.plan
@@ -247,7 +250,7 @@ def _blueprint(place: Place, parts: ModelParts, found: Answer) -> Blueprint:
         num_slices=plan.num_slices,
         stashed=plan.stashed,
     )
-    return Blueprint(place=place, parts=parts, answer=found, schedule=schedule)
+    return Blueprint(place=place, parts=parts, answer=found, schedule=schedule, is_given=is_given)
 
 
 def _check_host(found: Answer) -> None:

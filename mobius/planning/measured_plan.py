@@ -1,6 +1,6 @@
 """Plans a run on GPUs again by what is measured on the machine, once the ranks have met.
 
-What the host does is looked at in every run that streams, for a second or two; layers and everything else only for
+What the host does is looked at in every run that streams, unless its plan is given, for a second or two; layers and everything else only for
 `--num_stages auto`, where that has a choice to make, and are kept for the next one. A run that measures everything has
 looked at the host by that. The number of microbatches stays what the estimate chose: what is measured, and what the
 transport is made for, has their shape.
@@ -38,9 +38,9 @@ DIGEST_BITS = 20
 def plan_by_measurement(blueprint: Blueprint, transport: Transport) -> Blueprint:
     """The plan that is to be run, on which all ranks agree; collective.
 
-    It is `blueprint` where nothing is measured: on CPUs, with `--plan`, and where everything stays on GPUs of a known
-    speed. Call it before the stages take memory. Raises PlanError if the ranks disagree, and what `draw_blueprint`
-    does.
+    It is `blueprint` where nothing is measured: on CPUs, with `--plan`, in a run that goes on by its checkpoint's plan,
+    and where everything stays on GPUs of a known speed. Call it before the stages take memory. Raises PlanError if the
+    ranks disagree, and what `draw_blueprint` does.
     """
     check_agreement(blueprint.plan, transport)
     profile, is_new = blueprint.answer.profile, False
@@ -61,8 +61,9 @@ def is_to_be_measured(blueprint: Blueprint) -> bool:
 
 
 def is_host_to_be_measured(blueprint: Blueprint) -> bool:
-    """Whether the host is looked at, as `PlanRequest.measures_host` says."""
-    return blueprint.place.device.type == "cuda" and blueprint.answer.request.measures_host
+    """Whether the host is looked at, as `PlanRequest.measures_host` says: not for a plan that is a checkpoint's."""
+    may_change = blueprint.place.device.type == "cuda" and not blueprint.is_given
+    return may_change and blueprint.answer.request.measures_host
 
 
 def measured_profile(blueprint: Blueprint, transport: Transport) -> tuple[Profile, bool]:

@@ -11,12 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from harness.compared_runs import assert_equal_tensors, assert_goes_on_exactly, steps_of, tensors_of
 from harness.runs import make_checkpoint
 
 from mobius.config.cli import given_options, parse_args
 from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
+from mobius.messages.transport import Transport
 from mobius.optim.stepper import Stepper
+from mobius.planning.blueprint import Blueprint
+from mobius.planning.measured_plan import is_host_to_be_measured
 from mobius.ranks import Ranks
 from mobius.runtime.executor import StepSums
 from mobius.training.resuming import find_resume
@@ -198,6 +202,25 @@ def test_the_command_to_go_on_names_a_folder_that_only_the_checkpoint_told(
     resume("here/checkpoint-4", *more.split())
 
     assert caplog.messages[-1].endswith(" --save_dir here --resume_from_checkpoint true")
+
+
+def test_nothing_that_is_measured_changes_the_plan_of_the_checkpoint(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would on GPUs, where what the host does is measured at the start and may keep other stages there."""
+    measured = list[bool]()
+
+    def note(blueprint: Blueprint, transport: Transport) -> Blueprint:
+        on_gpu = replace(blueprint, place=replace(blueprint.place, device=torch.device("cuda", 0)))
+        measured.append(is_host_to_be_measured(on_gpu))
+        return blueprint
+
+    monkeypatch.setattr("mobius.training.session.plan_by_measurement", note)
+    run(*EIGHT)
+    resume("out/checkpoint-4", "--save_dir", "resumed")
+    resume("out/checkpoint-4", "--save_dir", "other", "--num_stages", "4", "--overwrite_output_dir")
+
+    assert measured == [True, False, True]
 
 
 def test_options_that_make_another_plan_are_planned_anew(run: Run, workplace: Path) -> None:
