@@ -1,9 +1,9 @@
 """Plans a run on GPUs again by what is measured on the machine, once the ranks have met.
 
-What the host does is looked at in every run that streams, unless its plan is given, for a second or two; layers and everything else only for
-`--num_stages auto`, where that has a choice to make, and are kept for the next one. A run that measures everything has
-looked at the host by that. The number of microbatches stays what the estimate chose: what is measured, and what the
-transport is made for, has their shape.
+What the host does is looked at in every run that streams and whose plan is not given, for a second or two; layers and
+everything else only for `--num_stages auto`, where that has a choice to make, and are kept for the next one. A run that
+measures everything has looked at the host by that. The number of microbatches stays what the estimate chose: what is
+measured, and what the transport is made for, has their shape.
 """
 
 from __future__ import annotations
