@@ -172,11 +172,10 @@ def settle(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequ
     card's memory, not by what is free of it: every rank asks for itself, and all must find the same. Raises
     GpuMemoryError if no setting fits.
     """
-    request = _with_slices(request)
     if request.num_stages is not None and request.num_chunks is not None:
-        return _with_rounds(request, measured)
+        return _with_rounds(_with_slices(request), measured)
     if request.machine.on_cpu or (request.card is None and measured is None):
-        return _with_rounds(_usual_numbers(request), measured)
+        return _with_rounds(_with_slices(_usual_numbers(request)), measured)
     best = choose(replace(request, machine=replace(request.machine, free_bytes=None)), measured=measured)
     logger.info(
         "chosen: --num_stages %d --num_chunks %d --num_rounds %d, layers per stage %s; %.3g s per step by %s",
@@ -188,21 +187,42 @@ def settle(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequ
         best.profile.describe(),
     )
     plan = best.plan
-    return replace(request, num_stages=plan.num_stages, num_chunks=plan.num_chunks, num_rounds=plan.num_rounds)
+    return replace(
+        request,
+        num_stages=plan.num_stages,
+        num_chunks=plan.num_chunks,
+        num_rounds=plan.num_rounds,
+        num_slices=plan.num_slices,
+    )
 
 
 def _with_slices(request: PlanRequest) -> PlanRequest:
-    """The request with a number of slices: whole sequences, or so many of long ones that all ranks have work."""
+    """The request with a number of slices: whole sequences, or the fewest of long ones that fit and fill all ranks.
+
+    It goes by the card's memory, as `settle` says, and by the rounds that would be taken with it. Where no number does
+    both, the one that fits and fills most.
+    """
+    length, chunks = request.config.data.seq_length, request.num_chunks
+    assert chunks is not None
     if request.num_slices is not None:
         return request
-    length, batch = request.config.data.seq_length, request.config.pipeline.batch_size
-    wanted = SLICES_PER_RANK * request.machine.num_ranks
-    sequences = min(batch, request.num_chunks or batch)
-    is_worth_it = length >= LEAST_SLICED and sequences < wanted and not request.recompute.keeps_all
-    if not is_worth_it or not request.shape.is_sliceable:
+    if length < LEAST_SLICED or request.recompute.keeps_all or not request.shape.is_sliceable:
         return replace(request, num_slices=1)
+    wanted = SLICES_PER_RANK * request.machine.num_ranks
+    like_all = replace(request, machine=replace(request.machine, free_bytes=None))
     numbers = [number for number in range(1, length // LEAST_SLICE + 1) if length % number == 0]
-    return replace(request, num_slices=next((n for n in numbers if n * sequences >= wanted), numbers[-1]))
+    enough = [number for number in numbers if number * chunks >= wanted] or numbers[-1:]
+    in_a_round: dict[int, float] = {}
+    for number in enough:
+        rounds = numbers_of_rounds(replace(like_all, num_slices=number))
+        if request.num_rounds is not None:
+            rounds = [each for each in rounds if each <= request.num_rounds][:1] and [request.num_rounds]
+        if rounds:
+            in_a_round[number] = min(wanted, number * chunks / rounds[0])
+        if in_a_round.get(number) == wanted:
+            break
+    best = max(in_a_round, key=lambda number: (in_a_round[number], -number), default=enough[0])
+    return replace(request, num_slices=best)
 
 
 def _with_rounds(request: PlanRequest, measured: Profile | None) -> PlanRequest:
@@ -213,7 +233,7 @@ def _with_rounds(request: PlanRequest, measured: Profile | None) -> PlanRequest:
     if request.num_rounds is not None:
         return request
     like_all = replace(request, machine=replace(request.machine, free_bytes=None))
-    numbers = numbers_of_rounds(like_all)
+    numbers = numbers_of_rounds(like_all) or [like_all.plan.num_chunks]
     if len(numbers) == 1 or (request.card is None and measured is None):
         return replace(request, num_rounds=numbers[-1])
     settings = [_simulated(replace(like_all, num_rounds=number), measured, is_quick=True) for number in numbers]
@@ -271,7 +291,7 @@ def quick_settings(request: PlanRequest, *, measured: Profile | None = None) -> 
 
 def _simulated(request: PlanRequest, measured: Profile | None, *, is_quick: bool = False) -> Setting:
     """Simulate numbers that are given, memory used as the simulation finds best, or quickly by a closed form."""
-    request = _with_rounds(request, measured)
+    request = _with_rounds(_with_slices(request), measured)
     profile = estimated_profile(request) if measured is None else _checked(measured, request)
     assert profile is not None, "without rates nothing is chosen"
     layer = estimated_layer(request)

@@ -96,7 +96,7 @@ def levels_to_try(request: PlanRequest, layer: LayerBytes | None) -> tuple[KeptL
 
 
 def numbers_of_rounds(request: PlanRequest) -> list[int]:
-    """The fewest rounds with which the least of memory fits, by estimates; as many as can be where none does.
+    """The fewest rounds with which the least of memory fits, by estimates; none where no number does.
 
     If fewer do where activations wait on the host, and that is neither asked for nor ruled out, that number comes
     before.
@@ -110,7 +110,7 @@ def numbers_of_rounds(request: PlanRequest) -> list[int]:
     found = [_fewest_rounds(request.with_pipeline(activation_offloading=choice)) for choice in choices]
     most = request.plan.num_chunks
     fitting = [number for number in found if number is not None]
-    return sorted({number for number in fitting if number <= (found[0] or most)}) or [most]
+    return sorted({number for number in fitting if number <= (found[0] or most)})
 
 
 def _fewest_rounds(request: PlanRequest) -> int | None:

@@ -55,6 +55,32 @@ def test_auto_cuts_long_sequences_that_are_too_few_for_the_ranks(length: int, ba
     assert request.plan.num_chunks == batch
 
 
+@pytest.mark.parametrize(
+    ("options", "slices", "rounds"),
+    [
+        ({"seq_length": 262144}, 8, 1),
+        ({"seq_length": 393216}, 12, 1),  # eight slices leave a layer's work too large for 24 GiB
+        # Eight sequences fill two ranks in one round, but not each in a round of its own.
+        ({"batch_size": 8, "num_chunks": 8, "num_rounds": 8}, 8, 8),
+        ({"batch_size": 8, "num_chunks": 8, "num_rounds": 2}, 4, 2),  # of two, a layer's work would be too large
+    ],
+)
+def test_auto_takes_as_many_slices_as_fit_and_as_fill_a_round(
+    options: dict[str, Any], slices: int, rounds: int
+) -> None:
+    request = ask(gpu_memory_limit=24.0, **options)
+    assert (request.num_slices, request.num_rounds) == (slices, rounds)
+    assert fit_plan(request, layer=estimated_layer(request)).num_slices == slices
+
+
+def test_auto_chooses_slices_with_the_numbers_of_stages_and_chunks() -> None:
+    request = ask(batch_size=2, num_chunks=None, num_stages=None, gpu_memory_limit=24.0)
+    assert request.num_chunks is not None
+    assert request.num_slices is not None
+    assert request.num_chunks * request.num_slices >= 4 * 2
+    assert answer(request).plan.num_slices == request.num_slices
+
+
 def test_auto_cuts_nothing_that_cannot_be_cut() -> None:
     shape = replace(known_shape("8b"), is_sliceable=False)
     assert settle(request_of(shape, TWO, **LONG)).num_slices == 1
