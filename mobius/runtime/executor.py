@@ -26,9 +26,10 @@ from mobius.models.blocks import LayerArguments
 from mobius.models.graph import Views
 from mobius.models.loss import shift_labels
 from mobius.runtime.device_position import DevicePosition
-from mobius.runtime.slices import Place, SlicedStage, cut_rows, place_slices
+from mobius.runtime.places import Place, cut_rows, place_slices
 from mobius.runtime.stage import Kept, StageModule
-from mobius.runtime.stash import Stash, tensors_of
+from mobius.runtime.stage_layers import StageLayers, Turn
+from mobius.runtime.stash import Stash
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.action import Action, ActionKind, incoming
 from mobius.schedule.lanes import Lane, WaitCause
@@ -112,30 +113,28 @@ class Executor:
         schedule: Schedule,
         *,
         stages: Mapping[int, StageModule],
+        layers: Mapping[int, StageLayers],
         memory: Mapping[int, StageMemory],
         layer_inputs: Callable[[int, Documents | None], LayerArguments],
         transport: Messages,
         clock: WaitClock,
         device: torch.device,
         unsealed_names: frozenset[str] = frozenset(),
-        graph_stages: frozenset[int] = frozenset(),
-        slices: Mapping[int, SlicedStage] | None = None,
         home: ActivationHome | None = None,
         spans: Spans = NO_SPANS,
         activity: Activity | None = None,
     ) -> None:
-        """`stages` and `memory` are this rank's, and `activity` is told each action and wait.
+        """`stages`, their `layers` and `memory` are this rank's, and `activity` is told each action and wait.
 
-        `unsealed_names` are parameters whose norm is taken later (tied weights). `graph_stages` keep their graphs from
-        forward to backward instead of recomputing; their weights must stay where they are meanwhile. `home` has places
-        for what the stashed stages of the schedule send to the host, `slices` this rank's stages if it has slices.
+        `unsealed_names` are parameters whose norm is taken later (tied weights). `home` has places for what the stashed
+        stages of the schedule send to the host.
         """
         self._schedule, self._rank = schedule, transport.rank
         self._actions: Sequence[Action] = schedule.actions[transport.rank]
-        self._stages, self._memory, self._transport, self._clock = stages, memory, transport, clock
+        self._stages, self._layers, self._memory = stages, layers, memory
+        self._transport, self._clock = transport, clock
         self._layer_inputs = layer_inputs
-        self._device, self._unsealed_names, self._graph_stages = device, unsealed_names, graph_stages
-        self._slices = (slices or {}) if schedule.num_slices > 1 else {}
+        self._device, self._unsealed_names = device, unsealed_names
         self._spans, self._activity = spans, activity or Activity()
         self._position = DevicePosition(self._actions, device)
         self._to_device = new_stream(device)
@@ -264,7 +263,8 @@ class Executor:
         return targets
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        output, kept = self._run_layers(stage, microbatch, self._stage_input(stage, microbatch))
+        inputs = self._stage_input(stage, microbatch)
+        output, kept = self._layers[stage].forward(self._weights(stage), inputs, self._turn(microbatch))
         self._stash.put(stage, microbatch, kept)
         self._transport.send(output, self._schedule.rank_of(stage + 1))
 
@@ -281,45 +281,30 @@ class Executor:
 
     def _evaluate_layers(self, stage: int, microbatch: int) -> Tensor:
         """Output of the stage's layers for its next input, of which nothing is kept."""
-        inputs, arguments = self._stage_input(stage, microbatch), self._layer_arguments(microbatch)
-        if self._slices:
-            place, weights = self._step.places[microbatch], self._weights(stage)
-            hidden, kept = self._slices[stage].forward(weights, inputs, arguments, place)
-            is_last = self._stages[stage].cut.is_last
-            return self._slices[stage].output(weights, kept, arguments, place) if is_last else hidden
-        return self._stages[stage].run(self._weights(stage), inputs, arguments)
+        inputs, turn = self._stage_input(stage, microbatch), self._turn(microbatch)
+        return self._layers[stage].evaluate(self._weights(stage), inputs, turn)
 
     def _forward_last(self, stage: int, microbatch: int) -> None:
-        """Keep the input only: the last stage's forward happens inside its backward, just before the loss.
-
-        Later slices need keys and values, so that of a slice happens, but for the last layer's end.
-        """
-        inputs = self._stage_input(stage, microbatch)
-        kept: list[Kept] = [inputs]
-        if self._slices:
-            _, kept = self._run_layers(stage, microbatch, inputs)
+        """Keep the input, if forward can happen inside backward, just before the loss, when weights are there."""
+        inputs, layers = self._stage_input(stage, microbatch), self._layers[stage]
+        kept = layers.receive(inputs)
+        if kept is None:
+            _, kept = layers.forward(self._weights(stage), inputs, self._turn(microbatch))
         self._stash.put(stage, microbatch, kept)
 
     def _make_keys(self, stage: int, microbatch: int) -> None:
         is_last = (microbatch + 1) % self._schedule.num_slices == 0
         kept = self._stash.look(stage, microbatch, comes_again=not is_last)
-        place, arguments = self._step.places[microbatch], self._layer_arguments(microbatch)
-        self._slices[stage].make_keys(self._weights(stage), kept, arguments, place)
+        self._layers[stage].make_keys(self._weights(stage), kept, self._turn(microbatch))
 
     def _backward(self, stage: int, microbatch: int) -> None:
         gradient, weights = self._receive(stage + 1), self._weights(stage)
         self._finish_backward(stage, microbatch, weights, self._stash.take(stage, microbatch), gradient)
 
     def _backward_last(self, stage: int, microbatch: int) -> None:
-        module, weights, kept = self._stages[stage], self._weights(stage), self._stash.take(stage, microbatch)
-        if self._slices:
-            place, arguments = self._step.places[microbatch], self._layer_arguments(microbatch)
-            tensors = tensors_of(kept)
-            hidden = self._slices[stage].output(weights, tensors, arguments, place)
-            kept = [*tensors]
-        else:
-            hidden, kept = self._run_layers(stage, microbatch, *tensors_of(kept))
-        loss, gradient = module.loss(
+        weights, kept = self._weights(stage), self._stash.take(stage, microbatch)
+        hidden, kept = self._layers[stage].finish(weights, kept, self._turn(microbatch))
+        loss, gradient = self._stages[stage].loss(
             weights,
             self._memory[stage].gradients(),
             hidden,
@@ -334,12 +319,7 @@ class Executor:
         """Backward through the layers, then to the stage before or into the embedding; the last microbatch seals."""
         module, memory = self._stages[stage], self._memory[stage]
         gradients = memory.gradients()
-        arguments = self._layer_arguments(microbatch)
-        if self._slices:
-            given = weights, gradients, tensors_of(kept), gradient, arguments, self._step.places[microbatch]
-            gradient = self._slices[stage].backward(*given)
-        else:
-            gradient = module.backward(weights, gradients, kept, gradient, arguments)
+        gradient = self._layers[stage].backward(weights, gradients, kept, gradient, self._turn(microbatch))
         if module.cut.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
         else:
@@ -348,22 +328,11 @@ class Executor:
             square = memory.seal_gradients(excluded=self._unsealed_names, listener=self._step.listener)
             self._step.sums.squared_norms[stage] = square
 
-    def _run_layers(self, stage: int, microbatch: int, inputs: Tensor) -> tuple[Tensor, list[Kept]]:
-        arguments, keep_graphs = self._layer_arguments(microbatch), stage in self._graph_stages
-        if self._slices:
-            output, inputs_kept = self._slices[stage].forward(
-                self._weights(stage), inputs, arguments, self._step.places[microbatch]
-            )
-            return output, [*inputs_kept]
-        return self._stages[stage].forward(self._weights(stage), inputs, arguments, keep_graphs=keep_graphs)
-
-    def _layer_arguments(self, microbatch: int) -> LayerArguments:
-        """Return what the layers get beside the hidden states of the microbatch, or of its whole sequences.
-
-        Without documents it goes by length.
-        """
-        group = microbatch // self._schedule.num_slices
-        return self._layer_inputs(self._step.rows[group].shape[1], self._step.documents[group])
+    def _turn(self, microbatch: int) -> Turn:
+        """Return what layers get beside the hidden states; without documents its arguments go by length."""
+        step, group = self._step, microbatch // self._schedule.num_slices
+        arguments = self._layer_inputs(step.rows[group].shape[1], step.documents[group])
+        return Turn(arguments, step.places[microbatch] if step.places else None)
 
     def _stage_input(self, stage: int, microbatch: int) -> Tensor:
         return self._step.tokens[microbatch] if self._stages[stage].cut.is_first else self._receive(stage - 1)

@@ -12,14 +12,13 @@ keys, and of a long sequence more time than the rest of a layer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from mobius.models.blocks import LayerArguments, ModelParts
+from mobius.models.blocks import ModelParts
 from mobius.models.graph import Views, run
 from mobius.models.halves import Heads, LayerHalves
 from mobius.models.seam import Attention, without_attention
@@ -28,25 +27,13 @@ from mobius.models.sliced_attention.cache import SequenceCache
 from mobius.models.sliced_attention.kernels import choose_kernel
 from mobius.models.sliced_attention.pieces import SliceSettings
 from mobius.plan.partition import StageCut
+from mobius.runtime.places import Place
+from mobius.runtime.stage import Kept, tensors_of
+from mobius.runtime.stage_layers import Turn
 from mobius.runtime.tiles import TiledLayer
 
 _WHOLE_SLICE = 2**62
 """Tokens of a tile where a slice is not cut any further."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A microbatch among its sequences."""
-
-    start: int
-    """Its first token in each sequence."""
-    end: int
-    length: int
-    """Tokens of a sequence."""
-    documents: Tensor | None = None
-    """Bounds of the sequences' documents (`attention.Documents`), on the host; None: each is one."""
-    settings: dict[Any, SliceSettings] = field(default_factory=dict)
-    """Attention of these sequences by kind of layer; shared by their slices, made when one is asked for."""
 
 
 class SequenceCaches:
@@ -85,71 +72,69 @@ class SlicedStage:
         self._attention = [each.attention for each in blocks]
         self._layers = [TiledLayer(LayerHalves(each), tile_tokens=tile_tokens or _WHOLE_SLICE) for each in blocks]
 
-    def forward(
-        self, weights: Views, inputs: Tensor, arguments: LayerArguments, place: Place
-    ) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, weights: Views, inputs: Tensor, turn: Turn) -> tuple[Tensor, list[Kept]]:
         """Run the layers on a slice, of the last stage all but what follows the last one's keys and values.
 
-        Args:
-            inputs: token ids [B, T] in the first stage, hidden states [B, T, H] in the others.
-            arguments: of whole sequences, for all layers of the model.
-
-        Returns the hidden states [B, T, H] and what `backward` takes: of each layer its input and, if that is kept,
-        attention's result [B, T, heads, D] and log-sum-exp fp32 [B, heads, T]; of the model's last one the input alone.
+        Returns the hidden states and what `backward` takes: of each layer its input and, if that is kept, attention's
+        result [B, T, heads, D] and log-sum-exp fp32 [B, heads, T]; of the model's last one the input alone.
         """
         hidden = run(self._parts.embedding, weights, inputs, {}) if self._cut.is_first else inputs
-        kept = [hidden] if self._cut.is_last and not self._layers else []  # which only norm and head then ask for
-        for position, index in enumerate(self._cut.layers):
+        kept: list[Kept] = []
+        if self._cut.is_last and not self._layers:
+            kept.append(hidden)  # which only norm and head then ask for
+        for position, layer in enumerate(self._layers):
             kept.append(hidden)
-            own = _cut_arguments(arguments[index], place)
-            if self._cut.is_last and position == len(self._layers) - 1:
-                self._put(position, self._layers[position].project(weights, hidden, own), place)
+            own = self._arguments(position, turn)
+            if self._is_last(position):
+                self._put(position, layer.project(weights, hidden, own), _place_of(turn))
             else:
-                attention = _SliceAttention(self, position, place)
-                hidden = self._layers[position].run(weights, hidden, own, attention)
+                attention = _SliceAttention(self, position, _place_of(turn))
+                hidden = layer.run(weights, hidden, own, attention)
                 kept += attention.result if self._keeps_attention else []
         return hidden, kept
 
-    def make_keys(self, weights: Views, kept: Sequence[Tensor], arguments: LayerArguments, place: Place) -> None:
-        """Put keys and values of a slice from what its forward kept."""
-        for position, index in enumerate(self._cut.layers):
-            own = _cut_arguments(arguments[index], place)
-            self._put(position, self._layers[position].project(weights, kept[position * self._per_layer], own), place)
-
-    def output(self, weights: Views, kept: list[Tensor], arguments: LayerArguments, place: Place) -> Tensor:
-        """Hidden states [B, T, H] that the model's last stage gives to norm and head.
-
-        Adds what `backward` takes of the last layer to `kept`.
-        """
-        position = len(self._layers) - 1
-        if position < 0:
-            return kept[0]
-        own = _cut_arguments(arguments[self._cut.layers[position]], place)
-        attention = _SliceAttention(self, position, place)
-        hidden = self._layers[position].run(weights, kept[-1], own, attention)
-        kept += attention.result if self._keeps_attention else []
+    def evaluate(self, weights: Views, inputs: Tensor, turn: Turn) -> Tensor:
+        hidden = run(self._parts.embedding, weights, inputs, {}) if self._cut.is_first else inputs
+        for position, layer in enumerate(self._layers):
+            attention = _SliceAttention(self, position, _place_of(turn))
+            hidden = layer.run(weights, hidden, self._arguments(position, turn), attention)
         return hidden
 
-    def backward(
-        self,
-        weights: Views,
-        gradients: Views,
-        kept: list[Tensor],
-        gradient: Tensor,
-        arguments: LayerArguments,
-        place: Place,
-    ) -> Tensor:
-        """Add the layers' parameter gradients to `gradients`, as `StageModule.backward`; return the input's gradient.
+    def receive(self, inputs: Tensor) -> list[Kept] | None:
+        """Later slices need keys and values, so a slice goes forward, but for the last layer's end."""
+        return None
 
-        All later slices of the sequences must have had their turn. Empties `kept`.
-        """
-        for position, index in reversed([*enumerate(self._cut.layers)]):
-            hidden, *result = kept[-self._per_layer :]
+    def make_keys(self, weights: Views, kept: Sequence[Tensor], turn: Turn) -> None:
+        """Put keys and values of a slice from what its forward kept."""
+        for position, layer in enumerate(self._layers):
+            hidden = kept[position * self._per_layer]
+            self._put(position, layer.project(weights, hidden, self._arguments(position, turn)), _place_of(turn))
+
+    def finish(self, weights: Views, kept: list[Kept], turn: Turn) -> tuple[Tensor, list[Kept]]:
+        hidden, position = tensors_of(kept)[-1], len(self._layers) - 1
+        if position < 0:
+            return hidden, kept
+        attention = _SliceAttention(self, position, _place_of(turn))
+        hidden = self._layers[position].run(weights, hidden, self._arguments(position, turn), attention)
+        return hidden, [*kept, *(attention.result if self._keeps_attention else [])]
+
+    def backward(self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor, turn: Turn) -> Tensor:
+        """Add the gradients of the layers; all later slices of the sequences must have had their turn."""
+        for position in reversed(range(len(self._layers))):
+            hidden, *result = tensors_of(kept[-self._per_layer :])
             del kept[-self._per_layer :]
-            attention = _SliceAttention(self, position, place, result)
-            given = weights, gradients, hidden, gradient, _cut_arguments(arguments[index], place), attention
+            attention = _SliceAttention(self, position, _place_of(turn), result)
+            given = weights, gradients, hidden, gradient, self._arguments(position, turn), attention
             gradient = self._layers[position].backward(*given)
         return gradient
+
+    def _is_last(self, position: int) -> bool:
+        """Whether it is the model's last layer, which ends in backward only."""
+        return self._cut.is_last and position == len(self._layers) - 1
+
+    def _arguments(self, position: int, turn: Turn) -> dict[str, Any]:
+        """Arguments of a layer for the slice's tokens."""
+        return _cut_arguments(turn.arguments[self._cut.layers[position]], _place_of(turn))
 
     @property
     def _per_layer(self) -> int:
@@ -197,6 +182,11 @@ class _SliceAttention:
         return Heads(of_query, *self._cache.take_gradients(place.start, place.end))
 
 
+def _place_of(turn: Turn) -> Place:
+    assert turn.place is not None, "the microbatch is no slice"
+    return turn.place
+
+
 def _constants(attention: Attention, heads: Heads) -> tuple[float, int | None, float | None]:
     """Scale, window and cap of a layer's attention."""
     constants = attention.constants
@@ -213,20 +203,3 @@ def _cut_arguments(arguments: Mapping[str, Any], place: Place) -> dict[str, Any]
         return value[:, place.start : place.end]
 
     return tree_map_only(Tensor, cut, without_attention(arguments))  # type: ignore[no-any-return]
-
-
-def cut_rows(rows: Tensor, *, num_groups: int, num_slices: int) -> list[Tensor]:
-    """Slices [B / groups, L / slices] of `rows` [B, L], those of the first group's rows first."""
-    return [part.contiguous() for group in rows.chunk(num_groups) for part in group.chunk(num_slices, dim=1)]
-
-
-def place_slices(length: int, bounds: Sequence[Tensor | None], *, num_slices: int) -> list[Place]:
-    """The place of each slice of sequences of `length` tokens, a multiple of `num_slices`, group by group.
-
-    `bounds` are those of the documents of each group of rows (`attention.Documents`), on the host.
-    """
-    step, places = length // num_slices, list[Place]()
-    for documents in bounds:
-        first = Place(0, step, length, documents)
-        places += [replace(first, start=start, end=start + step) for start in range(0, length, step)]
-    return places

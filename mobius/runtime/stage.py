@@ -7,7 +7,7 @@ needs the same weights until its backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +29,13 @@ from mobius.runtime.tiles import TiledLayer
 
 Kept = Tensor | BlockGraph
 """A layer's forward as backward needs it: its input [B, L, H] to recompute from, or its graph."""
+
+
+def tensors_of(kept: Sequence[Kept]) -> list[Tensor]:
+    """Tensors from which layers are run again, where that is what was kept, and no graphs."""
+    tensors = [each for each in kept if isinstance(each, Tensor)]
+    assert len(tensors) == len(kept), "graphs are not run again"
+    return tensors
 
 
 class StageModule:

@@ -22,7 +22,7 @@ from mobius.limits import MAX_LEAVING
 from mobius.memory.activation_home import ActivationHome
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.streams import Event, new_stream, record_current
-from mobius.runtime.stage import Kept
+from mobius.runtime.stage import Kept, tensors_of
 from mobius.schedule.lanes import Lane
 
 Waiting = Callable[[], AbstractContextManager[None]]
@@ -46,13 +46,6 @@ class _Part:
     def in_place(self, place: Tensor) -> Tensor:
         """View of the bytes that begin at a place as the tensor."""
         return place[: self.shape.numel() * self.dtype.itemsize].view(self.dtype).view(self.shape)
-
-
-def tensors_of(kept: Sequence[Kept]) -> list[Tensor]:
-    """Tensors from which layers are run again, where that is what was kept, and no graphs."""
-    tensors = [each for each in kept if isinstance(each, Tensor)]
-    assert len(tensors) == len(kept), "graphs are not run again"
-    return tensors
 
 
 def home_bytes(*parts: tuple[Sequence[int], torch.dtype]) -> int:

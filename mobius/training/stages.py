@@ -23,6 +23,7 @@ from mobius.plan.plan import Plan
 from mobius.runtime.executor import Executor
 from mobius.runtime.slices import SequenceCaches, SlicedStage
 from mobius.runtime.stage import StageModule
+from mobius.runtime.stage_layers import StageLayers, WholeLayers
 from mobius.runtime.stash import home_bytes
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.schedule import Schedule
@@ -148,18 +149,22 @@ class RankStages:
         return Executor(
             schedule,
             stages=self.modules,
+            layers=self._layers(schedule),
             memory=self.memory,
             layer_inputs=self.layer_inputs,
             transport=transport,
             clock=clock or WaitClock(self.device),
             device=self.device,
             unsealed_names=unsealed_names,
-            graph_stages=self.plan.kept,
-            slices=self.slices,
             home=self.home,
             spans=spans,
             activity=activity,
         )
+
+    def _layers(self, schedule: Schedule) -> Mapping[int, StageLayers]:
+        if self.slices is not None and schedule.num_slices > 1:
+            return self.slices
+        return {stage: WholeLayers(module, stage in self.plan.kept) for stage, module in self.modules.items()}
 
     def close(self) -> None:
         """Give page-locked memory back; nothing may be copying any more."""

@@ -23,6 +23,7 @@ from mobius.memory.stage_state import Remainder, StageState
 from mobius.memory.streamed import SlotPool, StreamedStage
 from mobius.plan.partition import StageCut
 from mobius.runtime.executor import Executor, StepBatch
+from mobius.runtime.stage_layers import WholeLayers
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
 
@@ -170,6 +171,7 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
             executor = Executor(
                 schedule,
                 stages=stages,  # type: ignore[arg-type] # as much of a stage as the executor uses
+                layers={stage: WholeLayers(each, keep_graphs=False) for stage, each in stages.items()},  # type: ignore[arg-type]
                 memory=memory,
                 layer_inputs=lambda seq_length, documents: (),
                 transport=FreeMessages(transport, device),  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from mobius.optim.stepper import Stepper
 from mobius.plan.partition import balanced_partition
 from mobius.runtime.executor import Executor
 from mobius.runtime.stage import StageModule
+from mobius.runtime.stage_layers import WholeLayers
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
 
@@ -95,6 +96,7 @@ def weights_after_a_step(parked: set[int], max_grad_norm: float) -> dict[str, Te
     executor = Executor(
         build_schedule(1, NUM_STAGES, NUM_MICROBATCHES, 2, {0}),
         stages=stages,
+        layers={stage: WholeLayers(module, keep_graphs=False) for stage, module in stages.items()},
         memory=memory,
         layer_inputs=LayerInputs(parts, device=CPU, dtype=torch.float32),
         transport=transport,
