@@ -15,21 +15,13 @@ from torch import Tensor
 class SequenceCache:
     """Keys and values [B, Hk, S, D] and their gradients' sums, allocated once and used by one sequence after another.
 
-    2 x B x Hk x S x D elements of the working dtype, and as many of fp32 unless `keeps_gradients` is false.
+    2 x B x Hk x S x D elements of the working dtype, and as many of fp32.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int, int],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        keeps_gradients: bool = True,
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.key, self.value = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-        kept = shape if keeps_gradients else (*shape[:2], 0, shape[3])
-        self._sums = tuple(torch.zeros(kept, dtype=torch.float32, device=device) for _ in range(2))
+        self._sums = tuple(torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2))
 
     @property
     def length(self) -> int:
@@ -49,7 +41,6 @@ class SequenceCache:
     def sums(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
         """Views of the fp32 sums of the gradients of keys and values [b, Hk, K, D], to be added to."""
         of_key, of_value = self._sums
-        assert of_key.shape[2], "this cache keeps no gradients"
         return of_key[rows, :, keys], of_value[rows, :, keys]
 
     def take_gradients(self, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -59,8 +50,3 @@ class SequenceCache:
             taken.append(sums.to(self.key.dtype, copy=True))
             sums.zero_()
         return taken[0], taken[1]
-
-    def clear(self) -> None:
-        """Set all sums to zero, as after a backward that was broken off."""
-        for sums in self._sums:
-            sums.zero_()

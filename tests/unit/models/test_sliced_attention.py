@@ -10,7 +10,6 @@ from harness.sliced_sequences import Rows, Sequences, at_once, in_slices
 
 from mobius.errors import PlanError
 from mobius.models.sliced_attention.attend import attend_slice, attend_slice_backward
-from mobius.models.sliced_attention.cache import SequenceCache
 from mobius.models.sliced_attention.kernels import Kernel
 from mobius.models.sliced_attention.pieces import SliceSettings
 
@@ -75,20 +74,6 @@ def test_a_cache_is_as_new_after_its_sequence(rows: Rows, kernel: Kernel) -> Non
     assert not any(each.any() for each in cache.sums(slice(None), slice(None)))
     second = in_slices(given, CUTS[3], settings, cache)
     assert all(torch.equal(*pair) for pair in zip(vars(first).values(), vars(second).values(), strict=True))
-
-
-def test_a_cache_without_gradients_is_half_as_large_and_says_so() -> None:
-    cache = SequenceCache((1, 2, 64, 16), dtype=torch.float32, device=CPU, keeps_gradients=False)
-    with pytest.raises(AssertionError, match="keeps no gradients"):
-        cache.take_gradients(0, 8)
-
-
-def test_a_broken_off_backward_is_forgotten() -> None:
-    given = Sequences.draw(WHOLE)
-    cache = given.cache()
-    cache.sums(slice(None), slice(3, 9))[0].fill_(1.0)
-    cache.clear()
-    assert not cache.take_gradients(0, 97)[0].any()
 
 
 @pytest.mark.parametrize(
