@@ -98,13 +98,7 @@ class TiledLayer:
         graph = _WholeRows(self._halves, arguments) if attention is None else attention
         attended = graph.attend(heads)
         del heads
-        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        of_attended = torch.empty_like(attended, memory_format=torch.contiguous_format)
-        for tile in rows.tiles():
-            given = tile.of(hidden), tile.of(attended), tile.of(gradient)
-            made = self._halves.finish_backward(weights, gradients, *given, tile.arguments)
-            tile.of(of_hidden).copy_(made[0])
-            tile.of(of_attended).copy_(made[1])
+        of_hidden, of_attended = self._finish_backward(weights, gradients, hidden, attended, gradient, rows)
         of_heads = Heads(*(each.transpose(1, 2) for each in graph.backward(of_attended)))
         del graph, attended, of_attended
         for tile in rows.tiles():
@@ -112,6 +106,24 @@ class TiledLayer:
             part = self._halves.project_backward(weights, gradients, tile.of(hidden), own, tile.arguments)
             tile.of(of_hidden).add_(part)
         return of_hidden
+
+    def _finish_backward(
+        self, weights: Views, gradients: Views, hidden: Tensor, attended: Tensor, gradient: Tensor, rows: _Rows
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of the layer's input, as far as they do not come by attention, and of attention's result.
+
+        `gradient` is that of the output. No tile is left when attention's backward begins.
+        """
+        of_hidden, of_attended = (
+            torch.empty_like(each, memory_format=torch.contiguous_format) for each in (hidden, attended)
+        )
+        for tile in rows.tiles():
+            made = self._halves.finish_backward(
+                weights, gradients, tile.of(hidden), tile.of(attended), tile.of(gradient), tile.arguments
+            )
+            tile.of(of_hidden).copy_(made[0])
+            tile.of(of_attended).copy_(made[1])
+        return of_hidden, of_attended
 
     def _project(self, weights: Views, hidden: Tensor, rows: _Rows) -> Heads:
         """Query, key and value of whole rows."""

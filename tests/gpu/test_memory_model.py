@@ -22,6 +22,16 @@ CUDA = torch.device("cuda")
 BATCH, SEQ_LENGTH, CHUNKS = 8, 512, 4
 
 
+@pytest.fixture(autouse=True)
+def _kernels_of_a_run(_deterministic_kernels: None) -> None:
+    """Not deterministic, which no option asks for.
+
+    Else FlashAttention's backward takes an fp32 sum of the queries' gradients for each split of the keys. There are
+    multiprocessors / (rows x heads) of them: nine on an H200 for one row of 16 heads.
+    """
+    torch.use_deterministic_algorithms(False)
+
+
 def config() -> LlamaConfig:
     """Wide enough that activations are megabytes."""
     return LlamaConfig(

@@ -16,10 +16,12 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.halves import Heads, LayerHalves
 from mobius.plan.gpu_peak import estimate_layer
 from mobius.plan.partition import StageCut
 from mobius.runtime.documents import Rows
 from mobius.runtime.stage import StageModule
+from mobius.runtime.tiles import TiledLayer
 
 LENGTH = 11
 TILES = (3, 4, 5, LENGTH, 16)
@@ -259,6 +261,34 @@ def peak_bytes(
     with LiveBytes() as backward:
         stage.backward(case.weights, sums, [case.hidden], case.gradient, arguments)
     return forward.peak, backward.peak
+
+
+class Watching:
+    """Attention that gives zeros, and looks at what else there is while it is differentiated."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live, self.held = live, 0
+
+    def attend(self, heads: Heads) -> Tensor:
+        self._kinds = [each.shape for each in (heads.query, heads.key, heads.value)]
+        return torch.zeros_like(heads.query.transpose(1, 2))
+
+    def backward(self, gradient: Tensor) -> Heads:
+        self.held = self._live.now
+        return Heads(*(torch.zeros(kind) for kind in self._kinds))
+
+
+def test_no_tile_is_left_while_attention_is_differentiated() -> None:
+    parts = ModelParts(config_of("llama"), CPU)
+    ((case, _),) = layer_cases(parts, shape=(1, LENGTH))
+    held = set[int]()
+    for tile_tokens in (2, 4, 8):
+        layer = TiledLayer(LayerHalves(parts.halves(0)), tile_tokens=tile_tokens)
+        with LiveBytes() as live:
+            attention = Watching(live)
+            layer.backward(case.weights, case.sums(), case.hidden, case.gradient, case.arguments, attention)
+        held.add(attention.held)
+    assert len(held) == 1
 
 
 def test_every_family_of_the_tests_is_cut_in_a_stage() -> None:
