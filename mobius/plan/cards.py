@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from mobius.errors import PlanError
 from mobius.plan.partition import ModelShape
@@ -45,6 +45,9 @@ PACKED_COST = 1.016
 as many operations. One H200, forward and backward back to back: 7B 16 x 512 with 8 documents in a row took 1.004 times
 the seconds of full rows (1.007 recomputed), 8B 2 x 4096 with 4 documents 0.964. Shorter attention has 0.991 and 0.946
 times the operations, so that is 1.014, 1.017 and 1.018."""
+WITHIN = 4096
+"""Tokens up to which attention goes by a layer's shares: those hold it as it was measured, and steps of rows of 512 to
+4096 tokens are predicted by them. What a token attends to beyond goes by attention's own rates."""
 LAUNCH = LayerSeconds(0.30e-3, 0.74e-3, 0.93e-3)
 """Seconds of Python and launches for a compiled layer on hosts of H200s while nothing disturbs them: 0.22 to 0.37 ms
 forward, 0.64 to 0.82 backward, 0.72 to 1.00 recomputed; up to twice that on the same machines a minute later."""
@@ -85,6 +88,18 @@ LATENCY = 20e-6
 
 
 @dataclass(frozen=True)
+class AttentionRates:
+    """TFLOP/s of attention alone, of two products of matrices forward and five backward, as a benchmark counts them."""
+
+    forward: float
+    backward: float
+
+
+CUDNN_ATTENTION, FLASH_ATTENTION = AttentionRates(573, 527), AttentionRates(339, 313)
+"""One H200, torch 2.11: `python benchmarks/sliced_attention.py`, slices of 16,384 of 131,072 tokens."""
+
+
+@dataclass(frozen=True)
 class Card:
     """The data sheet of a GPU: dense matrix rate without sparsity, one direction of NVLink."""
 
@@ -101,6 +116,10 @@ class Card:
     """GB/s in one direction to a neighbour; 0 without, and where only pairs can be bridged."""
     has_peer_copies: bool = True
     """Whether the driver lets GPUs write into each other's memory."""
+    attention: AttentionRates | None = None
+    """Rates for rows of one document beyond WITHIN tokens; None: not measured on its kind, a layer's hold."""
+    packed_attention: AttentionRates | None = None
+    """Rates for packed rows, which another kernel attends."""
     device_names: tuple[str, ...] = ()
     """How the driver calls it, in small letters and digits; without any, as `name`."""
 
@@ -121,8 +140,8 @@ _CARDS = (
     Card("A100-80", 312, 80, 2039, 4, nvlink=300, device_names=("a100sxm480gb", "a100pcie80gb", "a10080gb")),
     Card("A800", 312, 80, 2039, 4, nvlink=200),
     Card("H20", 148, 96, 4000, 5, nvlink=450),
-    Card("H100", 989, 80, 3350, 5, nvlink=450),
-    Card("H200", 989, 141, 4800, 5, nvlink=450),
+    Card("H100", 989, 80, 3350, 5, nvlink=450, attention=CUDNN_ATTENTION, packed_attention=FLASH_ATTENTION),
+    Card("H200", 989, 141, 4800, 5, nvlink=450, attention=CUDNN_ATTENTION, packed_attention=FLASH_ATTENTION),
 )
 CARDS = {card.name: card for card in _CARDS}
 """The vendors' data sheets; RTX cards accumulate bf16 in fp32 at half of their fp16 rate, which is what counts here."""
@@ -185,15 +204,11 @@ def estimate_profile(
     if generation not in PCIE_BYTES:
         known = ", ".join(map(str, PCIE_BYTES))
         raise PlanError(f"PCIe generation {generation} is not known; known are {known}.")
-    rate = card.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE
-    layer_rate = rate / (1 + NARROW * max(0.0, WIDTH / shape.hidden_size - 1))
-    length: float = seq_length
-    if attention_length is not None:
-        length, layer_rate = attention_length, layer_rate / PACKED_COST
-    # Products of parameters take 2 operations for each and per token, of causal attention 2 x L x H per token.
-    counts, per_token = list(dict.fromkeys(shape.layer_parameters)), 2 * length * shape.hidden_size
+    layers = LayerEstimate(card, shape, is_packed=attention_length is not None, compiled=compiled)
+    length = seq_length if attention_length is None else attention_length
+    counts = list(dict.fromkeys(shape.layer_parameters))
     copies = estimate_copies(PCIE_BYTES[generation], host.bandwidth, num_ranks)
-    memory = card.memory_bandwidth * GIGA * MEMORY_SHARE
+    memory = _memory_rate(card)
     embedding_bytes = 2.0 * 2 * shape.hidden_size * microbatch_tokens
     alone = min(host.cores_per_rank * CPU_ADAMW_PER_CORE, host.bandwidth / CPU_ADAMW_BYTES)
     together = min(alone, host.bandwidth / CPU_ADAMW_BYTES / num_ranks)
@@ -202,15 +217,12 @@ def estimate_profile(
         basis=f"{num_ranks} x {card.name}, PCIe {generation}, by data sheets and shares measured on H200s",
         num_ranks=num_ranks,
         microbatch_tokens=microbatch_tokens,
-        layer_kinds=tuple(
-            _layer(count, (2 * count + per_token) * microbatch_tokens, layer_rate, memory, compiled=compiled)
-            for count in counts
-        ),
+        layer_kinds=tuple(layers.layer(count, microbatch_tokens, length) for count in counts),
         kind_of_layer=tuple(counts.index(count) for count in shape.layer_parameters),
         embedding_forward=embedding_bytes / memory,
         # The gradient of the whole matrix is made and added to its fp32 sum: 2 written, 2 read, 4 read, 4 written.
         embedding_backward=12 * shape.embedding_parameters / memory,
-        loss=6 * shape.head_parameters * microbatch_tokens / (rate * LOSS_SHARE),
+        loss=6 * shape.head_parameters * microbatch_tokens / (_product_rate(card) * LOSS_SHARE),
         copies=copies,
         messages=_messages(card, PCIE_BYTES[generation]),
         cpu_adamw=alone,
@@ -226,41 +238,98 @@ def estimate_profile(
         launch=LAUNCH,
         action_launch=ACTION_LAUNCH,
         attention_length=length,
+        attention=layers.attention(microbatch_tokens, length),
     )
 
 
-def attention_share(shape: ModelShape, parameters: int, length: float) -> float:
-    """Part of the operations of a layer with so many parameters that causal attention over `length` tokens takes."""
-    attention = length * shape.hidden_size
-    return attention / (parameters + attention)
+@dataclass(frozen=True)
+class LayerEstimate:
+    """Seconds of layers of a shape on a card within a step."""
+
+    card: Card
+    shape: ModelShape
+    is_packed: bool = False
+    """Whether rows hold several documents, for which attention has another kernel."""
+    compiled: bool = True
+
+    def layer(self, parameters: int, tokens: int, length: float) -> LayerSeconds:
+        """A layer with so many parameters, on `tokens` tokens in sequences of `length`."""
+        within, beyond = self._cut(length)
+        products = 2 * (parameters + within * self.shape.hidden_size) * tokens
+        sums = ACCUMULATION_BYTES * parameters / _memory_rate(self.card)
+        return self._products(products, sums) + self._beyond(tokens, beyond)
+
+    def attention(self, tokens: int, length: float) -> LayerSeconds:
+        """Causal attention alone, as a part of `layer`."""
+        within, beyond = self._cut(length)
+        return self._products(2 * within * self.shape.hidden_size * tokens) + self._beyond(tokens, beyond)
+
+    def _cut(self, length: float) -> tuple[float, float]:
+        """Tokens of `length` whose attention goes by a layer's shares, and by its own rates."""
+        within = length if self._own_rates is None else min(length, WITHIN)
+        return within, length - within
+
+    @property
+    def _own_rates(self) -> AttentionRates | None:
+        return self.card.packed_attention if self.is_packed else self.card.attention
+
+    def _products(self, operations: float, sums: float = 0.0) -> LayerSeconds:
+        """So many operations forward by a layer's shares; backward adds gradients up in so many seconds."""
+        narrow = 1 + NARROW * max(0.0, WIDTH / self.shape.hidden_size - 1)
+        rate = _product_rate(self.card) / narrow / (PACKED_COST if self.is_packed else 1.0)
+        forward = operations / (rate * FORWARD_SHARE)
+        backward = 2 * operations / (rate * BACKWARD_SHARE) + sums
+        if not self.compiled:
+            forward, backward = EAGER_FORWARD * forward, EAGER_BACKWARD * backward
+            return LayerSeconds(forward, backward, forward + backward)
+        return LayerSeconds(forward, backward, RECOMPUTED_SHARE * forward + backward)
+
+    def _beyond(self, tokens: int, length: float) -> LayerSeconds:
+        """Attention by its own rates: two products forward, five backward, and forward again to recompute."""
+        rates = self._own_rates
+        if rates is None:
+            return LayerSeconds(0.0, 0.0, 0.0)
+        product = length * self.shape.attention_width * tokens / (TERA * SUSTAINED_SHARE)
+        forward, backward = 2 * product / rates.forward, 5 * product / rates.backward
+        return LayerSeconds(forward, backward, forward + backward)
 
 
-def attending(profile: Profile, shape: ModelShape, *, measured_length: float, length: float) -> Profile:
-    """The profile with layers that attend over `length` tokens where they did over `measured_length`."""
-    kinds = []
-    for index, kind in enumerate(profile.layer_kinds):
-        parameters = shape.layer_parameters[profile.kind_of_layer.index(index)]
-        attention = shape.hidden_size * (length - measured_length)
-        factor = 1 + attention / (parameters + shape.hidden_size * measured_length)
-        kinds.append(LayerSeconds(*(factor * seconds for seconds in astuple(kind))))
-    return replace(profile, layer_kinds=tuple(kinds), attention_length=length)
+def _product_rate(card: Card) -> float:
+    """Operations per second of large products within a step."""
+    return card.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE
+
+
+def _memory_rate(card: Card) -> float:
+    """Bytes per second of passes over long tensors."""
+    return card.memory_bandwidth * GIGA * MEMORY_SHARE
+
+
+def attending(
+    profile: Profile,
+    shape: ModelShape,
+    *,
+    measured_length: float,
+    length: float,
+    estimate: LayerEstimate | None = None,
+) -> Profile:
+    """The profile with layers that attend over `length` tokens where they did over `measured_length`.
+
+    What attention takes is that of `estimate`, of a card that is known; else it goes by its share of operations.
+    """
+    if estimate is not None:
+        before, after = (estimate.attention(profile.microbatch_tokens, each) for each in (measured_length, length))
+    else:
+        parameters, kind = shape.layer_parameters[0], profile.of_layer(0)
+        all_before = parameters + shape.hidden_size * measured_length
+        before, after = (kind.times(shape.hidden_size * each / all_before) for each in (measured_length, length))
+    kinds = tuple(kind + after + before.times(-1) for kind in profile.layer_kinds)
+    return replace(profile, layer_kinds=kinds, attention_length=length, attention=after)
 
 
 def action_launch(launch: LayerSeconds) -> float:
     """ACTION_LAUNCH of a host that takes `launch` for a layer; as it is if that is 0, which a host has that waits."""
     measured, usual = (each.forward + each.recomputed_backward for each in (launch, LAUNCH))
     return ACTION_LAUNCH * measured / usual if measured > 0 else ACTION_LAUNCH
-
-
-def _layer(parameters: int, operations: float, rate: float, memory: float, *, compiled: bool) -> LayerSeconds:
-    """A layer with `operations` forward, on a GPU with so many operations and bytes of memory per second."""
-    forward = operations / (rate * FORWARD_SHARE)
-    products = 2 * operations / (rate * BACKWARD_SHARE)
-    backward = products + ACCUMULATION_BYTES * parameters / memory
-    if not compiled:
-        forward, backward = EAGER_FORWARD * forward, EAGER_BACKWARD * backward
-        return LayerSeconds(forward, backward, forward + backward)
-    return LayerSeconds(forward, backward, RECOMPUTED_SHARE * forward + backward)
 
 
 def estimate_copies(link: float, host_bandwidth: float, num_ranks: int) -> CopyRates:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from mobius.config.config import PipelineConfig, Recompute
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
-from mobius.plan.cards import GIGA, LATENCY, TERA, attending, estimate_profile
+from mobius.plan.cards import GIGA, LATENCY, TERA, LayerEstimate, attending, estimate_profile
 from mobius.plan.fit import LEAST_SLICE, check_given_plan, fit_plan, levels_to_try, numbers_of_rounds
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import ALIKE, by_score, by_simulation, closed_form
@@ -148,9 +148,13 @@ def _checked(measured: Profile, request: PlanRequest) -> Profile:
         raise PlanError(f"the profile is of another run: its {parts} are {given}, {wanted} are asked for.")
     length = request.attention_length
     own = measured.attention_length or min(length, request.slice_length)  # documents are measured as they are
-    if request.plan.num_slices == 1 or own == length:
+    if request.plan.num_slices == 1:
         return measured
-    return attending(measured, request.shape, measured_length=own, length=length)
+    estimate = None
+    if request.card is not None:
+        is_packed = request.packed is not None
+        estimate = LayerEstimate(request.card, request.shape, is_packed=is_packed, compiled=request.compiles)
+    return attending(measured, request.shape, measured_length=own, length=length, estimate=estimate)
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from enum import StrEnum
 from typing import Any
 
 from mobius.plan.partition import ModelShape
 
-FORMAT = 6
+FORMAT = 7
 """Counted up when a field changes its meaning, so that an older file is not believed."""
 
 
@@ -36,6 +37,13 @@ class LayerSeconds:
     """From a graph that was kept."""
     recomputed_backward: float
     """From the layer's input: its forward runs again."""
+
+    def __add__(self, other: LayerSeconds) -> LayerSeconds:
+        return LayerSeconds(*map(operator.add, astuple(self), astuple(other)))
+
+    def times(self, factor: float) -> LayerSeconds:
+        """All of them so many times."""
+        return LayerSeconds(*(factor * seconds for seconds in astuple(self)))
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,8 @@ class Profile:
     """Seconds of the host for everything else that an action needs: events, messages, slots."""
     attention_length: float | None = None
     """Tokens of the sequence, or mean over tokens of their document, that layers attended in; None: as in rows."""
+    attention: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
+    """Seconds of each layer's that attention takes; known where rows are to be cut into slices, and of estimates."""
 
     def of_layer(self, layer: int) -> LayerSeconds:
         """The seconds of the model's layer number `layer`."""
@@ -159,6 +169,7 @@ class Profile:
                 kind_of_layer=tuple(fields.pop("kind_of_layer")),
                 copies=_numbers(CopyRates, fields.pop("copies")),
                 launch=_numbers(LayerSeconds, fields.pop("launch")),
+                attention=_numbers(LayerSeconds, fields.pop("attention")),
                 messages=_numbers(MessageRates, fields.pop("messages")),
                 **fields,
             )

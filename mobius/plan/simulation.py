@@ -203,12 +203,9 @@ def _waits_of(compute: ComputeTask, before: float) -> list[tuple[WaitCause, floa
 def with_faster(profile: Profile, resource: Resource, factor: float) -> Profile:
     """`profile` of a machine on which one thing is `factor` times as fast."""
     if resource is Resource.COMPUTE:
-        kinds = tuple(
-            replace(k, forward=k.forward / factor, backward=k.backward / factor,
-                    recomputed_backward=k.recomputed_backward / factor)
-            for k in profile.layer_kinds
-        )  # fmt: skip
-        return replace(profile, layer_kinds=kinds, loss=profile.loss / factor)
+        kinds = tuple(kind.times(1 / factor) for kind in profile.layer_kinds)
+        attention = profile.attention.times(1 / factor)
+        return replace(profile, layer_kinds=kinds, attention=attention, loss=profile.loss / factor)
     copies = profile.copies
     if resource is Resource.PCIE:
         faster = replace(copies, down=copies.down * factor, up=copies.up * factor)

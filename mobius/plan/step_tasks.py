@@ -7,7 +7,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from mobius.limits import MAX_LEAVING, PIECE_ELEMENTS
-from mobius.plan.cards import attention_share
 from mobius.plan.partition import ModelShape, StageCut
 from mobius.plan.plan import KeptLevel, Plan
 from mobius.plan.profile import Profile
@@ -101,9 +100,12 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
         if plan.keeps_attention:  # backward is without the forward of it
             backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
         if cut.is_last:
-            # Slices go forward there as elsewhere, all but the last layer, which does in backward.
-            last = layers[-1].forward if slices and layers else forward
-            forward, backward = forward - last, last + profile.loss + backward
+            # Slices go forward there as elsewhere, all but the last layer, which does in backward behind its keys.
+            last, early = forward, 0.0
+            if slices and layers:
+                last, early, moved = layers[-1].forward, keys / len(layers), profile.attention.forward
+                attention = attention[0] - moved, attention[1] + moved
+            forward, backward = forward - last + early, last + profile.loss + backward
         num_layers = len(cut.layers)
         launch_back = launch.backward if keeps else launch.recomputed_backward
         forward_launch, backward_launch = (
@@ -114,7 +116,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
         costs.append(
             StageCost(
                 forward + (0.0 if cut.is_last else ACTION_GAP),
-                backward + keys + ACTION_GAP,
+                backward + ACTION_GAP,
                 cut.num_parameters(shape),
                 cut.stage in plan.resident,
                 0.0 if cut.is_last else forward_launch,
@@ -130,15 +132,13 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
 
 def _slice_parts(cut: StageCut, shape: ModelShape, profile: Profile) -> tuple[float, tuple[float, float]]:
     """Seconds per microbatch of queries, keys and values of all layers, and of attention forward and backward."""
-    keys = forward = backward = 0.0
+    attention, keys = profile.attention, 0.0
     for layer in cut.layers:
-        seconds, parameters = profile.of_layer(layer), shape.layer_parameters[layer]
-        share = attention_share(shape, parameters, profile.attention_length or 0.0)
         projected = shape.hidden_size * (shape.attention_width + 2 * shape.key_width)
-        keys += seconds.forward * (1 - share) * min(1.0, projected / parameters)
-        forward += seconds.forward * share
-        backward += seconds.recomputed_backward * share
-    return keys, (forward, backward)
+        products = profile.of_layer(layer).forward - attention.forward
+        keys += products * min(1.0, projected / shape.layer_parameters[layer])
+    number = len(cut.layers)
+    return keys, (number * attention.forward, number * attention.recomputed_backward)
 
 
 @dataclass(slots=True)

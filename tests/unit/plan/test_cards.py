@@ -7,9 +7,9 @@ from harness.plan_requests import known_shape
 
 from mobius.errors import PlanError
 from mobius.plan import cards
-from mobius.plan.cards import CARDS, Host, estimate_profile, find_card
+from mobius.plan.cards import CARDS, Host, LayerEstimate, attending, estimate_profile, find_card
 from mobius.plan.partition import ModelShape
-from mobius.plan.profile import Profile, Source
+from mobius.plan.profile import LayerSeconds, Profile, Source
 
 
 def estimate(shape: ModelShape, card: str = "H200", *, num_ranks: int = 1, tokens: int = 4096) -> Profile:
@@ -48,6 +48,57 @@ def test_a_layer_that_is_not_compiled_takes_what_was_measured_over_a_compiled_on
     assert seconds[False].forward / seconds[True].forward == pytest.approx(6.5 / 4.8, rel=0.01)
     recomputed = seconds[False].recomputed_backward / seconds[True].recomputed_backward
     assert recomputed == pytest.approx(20.8 / 16.0, rel=0.02)
+
+
+def test_a_layer_over_a_long_sequence_takes_what_was_measured() -> None:
+    """One H200, torch 2.11: python benchmarks/layer.py 8b --batch_size 1 --seq_length 65536 --tile_tokens 8192."""
+    shape = known_shape("8b")
+    profile = estimate_profile(CARDS["H200"], shape, microbatch_tokens=65536, seq_length=65536, num_ranks=1)
+    (layer,) = profile.layer_kinds
+    for seconds, measured in ((layer.forward, 0.1022), (layer.recomputed_backward, 0.3425)):
+        assert seconds * cards.SUSTAINED_SHARE == pytest.approx(measured, rel=0.03)
+    # 32 heads of 128, and half of all pairs of 65,536 tokens.
+    assert 4 * 4096 * 65536**2 / 2 / profile.attention.forward == pytest.approx(
+        573e12 * cards.SUSTAINED_SHARE, rel=0.02
+    )
+
+
+def test_attention_has_rates_of_its_own_beyond_what_the_shares_were_measured_with() -> None:
+    shape, length = known_shape("8b"), cards.WITHIN
+    (count,) = set(shape.layer_parameters)
+
+    def per_pair(card: str, length: int, *, is_packed: bool = False) -> float:
+        """Seconds of forward by pair of a token and one that it attends to."""
+        layers = LayerEstimate(CARDS[card], shape, is_packed=is_packed)
+        attention = layers.attention(4096, length).forward
+        assert layers.layer(count, 4096, length).forward - layers.layer(count, 4096, 0).forward == pytest.approx(
+            attention
+        )
+        return attention / length
+
+    assert per_pair("H200", length) == pytest.approx(per_pair("H200", 512))
+    assert per_pair("H200", 64 * length) > 1.1 * per_pair("H200", length)
+    assert per_pair("H200", 64 * length, is_packed=True) > 1.6 * per_pair("H200", 64 * length)
+    # Of these nothing was measured.
+    assert per_pair("RTX4090", 64 * length) == pytest.approx(per_pair("RTX4090", 512))
+
+
+@pytest.mark.parametrize("card", ["H200", None])
+def test_measured_layers_attend_over_more_by_the_cards_rates_or_else_by_operations(card: str | None) -> None:
+    shape = known_shape("8b")
+    estimate = None if card is None else LayerEstimate(CARDS[card], shape)
+    measured = replace(estimate_profile(CARDS["H200"], shape, microbatch_tokens=4096, seq_length=4096, num_ranks=1),
+                       attention=LayerSeconds(0, 0, 0))  # fmt: skip
+    found = attending(measured, shape, measured_length=4096, length=65536, estimate=estimate)
+    (before,), (after,), (count,) = measured.layer_kinds, found.layer_kinds, set(shape.layer_parameters)
+    if estimate is not None:
+        assert after.recomputed_backward == pytest.approx(estimate.layer(count, 4096, 65536).recomputed_backward)
+        assert found.attention == estimate.attention(4096, 65536)
+    else:
+        operations = [count + 4096 * length for length in (4096, 65536)]
+        assert after.forward / before.forward == pytest.approx(operations[1] / operations[0])
+        assert found.attention.forward / after.forward == pytest.approx(4096 * 65536 / operations[1])
+    assert attending(measured, shape, measured_length=4096, length=4096).layer_kinds == measured.layer_kinds
 
 
 def test_four_gpus_at_once_copy_as_fast_as_was_measured(llama_7b: ModelShape) -> None:

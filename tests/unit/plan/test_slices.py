@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from mobius.errors import ConfigError, GpuMemoryError, HostMemoryError, PlanErro
 from mobius.plan.budget import check_host_memory, estimated_layer, gpu_need, host_need
 from mobius.plan.choice import answer, settle
 from mobius.plan.fit import fit_plan
+from mobius.plan.plan import Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.plan.request import PlanRequest
 from mobius.plan.simulation import schedule_of, simulate_steps
-from mobius.plan.step_tasks import stage_costs
+from mobius.plan.step_tasks import StageCost, stage_costs
 from mobius.schedule.lanes import Lane
 from mobius.units import GIB
 
@@ -131,9 +133,49 @@ def test_later_slices_cost_more_and_all_together_as_much_as_on_average() -> None
         own = [costs[2].slice_seconds(a, 8) for a in actions if str(a).startswith(wanted)]
         own.sort()
         assert sum(own) == pytest.approx(8 * seconds)
-        # 8B at 131,072 tokens: attention over half of them, 2 x 4096 x 65536 pairs, and 2 x 218 M products a token.
-        share = 4096 * 131072 / (4096 * 131072 + 218_112_000)
-        assert own[-1] - own[0] == pytest.approx(seconds * share * 14 / 8, rel=0.1)
+        # The average slice attends with each of 16,384 tokens to 65,536: slice i to (2 i + 1) / 8 of that.
+        attention = found.profile.attention
+        taken = attention.forward if wanted == "F" else attention.recomputed_backward
+        assert own[-1] - own[0] == pytest.approx(taken * 14 / 8)
+
+
+def test_the_last_layers_forward_waits_for_its_slices_turn() -> None:
+    request = ask(num_stages=32)
+    found = answer(request, layer=estimated_layer(request))
+    assert found.profile is not None
+    costs = stage_costs(found.plan, request.shape, found.profile)
+    of_stage = {stage: seconds_of(found.plan, costs, stage) for stage in (30, 31)}
+    before, last = of_stage[30], of_stage[31]
+    # Queries, keys and values alone go forward, which later slices need; the rest and the loss come before backward.
+    assert last["F"] == pytest.approx([costs[31].keys] * 8, rel=0.1)
+    for index in range(8):
+        own = before["F"][index] + before["B"][index] + found.profile.loss
+        assert last["B"][index] == pytest.approx(own, rel=0.01)
+
+
+def seconds_of(plan: Plan, costs: Sequence[StageCost], stage: int) -> dict[str, list[float]]:
+    """Seconds of a stage's forwards, keys and backwards by slice."""
+    number = plan.num_microbatches
+    actions = [a for rank in schedule_of(plan).actions for a in rank if a.stage == stage and a.kind.computes]
+    own = {(str(action)[0], action.microbatch): costs[stage].slice_seconds(action, number) for action in actions}
+    return {kind: [own[kind, index] for index in range(number)] for kind in "FB"}
+
+
+FORWARD = (0.0153, 0.0247, 0.0328, 0.0409, 0.0482, 0.0563, 0.0633, 0.0712)
+BACKWARD = (0.0459, 0.0770, 0.1068, 0.1376, 0.1649, 0.1940, 0.2200, 0.2457)
+"""A layer of 8B, slices of 16,384 of 131,072 tokens: means of 28 stages in a step of two H200, recomputed."""
+
+
+def test_a_step_of_two_h200_is_predicted_with_its_slices() -> None:
+    request = ask(num_stages=32, gpu_memory_limit=24.0, host_memory_limit=230.0)
+    found = answer(request, layer=estimated_layer(request))
+    assert found.profile is not None
+    costs = stage_costs(found.plan, request.shape, found.profile)
+    predicted = seconds_of(found.plan, costs, 5)
+    for kind, measured in (("F", FORWARD), ("B", BACKWARD)):
+        assert predicted[kind] == pytest.approx(measured, rel=0.07)
+        assert sum(predicted[kind]) == pytest.approx(sum(measured), rel=0.03)
+    assert found.step_seconds == pytest.approx(26.45, rel=0.05)
 
 
 def test_the_prediction_makes_keys_anew_and_its_bubble_is_small() -> None:
