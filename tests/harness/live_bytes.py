@@ -6,8 +6,10 @@ What an operation takes inside and gives back before it returns is not seen.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +66,31 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
+def held_at_peak(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines `bytes x number, where they were allocated` of what is alive when most is, the largest first.
+
+    `events` are a device's part of a snapshot of torch's allocator, from a moment at which what is freed later, but not
+    allocated in them, does not count.
+    """
+    alive, held, now, most = dict[int, tuple[int, str]](), list[tuple[int, str]](), 0, 0
+    for event in events:
+        if event["action"] == "alloc":
+            alive[event["addr"]] = event["size"], _place(event["frames"])
+            now += event["size"]
+            if now > most:
+                most, held = now, [*alive.values()]
+        elif event["action"] == "free_requested":
+            now -= alive.pop(event["addr"], (0, ""))[0]
+    counts = Counter(held).most_common()
+    return [f"{size:,} x {n}, {place}" for (size, place), n in sorted(counts, key=lambda item: -item[0][0] * item[1])]
+
+
+def _place(frames: Sequence[Mapping[str, Any]]) -> str:
+    """The nearest frames that are code of this project, or else of torch."""
+    own = [each for each in frames if "/mobius/" in each["filename"]] or frames
+    return " < ".join(f"{Path(each['filename']).name}:{each['line']}" for each in own[:3])
+
+
 def count_layer(
     config: PretrainedConfig,
     *,
@@ -97,10 +124,12 @@ def count_step(
     loss_chunk_tokens: int,
     graph_stages: Collection[int] = (),
     device: torch.device = CPU,
+    held: list[str] | None = None,
 ) -> int:
     """Most that comes and goes within a step of `rank`: all but weights, gradients' sums and the optimizer.
 
-    On a GPU layers and loss are compiled, and torch's own meter reads the second step.
+    On a GPU layers and loss are compiled, and torch's own meter reads the second step; `held` is told what there is at
+    its peak.
     """
     parts = ModelParts(config, device, compiled=device.type == "cuda")
     stages = RankStages.take(
@@ -130,9 +159,13 @@ def count_step(
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=10**6, clear_history=True)
         executor.run(batch)
         peak = torch.cuda.max_memory_allocated(device) - before
         torch.cuda.synchronize(device)
+        if held is not None:
+            held[:] = held_at_peak(torch.cuda.memory._snapshot(device)["device_traces"][device.index or 0])
+        torch.cuda.memory._record_memory_history(enabled=None)
         stages.close()
         return peak
     with LiveBytes() as live:
