@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -203,15 +204,36 @@ def settle(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequ
 def _with_slices(request: PlanRequest) -> PlanRequest:
     """The request with a number of slices: whole sequences, or the fewest of long ones that fit and fill all ranks.
 
-    It goes by the card's memory, as `settle` says, and by the rounds that would be taken with it. Where no number does
-    both, the one that fits and fills most.
+    More where attention's results then fit, too, if that is faster by an estimate. It goes by the card's memory, as
+    `settle` says.
+    """
+    if request.num_slices is not None:
+        return request
+    if request.config.data.seq_length < LEAST_SLICED or request.recompute.keeps_all or not request.shape.is_sliceable:
+        return replace(request, num_slices=1)
+    number = _fewest_slices(request)
+    if number == 1 or request.recompute is not Recompute.AUTO or request.card is None or request.machine.on_cpu:
+        return replace(request, num_slices=number)
+    like_all = replace(request, machine=replace(request.machine, free_bytes=None))
+    keeping = replace(like_all, keeps_attention=True)
+    keeping = replace(keeping, num_slices=_fewest_slices(keeping))
+    tried = list[Setting]()
+    for each in (replace(like_all, num_slices=number), keeping):
+        with suppress(GpuMemoryError):
+            setting = _simulated(each, None, is_quick=True)
+            if request.host_bytes is None or host_need(setting.request, setting.plan).total <= request.host_bytes:
+                tried.append(setting)
+    best = min(tried, key=lambda setting: setting.seconds, default=None)
+    return replace(request, num_slices=number if best is None else best.plan.num_slices)
+
+
+def _fewest_slices(request: PlanRequest) -> int:
+    """The fewest slices that fit and fill all ranks, in the rounds that would be taken with them.
+
+    Where no number does both, the one that fits and fills most.
     """
     length, chunks = request.config.data.seq_length, request.num_chunks
     assert chunks is not None
-    if request.num_slices is not None:
-        return request
-    if length < LEAST_SLICED or request.recompute.keeps_all or not request.shape.is_sliceable:
-        return replace(request, num_slices=1)
     wanted = SLICES_PER_RANK * request.machine.num_ranks
     like_all = replace(request, machine=replace(request.machine, free_bytes=None))
     numbers = [number for number in range(1, length // LEAST_SLICE + 1) if length % number == 0]
@@ -225,8 +247,7 @@ def _with_slices(request: PlanRequest) -> PlanRequest:
             in_a_round[number] = min(wanted, number * chunks / rounds[0])
         if in_a_round.get(number) == wanted:
             break
-    best = max(in_a_round, key=lambda number: (in_a_round[number], -number), default=enough[0])
-    return replace(request, num_slices=best)
+    return max(in_a_round, key=lambda number: (in_a_round[number], -number), default=enough[0])
 
 
 def _with_rounds(request: PlanRequest, measured: Profile | None) -> PlanRequest:
