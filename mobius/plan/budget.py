@@ -115,7 +115,8 @@ def host_need(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostNe
     if not request.machine.on_cpu:
         each = max(each, own_bytes)
     places = sum(len(plan.cuts[stage].layers) for stage in plan.stashed) * plan.round_size
-    attention = places * request.attention_bytes if plan.keeps_attention else 0
+    kept = sum(len(plan.cuts[stage].layers) for stage in plan.stashed & plan.attention_kept) * plan.round_size
+    attention = kept * request.attention_bytes
     stash = places * request.message_bytes + attention
     return HostNeed(plan.num_ranks, streamed, streamed_bytes, resident, resident_bytes, each, stash, attention)
 
@@ -202,7 +203,7 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
     in_place = {stage for stage in resident if sizes.in_rounds or (stage in waiting and sizes.gradient == 4)}
     summed = max([*streamed, *(count for stage, count in resident.items() if stage not in in_place)], default=0)
     num_sums = MAX_SUMS if plan.sums_travel(rank) or (streamed and sizes.gradient > sizes.weight) else 1
-    most = largest_moment(plan, rank, microbatch_bytes(request, layer, keeps_attention=plan.keeps_attention))
+    most = largest_moment(plan, rank, microbatch_bytes(request, layer))
     ends = any(cut.is_first or cut.is_last for cut in own)
     return GpuNeed(
         rank,
@@ -284,9 +285,7 @@ def _estimated_layer(request: PlanRequest, tile_tokens: int | None) -> LayerByte
     )
 
 
-def microbatch_bytes(
-    request: PlanRequest, layer: LayerBytes | None = None, *, keeps_attention: bool = False
-) -> MicrobatchBytes:
+def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> MicrobatchBytes:
     """The bytes of a microbatch: estimates, but for `layer` where it is given."""
     weight, shape, tokens = request.sizes.weight, request.shape, request.microbatch_tokens
     on_gpu, layer = not request.machine.on_cpu, layer or estimated_layer(request)
@@ -306,7 +305,7 @@ def microbatch_bytes(
             on_gpu=on_gpu,
         ),
         embedding=embedding_bytes(weight, shape, tokens=tokens, on_gpu=on_gpu),
-        attention=request.attention_bytes if keeps_attention else 0,
+        attention=request.attention_bytes,
     )
 
 

@@ -15,7 +15,15 @@ from mobius.config.config import PipelineConfig, Recompute
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
 from mobius.plan.cards import GIGA, LATENCY, TERA, LayerEstimate, attending, estimate_profile
-from mobius.plan.fit import LEAST_SLICE, check_given_plan, fit_plan, levels_to_try, numbers_of_rounds
+from mobius.plan.fit import (
+    LEAST_SLICE,
+    check_given_plan,
+    fit_plan,
+    fits_host,
+    levels_to_try,
+    most_attention_kept,
+    numbers_of_rounds,
+)
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import ALIKE, by_score, by_simulation, closed_form
 from mobius.plan.partition import most_stages
@@ -215,14 +223,13 @@ def _with_slices(request: PlanRequest) -> PlanRequest:
     if number == 1 or request.recompute is not Recompute.AUTO or request.card is None or request.machine.on_cpu:
         return replace(request, num_slices=number)
     like_all = replace(request, machine=replace(request.machine, free_bytes=None))
-    keeping = replace(like_all, keeps_attention=True)
+    keeping = replace(like_all, num_attention_kept=request.plan.stages_per_rank)
     keeping = replace(keeping, num_slices=_fewest_slices(keeping))
     tried = list[Setting]()
     for each in (replace(like_all, num_slices=number), keeping):
         with suppress(GpuMemoryError):
             setting = _simulated(each, None, is_quick=True)
-            if request.host_bytes is None or host_need(setting.request, setting.plan).total <= request.host_bytes:
-                tried.append(setting)
+            tried += [setting] if fits_host(setting.request, setting.plan) else []
     best = min(tried, key=lambda setting: setting.seconds, default=None)
     return replace(request, num_slices=number if best is None else best.plan.num_slices)
 
@@ -345,15 +352,15 @@ def _fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: 
 
 
 def _sliced_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: Profile) -> Plan:
-    """The fastest plan of slices: attention's results are kept, where there is room on GPUs and host, or not."""
+    """The fastest plan of slices: as many stages keep attention's results as there is room for, or none do."""
     asked = fit_plan(request, layer=layer, choose=by_simulation(profile))
-    if request.recompute is not Recompute.AUTO or request.keeps_attention is not None:
+    if request.recompute is not Recompute.AUTO or request.num_attention_kept is not None:
         return asked
-    try:
-        keeping = fit_plan(replace(request, keeps_attention=True), layer=layer, choose=by_simulation(profile))
-    except GpuMemoryError:
+    most = most_attention_kept(request, layer=layer, choose=by_score(closed_form(request, profile)))
+    if most == 0:
         return asked
-    if request.host_bytes is not None and host_need(request, keeping).total > request.host_bytes:
+    keeping = fit_plan(replace(request, num_attention_kept=most), layer=layer, choose=by_simulation(profile))
+    if not fits_host(request, keeping):
         return asked
     return min((asked, keeping), key=lambda plan: plan_seconds(plan, request, profile))
 

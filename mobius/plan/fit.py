@@ -19,6 +19,7 @@ streamed stages the last `num_slots` stay.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -85,6 +86,20 @@ def may_keep_products(request: PlanRequest) -> bool:
     return is_open or request.recompute is Recompute.ELEMENTWISE
 
 
+def most_attention_kept(request: PlanRequest, *, layer: LayerBytes | None, choose: Choose) -> int:
+    """The most stages of each rank that can keep attention's results; arguments as in `fit_plan`."""
+    most = request.plan.stages_per_rank
+
+    def fits(number: int) -> bool:
+        asked = replace(request, num_attention_kept=number)
+        try:
+            return fits_host(request, fit_plan(asked, layer=layer, choose=choose))
+        except GpuMemoryError:
+            return False
+
+    return most if fits(most) else bisect_left(range(1, most), True, key=lambda number: not fits(number))
+
+
 def levels_to_try(request: PlanRequest, layer: LayerBytes | None) -> tuple[KeptLevel, ...]:
     """Levels to plan with, the fastest first; one where it is asked for, or products are not known of layers.
 
@@ -122,7 +137,7 @@ def _fewest_rounds(request: PlanRequest) -> int | None:
         layer = estimated_layer(tried)
         need = _fullest_need(tried, tried.num_resident or 0, layer)
         use = _least(tried, layer)
-        is_home = use.num_stashed == 0 or _fits_host(tried, use)
+        is_home = use.num_stashed == 0 or _all_fit_host(tried, use)
         if is_home and need.total <= int(available * FILLED_SHARE) - tried.mailbox_bytes:
             return number
     return None
@@ -207,14 +222,18 @@ def _fitting(request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_byte
         rest = usable - states_take(use.num_resident, use.num_slots)
         numbers = _stash_numbers(request, use.num_kept)
         fewest = next((number for number in numbers if rest_takes(use.num_kept, number) <= rest), None)
-        if fewest is not None and (fewest == numbers[0] or _fits_host(request, replace(use, num_stashed=fewest))):
+        if fewest is not None and (fewest == numbers[0] or _all_fit_host(request, replace(use, num_stashed=fewest))):
             fitting.append(replace(use, num_stashed=fewest))
     return fitting or [_least(request, layer)]
 
 
-def _fits_host(request: PlanRequest, use: MemoryUse) -> bool:
+def _all_fit_host(request: PlanRequest, use: MemoryUse) -> bool:
     """Whether the host has the memory for ranks that all do this."""
-    plan = request.plan.using([use] * request.plan.num_ranks)
+    return fits_host(request, request.plan.using([use] * request.plan.num_ranks))
+
+
+def fits_host(request: PlanRequest, plan: Plan) -> bool:
+    """Whether the host has the memory for a plan, as far as is known."""
     return request.host_bytes is None or host_need(request, plan).total <= request.host_bytes
 
 

@@ -91,12 +91,7 @@ class MicrobatchBytes:
     loss: int
     embedding: int
     attention: int = 0
-    """Attention's result and log-sum-exp, where layers that are recomputed keep them beside their input."""
-
-    @property
-    def kept(self) -> int:
-        """Bytes that a layer keeps for recomputing."""
-        return self.activation + self.attention
+    """Attention's result and log-sum-exp of a layer."""
 
 
 @dataclass(frozen=True)
@@ -218,8 +213,8 @@ class _Rank:
     def __init__(self, plan: Plan, rank: int, size: MicrobatchBytes) -> None:
         self._plan, self._stages, self._size = plan, plan.stages_of(rank), size
         self._max_sends = max_sends_under_way(plan.round_size)
-        inputs = [len(plan.cuts[stage].layers) for stage in self._stages if stage in plan.stashed]
-        self._most_inputs = max(inputs, default=0) * size.kept
+        inputs = [self._inputs(stage) for stage in self._stages if stage in plan.stashed]
+        self._most_inputs = max(inputs, default=0)
         """Bytes of what a stashed stage's layers keep of a microbatch."""
         self._under_way = min(MAX_FETCHED, len(inputs) * plan.round_size) * self._most_inputs
         """Bytes of what leaves or has come back; while the model's last stage turns, it need not all be there."""
@@ -245,9 +240,9 @@ class _Rank:
         # The stage before may still leave, which may be larger.
         stashed = [each for each in (*before, stage) if each in self._plan.stashed]
         number = min(MAX_LEAVING + 1, self._plan.round_size)
-        layers = [len(self._plan.cuts[each].layers) for each in stashed for _ in range(number)]
-        ends = range(len(layers) - number + 1, len(layers) + 1)
-        own = max(sum(layers[max(0, end - MAX_LEAVING - 1) : end]) for end in ends) * self._size.kept
+        inputs = [self._inputs(each) for each in stashed for _ in range(number)]
+        ends = range(len(inputs) - number + 1, len(inputs) + 1)
+        own = max(sum(inputs[max(0, end - MAX_LEAVING - 1) : end]) for end in ends)
         messages = self._ahead + self._sent(0, self._outputs([*before, stage]))
         # A forward without a graph makes less than one with it, and in tiles less than backward does in them.
         work = min(self._size.layer.graph, self._size.layer.recomputed_peak)
@@ -295,7 +290,12 @@ class _Rank:
         num_layers = len(self._plan.cuts[stage].layers)
         if self._keeps(stage):
             return self._size.activation, num_layers * self._graph
-        return num_layers * self._size.kept, 0
+        return self._inputs(stage), 0
+
+    def _inputs(self, stage: int) -> int:
+        """Bytes that the layers of a stage keep of a microbatch to be recomputed."""
+        attention = self._size.attention if stage in self._plan.attention_kept else 0
+        return len(self._plan.cuts[stage].layers) * (self._size.activation + attention)
 
     def _all_kept(self, stages: Sequence[int]) -> tuple[int, int]:
         each = [self._kept(stage) for stage in stages if stage not in self._plan.stashed]

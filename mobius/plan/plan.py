@@ -61,9 +61,8 @@ class Plan:
     """Slices of each sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all."""
     kept_level: KeptLevel = KeptLevel.EVERYTHING
     """Activations of the `kept` stages that are kept; of importance only where there are such stages."""
-    keeps_attention: bool = False
-    """Whether the layers of slices keep attention's result beside their input, so that backward does not attend again.
-    """
+    attention_kept: frozenset[int] = frozenset()
+    """Stages whose layers keep attention's result of a slice beside their input: backward does not attend again."""
 
     @property
     def num_chunks(self) -> int:
@@ -167,10 +166,11 @@ def make_plan(
     num_rounds: int = 1,
     num_slices: int = 1,
     kept_level: KeptLevel = KeptLevel.EVERYTHING,
-    keeps_attention: bool = False,
+    num_attention_kept: int = 0,
 ) -> Plan:
     """Cut the model evenly; all stages are streamed through `num_slots` slots, None: all are resident.
 
+    The last `num_attention_kept` stages of each rank keep attention's results.
     Raises PlanError if there are more stages than can be.
     """
     cuts = balanced_partition(shape.num_layers, num_stages, num_ranks=num_ranks)
@@ -183,7 +183,7 @@ def make_plan(
         num_rounds=num_rounds,
         num_slices=num_slices,
         kept_level=kept_level,
-        keeps_attention=keeps_attention,
+        attention_kept=frozenset(range(num_stages - num_attention_kept * num_ranks, num_stages)),
     )
     num_resident = plan.stages_per_rank if num_slots is None else 0
     return plan.using([MemoryUse(num_resident, 0, num_slots or 0)] * num_ranks)

@@ -69,7 +69,7 @@ class SavedPlan:
             "num_rounds": plan.num_rounds,
             "num_slices": plan.num_slices,
             "kept_level": plan.kept_level,
-            "keeps_attention": plan.keeps_attention,
+            "kept_attention": sorted(plan.attention_kept),
             "slots": plan.slots,
             "spans": [asdict(cut) for cut in plan.cuts],
             "resident": sorted(plan.resident),
@@ -136,7 +136,7 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
         frozenset(_counts(fields, "stashed_activations") if "stashed_activations" in fields else ()),
         _count(fields, "num_slices", least=1) if "num_slices" in fields else 1,
         _level(fields["kept_level"]) if "kept_level" in fields else KeptLevel.EVERYTHING,
-        _switch(fields["keeps_attention"], "keeps_attention") if "keeps_attention" in fields else False,
+        frozenset(_counts(fields, "kept_attention") if "kept_attention" in fields else ()),
     )
     digest = _digest(_field(fields, "model"))
     return SavedPlan(digest, plan, _count(fields, "batch_size", least=1), _count(fields, "seq_length", least=2))
@@ -146,12 +146,6 @@ def _level(value: object) -> KeptLevel:
     if not isinstance(value, str) or value not in list(KeptLevel):
         raise _FieldError(f"`kept_level` is {quoted(value)}, not one of {', '.join(KeptLevel)}")
     return KeptLevel(value)
-
-
-def _switch(value: object, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise _FieldError(f"`{name}` is {quoted(value)}, neither true nor false")
-    return value
 
 
 def _cut(value: object, name: str) -> StageCut:
@@ -228,13 +222,13 @@ def _contradiction(saved: SavedPlan) -> str | None:
         return "its stages do not follow each other"
     if any(cut.end_layer < cut.first_layer for cut in plan.cuts) or starts[-1] != saved.model.num_layers:
         return f"its stages do not hold the model's {saved.model.num_layers} layers"
-    if not (plan.resident | plan.kept | plan.stashed) <= set(range(number)):
+    if not (plan.resident | plan.kept | plan.stashed | plan.attention_kept) <= set(range(number)):
         return "resident stages, kept or stashed activations name a stage that there is not"
     if both := sorted(plan.stashed & (plan.kept | {number - 1})):
         return f"the stages {both} stash activations, which those that keep them and the last one cannot"
     if plan.kept and plan.num_slices > 1:
         return f"the stages {sorted(plan.kept)} keep activations, but slices are recomputed"
-    if plan.keeps_attention and plan.num_slices == 1:
+    if plan.attention_kept and plan.num_slices == 1:
         return "attention's results are kept, but sequences are not in slices"
     if len(plan.slots) != plan.num_ranks:
         return f"slots of {len(plan.slots)} ranks, not {plan.num_ranks}"

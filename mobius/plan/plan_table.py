@@ -65,7 +65,7 @@ def _activations(plan: Plan, cut: StageCut) -> str:
         return "-"
     if cut.stage in plan.kept:
         return "kept" if plan.kept_level is KeptLevel.EVERYTHING else f"{plan.kept_level} kept"
-    what = "linear parts recomputed" if plan.keeps_attention else "recomputed"
+    what = "linear parts recomputed" if cut.stage in plan.attention_kept else "recomputed"
     return f"{what} from the host" if cut.stage in plan.stashed else what
 
 

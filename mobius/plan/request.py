@@ -141,8 +141,9 @@ class PlanRequest:
     """None while auto is not resolved, which is planned as whole sequences."""
     kept_level: KeptLevel | None = None
     """None while it is not tried out, which is planned as what `recompute` says, or everything."""
-    keeps_attention: bool | None = None
-    """None while it is not tried out, which is planned as what `recompute` says, or not."""
+    num_attention_kept: int | None = None
+    """Stages of each rank that keep attention's results; None while it is not tried out, which is planned as what
+    `recompute` says, or none."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
@@ -190,13 +191,17 @@ class PlanRequest:
             num_rounds=self.num_rounds or 1,
             num_slices=self.num_slices or 1,
             kept_level=self.kept_level or level_of(pipeline.recompute),
-            keeps_attention=self._keeps_attention,
+            num_attention_kept=self._num_attention_kept,
         )
 
     @property
-    def _keeps_attention(self) -> bool:
-        asked = self.recompute is Recompute.LINEAR if self.keeps_attention is None else self.keeps_attention
-        return asked and (self.num_slices or 1) > 1
+    def _num_attention_kept(self) -> int:
+        if (self.num_slices or 1) == 1:
+            return 0
+        if self.num_attention_kept is not None:
+            return self.num_attention_kept
+        assert self.num_stages is not None
+        return self.num_stages // self.machine.num_ranks if self.recompute is Recompute.LINEAR else 0
 
     @property
     def recompute(self) -> Recompute:

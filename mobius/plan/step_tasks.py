@@ -97,7 +97,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
             forward += profile.embedding_forward
             backward += profile.embedding_backward
         keys, attention = _slice_parts(cut, shape, profile) if slices else (0.0, (0.0, 0.0))
-        if plan.keeps_attention:  # backward is without the forward of it
+        if cut.stage in plan.attention_kept:  # backward is without the forward of it
             backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
         if cut.is_last:
             # Slices go forward there as elsewhere, all but the last layer, which does in backward behind its keys.
@@ -124,7 +124,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
                 num_layers,
                 keys + ACTION_GAP,
                 *attention,
-                plan.keeps_attention,
+                cut.stage in plan.attention_kept,
             )
         )
     return tuple(costs)

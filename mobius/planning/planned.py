@@ -87,10 +87,11 @@ def _contradictions(config: Config, saved: SavedPlan) -> dict[str, str]:
         found["use_prefetch"] = f"--no_prefetch, the plan has {plan.num_slots} slots"
     if pipeline.recompute is Recompute.FULL and plan.kept:
         found["recompute"] = f"--recompute full, the plan keeps activations of {len(plan.kept)} stages"
-    if plan.keeps_attention and pipeline.recompute not in (Recompute.AUTO, Recompute.LINEAR):
-        found["recompute"] = f"--recompute {pipeline.recompute}, the plan keeps attention's results"
-    if pipeline.recompute is Recompute.LINEAR and not plan.keeps_attention:
-        found["recompute"] = "--recompute linear, the plan keeps no results of attention"
+    if plan.attention_kept and pipeline.recompute not in (Recompute.AUTO, Recompute.LINEAR):
+        found["recompute"] = f"--recompute {pipeline.recompute}, the plan keeps results of attention"
+    if pipeline.recompute is Recompute.LINEAR and len(plan.attention_kept) < plan.num_stages:
+        told = f"--recompute linear, the plan keeps attention's results of {len(plan.attention_kept)} stages only"
+        found["recompute"] = told
     if pipeline.activation_offloading is ActivationOffloading.OFF and plan.stashed:
         told = f"--activation_offloading off, the plan stashes activations of {len(plan.stashed)} stages"
         found["activation_offloading"] = told

@@ -36,7 +36,7 @@ def smallest_change(blueprint: Blueprint) -> str:
     stages = range(plan.num_stages + plan.num_ranks, blueprint.shape.num_layers + 1, plan.num_ranks)
     if config.recompute is not Recompute.FULL and (plan.kept or not config.use_offload):
         return "--recompute full, so that no stage keeps its activations"
-    if plan.keeps_attention:
+    if plan.attention_kept:
         return "--recompute full, so that attention's results are not kept"
     if not config.use_offload:
         return "--use_offload"

@@ -94,9 +94,12 @@ class RankStages:
         stashed = plan.stashed.intersection(modules)
         if stashed:
             assert message_shape is not None, "what is stashed has a shape"
-            each = _kept_bytes(parts, message_shape, dtype, keeps_attention=plan.keeps_attention)
             home = ActivationHome(
-                {stage: each * len(plan.cuts[stage].layers) for stage in sorted(stashed)},
+                {
+                    stage: len(plan.cuts[stage].layers)
+                    * _kept_bytes(parts, message_shape, dtype, keeps_attention=stage in plan.attention_kept)
+                    for stage in sorted(stashed)
+                },
                 round_size=plan.round_size,
                 register=device.type == "cuda",
             )
@@ -105,7 +108,11 @@ class RankStages:
             caches = SequenceCaches()
             slices = {
                 stage: SlicedStage(
-                    parts, plan.cuts[stage], caches, tile_tokens=tile_tokens, keeps_attention=plan.keeps_attention
+                    parts,
+                    plan.cuts[stage],
+                    caches,
+                    tile_tokens=tile_tokens,
+                    keeps_attention=stage in plan.attention_kept,
                 )
                 for stage in modules
             }

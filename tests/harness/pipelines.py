@@ -185,7 +185,7 @@ class Pipeline:
             num_slices=self.num_slices,
             stashed=self.stashed,
             kept_level=self.kept_level,
-            keeps_attention=self.keeps_attention,
+            attention_kept=frozenset(range(num_stages) if self.keeps_attention else ()),
         )
         staying = {s for rank in range(self.num_ranks) for s in plan.streamed_stages(rank)[-(self.num_slots or 1) :]}
         return replace(plan, kept=plan.resident | staying) if self.keeps_graphs else plan

@@ -61,7 +61,9 @@ def test_auto_cuts_long_sequences_that_are_too_few_for_the_ranks(length: int, ba
     ("options", "slices", "rounds"),
     [
         ({"seq_length": 262144}, 8, 1),
-        ({"seq_length": 393216}, 12, 1),  # eight slices leave a layer's work too large for 24 GiB
+        # Eight slices leave a layer's work too large for 24 GiB; of more, attention's results fit beside.
+        ({"seq_length": 393216, "recompute": Recompute.FULL}, 12, 1),
+        ({"seq_length": 393216}, 32, 1),
         # Eight sequences fill two ranks in one round, but not each in a round of its own.
         ({"batch_size": 8, "num_chunks": 8, "num_rounds": 8}, 8, 8),
         ({"batch_size": 8, "num_chunks": 8, "num_rounds": 2}, 4, 2),  # of two, a layer's work would be too large
@@ -232,35 +234,35 @@ def test_attention_is_kept_where_the_host_has_room_and_the_step_is_shorter_by_it
     for recompute in (Recompute.AUTO, Recompute.FULL):
         found = answer(ask(gpu_memory_limit=24.0, recompute=recompute))
         plans[recompute], needs[recompute], seconds[recompute] = found.plan, found.host, found.step_seconds
-    assert plans[Recompute.AUTO].keeps_attention
-    assert not plans[Recompute.FULL].keeps_attention
+    assert plans[Recompute.AUTO].attention_kept == {*range(32)}
+    assert not plans[Recompute.FULL].attention_kept
     places = sum(len(plans[Recompute.AUTO].cuts[stage].layers) for stage in plans[Recompute.AUTO].stashed)
     assert needs[Recompute.AUTO].attention == places * 131072 * (4096 * 2 + 32 * 4)
     assert seconds[Recompute.AUTO] < 0.88 * seconds[Recompute.FULL]
 
     small = answer(ask(gpu_memory_limit=24.0, host_memory_limit=140.0))
-    assert not small.plan.keeps_attention
+    assert 8 < len(small.plan.attention_kept) < 32  # half of the bytes fit
     assert small.host.total < 140 * GIB < needs[Recompute.AUTO].total
 
 
 def test_attention_that_is_asked_for_is_kept_and_refused_with_what_frees_memory() -> None:
     linear = ask(gpu_memory_limit=24.0, recompute=Recompute.LINEAR, host_memory_limit=140.0)
     found = answer(linear)
-    assert found.plan.keeps_attention
+    assert len(found.plan.attention_kept) == found.plan.num_stages
     with pytest.raises(HostMemoryError, match=r"use --recompute full \(frees 31\.\d GiB\)"):
         check_host_memory(found.host, available_bytes=140 * GIB)
     with pytest.raises(PlanError, match="no sequence of this run is cut: use --recompute auto"):
         answer(ask(seq_length=8192, recompute=Recompute.LINEAR))
 
 
-def test_a_plan_file_keeps_whether_attention_is_kept(tmp_path: Path) -> None:
+def test_a_plan_file_keeps_which_stages_keep_attention(tmp_path: Path) -> None:
     request = ask(gpu_memory_limit=24.0)
     plan = answer(request).plan
     digest = ModelDigest.of(request.shape, request.config.model.dtype)
     text = SavedPlan(digest, plan, 1, 131072).to_json()
     (tmp_path / "plan.json").write_text(text)
-    assert plan.keeps_attention
+    assert plan.attention_kept
     assert read_plan(tmp_path / "plan.json").plan == plan
-    (tmp_path / "plan.json").write_text(text.replace('"keeps_attention": true', '"keeps_attention": 1'))
-    with pytest.raises(PlanError, match="`keeps_attention` is 1, neither true nor false"):
+    (tmp_path / "plan.json").write_text(text.replace('"kept_attention": [', '"kept_attention": [99, '))
+    with pytest.raises(PlanError, match="name a stage that there is not"):
         read_plan(tmp_path / "plan.json")
