@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from mobius.errors import CheckpointError
 from mobius.models.attention import IMPLEMENTATION, BlockMasks, DocumentAttention, Documents, choose_attention, register
 from mobius.models.base_files import told
+from mobius.models.by_plan.anatomy import NotByPlanError, find_anatomy, without_parameters
+from mobius.models.by_plan.scalings import Scaled, Steps
 from mobius.models.compiled import Arguments, CompiledFunction, ModuleGraphs
 from mobius.models.linear import TappedLinear, linears_called_once, tap_linears, weight_name
 from mobius.models.loss import LogitsLoss
@@ -116,12 +118,13 @@ class ModelParts:
         self.model = model.eval()
         tap_linears(model)
         with _described_by(config):
-            embedding, layers, norm = self._part_names()
             self._make_buffers_real(device)
-        self.embedding = _block(f"{embedding}.", model.get_submodule(embedding))
-        norm_block = _block(f"{norm}.", model.get_submodule(norm))
-        self.norm = norm_block.compile("norms") if compiled else norm_block
-        head = _block("lm_head.", cast(nn.Module, model.get_output_embeddings()))
+            self.anatomy = find_anatomy(model)
+        anatomy = self.anatomy
+        self.embedding = self._scaled_block(anatomy.embedding, anatomy.embedding_steps)
+        norm = self._scaled_block(anatomy.norm, anatomy.norm_steps)
+        self.norm = norm.compile("norms") if compiled else norm
+        head = _block(f"{anatomy.head}.", model.get_submodule(anatomy.head))
         self.head = replace(head, tapped=("",)) if isinstance(head.module, TappedLinear) else head
         arguments = LayerInputs(self, device=device, dtype=torch.float32)(_PROBE_TOKENS)
         _check_rotary(config, arguments)
@@ -129,14 +132,14 @@ class ModelParts:
         self._halves: dict[int, HalfBlocks] = {}
         # FlexAttention compiles itself, and its masks are no tensors that a graph takes.
         compiled_layers = compiled and self.attention is not DocumentAttention.FLEX
-        self.layers = tuple(self._layer_blocks(layers, arguments, compiled=compiled_layers))
+        self.layers = tuple(self._layer_blocks(anatomy.layers, arguments, compiled=compiled_layers))
         self.is_tied = bool(config.tie_word_embeddings)
-        self.logits_loss = LogitsLoss(softcap=getattr(config, "final_logit_softcapping", None), compiled=compiled)
+        self.logits_loss = LogitsLoss(anatomy.logits_steps, compiled=compiled)
 
     @property
     def tied_names(self) -> tuple[str, str] | None:
         """Names of the embedding's and the head's shared matrix, or None if they are separate."""
-        return (self.embedding.prefix + "weight", self.head.prefix + "weight") if self.is_tied else None
+        return (f"{self.anatomy.embedding}.weight", self.head.prefix + "weight") if self.is_tied else None
 
     @property
     def stored_names(self) -> dict[str, str]:
@@ -189,18 +192,13 @@ class ModelParts:
         hidden = torch.empty(1, _PROBE_TOKENS, self.config.hidden_size, device="meta")
         return hidden, tree_map_only(Tensor, lambda value: value.to("meta"), dict(arguments))
 
-    def _part_names(self) -> list[str]:
-        """Names of embedding, layers and norm within the model, from its own pipeline plan."""
-        prefix = self.model.base_model_prefix
-        base = getattr(self.model, prefix)
-        plan = getattr(self.config, "base_model_pp_plan", None) or {}
-        modules = [name for name in plan if hasattr(base, name)]
-        if len(modules) != 3 or not isinstance(getattr(base, modules[1]), nn.ModuleList):
-            raise CheckpointError(
-                f"{_file_of(self.config)}: the family {self.config.model_type!r} has no pipeline plan of embedding, "
-                f"layers and norm (base_model_pp_plan: {list(plan)}), so it cannot be cut into stages."
-            )
-        return [f"{prefix}.{name}" for name in modules]
+    def _scaled_block(self, name: str, steps: Steps) -> Block:
+        """The part of this name, with the steps that follow it."""
+        module = self.model.get_submodule(name)
+        if not steps:
+            return _block(f"{name}.", module)
+        above, _, own = name.rpartition(".")
+        return _block(f"{above}.", Scaled(own, module, steps))
 
     def _layer_blocks(self, prefix: str, arguments: LayerArguments, *, compiled: bool) -> Iterator[Block]:
         """One block per layer, with the names of its linears that one forward calls once, on all of its tokens.
@@ -254,22 +252,14 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 class LayerInputs:
     """Makes what each layer gets beside its hidden states: masks, rotary embeddings, and the bounds of documents.
 
-    The family's own forward makes them, run once per length with recorders in the layers' places: masks by layer kind,
+    The family's own forward makes them, run once per length with stand-ins in the layers' places: masks by layer kind,
     scaled and sliding variants are transformers' own. Right padding with causal attention needs no padding mask.
     """
 
     def __init__(self, parts: ModelParts, *, device: torch.device, dtype: torch.dtype) -> None:
         self._config, self._device, self._dtype = parts.config, device, dtype
         self._has_block_masks = parts.attention is DocumentAttention.FLEX
-        self._recorders: list[_Recorder] = []
-        self._base = copy.copy(getattr(parts.model, parts.model.base_model_prefix))
-        self._base._modules = dict(self._base._modules)
-        for name, module in list(self._base._modules.items()):
-            if isinstance(module, nn.ModuleList):
-                self._recorders = [_Recorder() for _ in module]
-                self._base._modules[name] = nn.ModuleList(self._recorders)
-            elif module is parts.norm.module:
-                self._base._modules[name] = nn.Identity()
+        self._base, self._stand_ins = without_parameters(parts.model, parts.anatomy)
         self._by_length: dict[int, LayerArguments] = {}
 
     def __call__(self, seq_length: int, documents: Documents | None = None) -> LayerArguments:
@@ -282,7 +272,7 @@ class LayerInputs:
             hidden = torch.zeros(1, seq_length, self._config.hidden_size, device=self._device, dtype=self._dtype)
             with _described_by(self._config), torch.no_grad():
                 self._base(inputs_embeds=hidden, use_cache=False)
-            self._by_length[seq_length] = tuple(Arguments(recorder.seen) for recorder in self._recorders)
+            self._by_length[seq_length] = tuple(Arguments(each.seen) for each in self._stand_ins)
         kept = self._by_length[seq_length]
         return kept if documents is None else self._placed(kept, documents)
 
@@ -326,6 +316,10 @@ def _described_by(config: PretrainedConfig) -> Iterator[None]:
         yield
     except (CheckpointError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # what a GPU complains about says nothing about the configuration
+    except NotByPlanError as error:
+        raise CheckpointError(
+            f"{_file_of(config)}: the family {config.model_type!r} {error}, so it cannot be cut into stages."
+        ) from error
     except Exception as error:
         raise CheckpointError(f"{_file_of(config)} describes no model that can be built: {told(error)}") from error
 
@@ -333,13 +327,3 @@ def _described_by(config: PretrainedConfig) -> Iterator[None]:
 def _file_of(config: PretrainedConfig) -> str:
     folder = getattr(config, "name_or_path", None)
     return str(Path(folder) / "config.json") if isinstance(folder, str) and folder else "the configuration"
-
-
-class _Recorder(nn.Module):
-    """Stands in a layer's place, keeps the keyword arguments of its last call and passes the hidden states on."""
-
-    seen: dict[str, Any]
-
-    def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        self.seen = kwargs
-        return hidden

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mobius.models.by_plan.scalings import Steps, scale, scale_with_slope
 from mobius.models.compiled import CompiledFunction
 
 IGNORED = -100
@@ -33,9 +34,9 @@ def shift_labels(labels: Tensor) -> Tensor:
 class LogitsLoss:
     """Cross entropy of logits, with its gradient: torch's own, or as one compiled function that reads them twice."""
 
-    def __init__(self, *, softcap: float | None = None, compiled: bool = False) -> None:
-        """`softcap` bounds the logits smoothly: softcap * tanh(logits / softcap)."""
-        self._softcap = softcap
+    def __init__(self, steps: Steps = (), *, compiled: bool = False) -> None:
+        """`steps` scale or bound the logits, such as softcap * tanh(logits / softcap)."""
+        self._steps = steps
         self._compiled = CompiledFunction(_loss_and_gradient, name="losses") if compiled else None
         self._evaluate = CompiledFunction(_loss_and_hits, name="losses") if compiled else None
 
@@ -50,12 +51,12 @@ class LogitsLoss:
         if self._compiled is not None:
             # A tensor: a number would be compiled into the graph, and the count of targets differs from step to step.
             factor = torch.full((), loss_scale / num_targets, device=logits.device)
-            summed, gradient = self._compiled(logits, targets, factor, self._softcap)
+            summed, gradient = self._compiled(logits, targets, factor, self._steps)
             return summed / num_targets, gradient
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
-            capped = self._cap(logits)
-            summed = F.cross_entropy(capped.float(), targets, ignore_index=IGNORED, reduction="sum")
+            scaled = scale(logits, self._steps)
+            summed = F.cross_entropy(scaled.float(), targets, ignore_index=IGNORED, reduction="sum")
             loss = summed / num_targets
             (gradient,) = torch.autograd.grad(loss * loss_scale, logits)
         return loss.detach(), gradient
@@ -67,21 +68,15 @@ class LogitsLoss:
         """
         with torch.no_grad():
             if self._evaluate is not None:
-                return self._evaluate(logits, targets, self._softcap)
-            values = self._cap(logits).float()
+                return self._evaluate(logits, targets, self._steps)
+            values = scale(logits, self._steps).float()
             hits = (values.argmax(-1) == targets).sum()  # no token has the number -100
             return F.cross_entropy(values, targets, ignore_index=IGNORED, reduction="sum"), hits
 
-    def _cap(self, logits: Tensor) -> Tensor:
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
-
-def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
     """Summed cross entropy, and `factor` times its gradient: softmax minus one at the target, in fp32 throughout."""
-    values, slope = logits.float(), None
-    if softcap is not None:
-        bounded = torch.tanh(values / softcap)
-        values, slope = bounded * softcap, 1.0 - bounded * bounded
+    values, slope = scale_with_slope(logits.float(), steps)
     is_target = targets != IGNORED
     indices = targets.clamp(min=0).unsqueeze(-1)
     log_sums = torch.logsumexp(values, -1, keepdim=True)
@@ -91,14 +86,12 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, softcap:
     difference = torch.exp(values - log_sums) - (classes == indices).float()
     # where, not a product: the row of an ignored position may hold anything.
     gradient = torch.where(is_target.unsqueeze(-1), difference * factor, 0.0)
-    return summed, (gradient if slope is None else gradient * slope).to(logits.dtype)
+    return summed, (gradient * slope).to(logits.dtype)
 
 
-def _loss_and_hits(logits: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+def _loss_and_hits(logits: Tensor, targets: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
     """Summed cross entropy, in fp32 throughout, and how often the largest logit is the target's."""
-    values = logits.float()
-    if softcap is not None:
-        values = torch.tanh(values / softcap) * softcap
+    values = scale(logits.float(), steps)
     losses = torch.logsumexp(values, -1) - values.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return torch.where(targets != IGNORED, losses, 0.0).sum(), (values.argmax(-1) == targets).sum()
 

@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mobius.models.by_plan.scalings import Kind, Step, Steps
 from mobius.models.loss import LogitsLoss, chunked_cross_entropy, chunked_evaluation, shift_labels
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 7, 16, 40
 NUM_TARGETS = 50  # of the whole step: more than these sequences have
+
+
+def capped(softcap: float | None) -> Steps:
+    """The steps softcap * tanh(logits / softcap)."""
+    if softcap is None:
+        return ()
+    return (Step(Kind.OVER, softcap), Step(Kind.TANH), Step(Kind.TIMES, softcap))
 
 
 @dataclass
@@ -72,7 +80,7 @@ class Case:
             num_targets=NUM_TARGETS,
             loss_scale=loss_scale,
             chunk_tokens=chunk_tokens,
-            logits_loss=LogitsLoss(softcap=softcap, compiled=compiled),
+            logits_loss=LogitsLoss(capped(softcap), compiled=compiled),
         )
 
     def expected(self, softcap: float | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -227,7 +235,7 @@ def test_an_evaluation_sums_the_losses_and_counts_the_hits_chunk_by_chunk(
         case.hidden,
         shift_labels(labels),
         chunk_tokens=chunk_tokens,
-        logits_loss=LogitsLoss(softcap=softcap, compiled=compiled),
+        logits_loss=LogitsLoss(capped(softcap), compiled=compiled),
     )
     assert (total.dtype, found.dtype) == (torch.float32, torch.int64)
     assert not total.requires_grad
@@ -239,6 +247,6 @@ def test_an_evaluation_sums_the_losses_and_counts_the_hits_chunk_by_chunk(
         case.hidden,
         torch.full_like(labels, -100),
         chunk_tokens=chunk_tokens,
-        logits_loss=LogitsLoss(softcap=softcap, compiled=compiled),
+        logits_loss=LogitsLoss(capped(softcap), compiled=compiled),
     )
     assert (float(nothing), int(no_hits)) == (0.0, 0)
