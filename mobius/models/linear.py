@@ -75,19 +75,23 @@ def linears_called_once(module: nn.Module, run: Callable[[], object], *, num_tok
     """Names of the tapped linears below `module` that `run` calls once, each on `num_tokens` rows.
 
     Others cannot be tapped: one that is called twice would add up its factors, one that sees only some tokens (experts)
-    has other shapes.
+    has other shapes, and of one whose output is changed in place the gradient would be another's.
     """
     linears = {child: name for name, child in module.named_modules() if isinstance(child, TappedLinear)}
-    rows: dict[nn.Module, list[int]] = {linear: [] for linear in linears}
+    outputs: dict[nn.Module, list[Tensor]] = {linear: [] for linear in linears}
 
-    def count(linear: nn.Module, given: tuple[Tensor, ...]) -> None:
-        rows[linear].append(given[0].shape[:-1].numel())
+    def keep(linear: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> None:
+        outputs[linear].append(output)
 
     with contextlib.ExitStack() as hooks:
         for linear in linears:
-            hooks.callback(linear.register_forward_pre_hook(count).remove)
+            hooks.callback(linear.register_forward_hook(keep).remove)
         run()
-    return tuple(name for linear, name in linears.items() if rows[linear] == [num_tokens])
+
+    def is_fit(made: list[Tensor]) -> bool:
+        return [each.shape[:-1].numel() for each in made] == [num_tokens] and made[0]._version == 0
+
+    return tuple(name for linear, name in linears.items() if is_fit(outputs[linear]))
 
 
 def weight_name(linear: str) -> str:

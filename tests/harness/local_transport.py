@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ class LocalHub:
         }
         self.board: list[Tensor] = [torch.empty(0)] * num_ranks
         self.meeting = threading.Barrier(num_ranks)
+        self.has_failed = threading.Event()
 
     def transport(self, rank: int) -> LocalTransport:
         """The connection of `rank`; to be made once, in its own thread."""
@@ -82,10 +84,15 @@ class LocalTransport:
             raise TransportError(f"rank {self.rank} waited for the other rank-threads in vain") from error
 
     def _take(self, messages: queue.Queue[Tensor]) -> Tensor:
-        try:
-            return messages.get(timeout=TIMEOUT_SECONDS)
-        except queue.Empty as error:
-            raise TransportError(f"rank {self.rank} got no message for {TIMEOUT_SECONDS:.0f} s") from error
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while True:
+            try:
+                return messages.get(timeout=0.5)
+            except queue.Empty as error:
+                if self._hub.has_failed.is_set():
+                    raise TransportError(f"rank {self.rank} waited for a rank-thread that failed") from error
+                if time.monotonic() > deadline:
+                    raise TransportError(f"rank {self.rank} got no message for {TIMEOUT_SECONDS:.0f} s") from error
 
 
 def run_rank_threads(num_ranks: int, work: Callable[[LocalTransport], T]) -> list[T]:
@@ -99,6 +106,7 @@ def run_rank_threads(num_ranks: int, work: Callable[[LocalTransport], T]) -> lis
             results[rank] = work(hub.transport(rank))
         except BaseException as error:  # handed to the calling thread below
             errors[rank] = error
+            hub.has_failed.set()
             hub.meeting.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]

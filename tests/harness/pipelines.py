@@ -212,7 +212,7 @@ def model_of(config: PretrainedConfig) -> PreTrainedModel:
     """A model of `config` with random weights, norms and biases included."""
     torch.manual_seed(0)
     config.use_cache = False
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = getattr(config, "_attn_implementation", None) or "sdpa"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -103,6 +103,7 @@ def find_anatomy(model: PreTrainedModel) -> Anatomy:
     head = next((name for name, module in model.named_children() if module is model.get_output_embeddings()), None)
     if head is None:
         raise NotByPlanError("has no head beside its base model")
+    _check_names(model, [f"{prefix}.{name}." for name in names] + [f"{head}."])
     width, device = embedding.embedding_dim, next((buffer.device for buffer in base.buffers()), torch.device("cpu"))
     behind = StandIn(norm)
     body, stands = _hollow(base, names[1], names[2], behind)
@@ -134,9 +135,22 @@ def _planned(model: PreTrainedModel, base: nn.Module) -> tuple[str, str, str]:
     """Names of embedding, layers and norm within the base model, from its own pipeline plan."""
     plan = list(getattr(model.config, "base_model_pp_plan", None) or {})
     lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
-    if len(plan) < 3 or lists == [] or lists[0] in (plan[0], plan[-1]) or not hasattr(base, plan[-1]):
-        raise NotByPlanError(f"has no pipeline plan of embedding, layers and norm (base_model_pp_plan: {plan})")
+    if not plan:
+        raise NotByPlanError("has no pipeline plan of embedding, layers and norm (base_model_pp_plan)")
+    if lists == [] or lists[0] in (plan[0], plan[-1]) or not hasattr(base, plan[-1]):
+        raise NotByPlanError(f"has no embedding, layers and norm by the names of its pipeline plan ({', '.join(plan)})")
     return plan[0], lists[0], plan[-1]
+
+
+def _check_names(model: PreTrainedModel, parts: list[str]) -> None:
+    """Raise NotByPlanError for what is stored with the model, but would be neither trained nor saved."""
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if outside := sorted(name for name in trained if not name.startswith(tuple(parts))):
+        raise NotByPlanError(f"has parameters outside of embedding, layers, norm and head (such as {outside[0]})")
+    if constants := sorted(model.state_dict().keys() - trained):
+        raise NotByPlanError(
+            f"stores constants among its weights, which are not trained and not saved here (such as {constants[0]})"
+        )
 
 
 def _check_layers(stands: list[StandIn], norm: StandIn, watch: Watch, output: Tensor) -> None:
@@ -174,7 +188,7 @@ class _Body(nn.Module):
         super().__init__()
         self._hidden = hidden
 
-    def forward(self, **_: Any) -> _Outputs:
+    def forward(self, *_: Any, **__: Any) -> _Outputs:
         return _Outputs(self._hidden)
 
 
