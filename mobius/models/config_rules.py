@@ -43,7 +43,7 @@ def _is_number(value: object) -> bool:
 
 _SWITCH = Rule("true or false", lambda value: isinstance(value, bool))
 _ACTIVATION = Rule("the name of an activation, such as silu", lambda value: isinstance(value, str) and value in ACT2FN)
-_KINDS = ("full_attention", "sliding_attention")
+_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 _WHERE_ATTENTION_LOOKS = Rule(
     f"a list of {' and '.join(_KINDS)}, one for each layer",
     lambda kinds: kinds is None or (isinstance(kinds, list) and all(kind in _KINDS for kind in kinds)),
@@ -66,16 +66,27 @@ _RULES: Mapping[str, Rule] = {
     "head_dim": _or_null(_integer(1, _MOST_HEADS)),
     "max_position_embeddings": _integer(1, 2**40),
     "sliding_window": _or_null(_integer(1, 2**40)),
-    "sliding_window_pattern": _integer(1, 2**20),
+    "sliding_window_pattern": Rule(
+        "an integer from 1, or letters L and G such as LLLG",
+        lambda value: (type(value) is int and 1 <= value <= 2**20) or (isinstance(value, str) and {*value} <= {*"LG"}),
+    ),
     "max_window_layers": _integer(0, 2**20),
     "hidden_act": _ACTIVATION,
     "hidden_activation": _ACTIVATION,
     "rms_norm_eps": _SHARE,
     "initializer_range": _SHARE,
     "attention_dropout": _or_null(_SHARE),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout"), _or_null(_SHARE)),
+    **dict.fromkeys(("layer_norm_eps", "norm_epsilon"), _SHARE),
     "query_pre_attn_scalar": _POSITIVE,
+    **dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), _POSITIVE),
+    **dict.fromkeys(("scale_emb", "scale_depth", "dim_model_base"), _POSITIVE),
+    **dict.fromkeys(("attention_multiplier", "logit_scale", "clip_qkv"), _or_null(_POSITIVE)),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), _or_null(_integer(1, _WIDEST))),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), _integer(1, _MOST_HEADS)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), _or_null(_POSITIVE)),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window"), _SWITCH),
+    **dict.fromkeys(("use_bias", "attention_out_bias", "use_qk_norm", "qk_layernorm", "use_post_norm"), _SWITCH),
     "num_labels": _or_null(_integer(0, 2**20)),  # transformers makes a table with a row for each
     "use_bidirectional_attention": Rule("false: only causal models are trained", lambda value: not value),
     "layer_types": _WHERE_ATTENTION_LOOKS,
@@ -127,7 +138,8 @@ def wrong_fields(fields: Mapping[str, Any], known: Collection[str]) -> list[str]
 def disagreements(config: Any) -> list[str]:
     """A sentence on each pair of fields that do not go together, defaults included."""
     problems = []
-    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
     if heads % key_value_heads:
         problems.append(f"'num_key_value_heads' {key_value_heads} does not divide 'num_attention_heads' {heads}")
     width = getattr(config, "head_dim", None) or config.hidden_size // heads

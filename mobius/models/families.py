@@ -9,21 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, __version__
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError, first_line
 from mobius.log import SAID_ONCE
 from mobius.models.base_files import read_json_object, shown, told
+from mobius.models.by_plan.checked import checked_families
 from mobius.models.config_rules import disagreements, wrong_fields
 from mobius.models.known_shapes import LLAMA_SHAPES, SHAPES_ON_HUB, llama_fields
 from mobius.models.weights import folder_has_weights, has_own_head
 
 logger = logging.getLogger(__name__)
-
-SUPPORTED_FAMILIES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-"""`model_type` of the families whose loss and gradients are proved equal to transformers' own by tests/pipeline."""
 
 HUB_SECONDS = 10.0
 """Time for the hub to answer before it counts as out of reach."""
@@ -139,11 +137,23 @@ def _read_config(path: Path) -> PretrainedConfig:
     fields = read_json_object(path)
     _refuse_foreign(path, fields)
     family = fields.get("model_type")
-    supported = f"Supported: {', '.join(SUPPORTED_FAMILIES)}."
+    checked = checked_families()
+    supported = f"Supported: {checked.names}."
     if not isinstance(family, str):
         raise CheckpointError(f"{path} names no family ('model_type' is {shown(family)}). {supported}")
-    if family not in SUPPORTED_FAMILIES:
-        raise CheckpointError(f"{path} is of the family {family!r}, which is not supported. {supported}")
+    if (reason := checked.why_not(family)) is not None:
+        text = fields.get("text_config")
+        if isinstance(text, dict) and text.get("model_type") in checked.supported:
+            reason = (
+                f"it is more than a text model. Its text part ('text_config') is of the family {text['model_type']!r}, "
+                "which is supported: save that part alone with transformers, and give its folder"
+            )
+        raise CheckpointError(f"{path} is of the family {family!r}, which is not supported: {reason}. {supported}")
+    if family not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{path} is of the family {family!r}, which the installed transformers {__version__} does not know; "
+            f"{checked.transformers} does."
+        )
     family_class = cast(type[PretrainedConfig], CONFIG_MAPPING[family])
     problems = wrong_fields(fields, {field.name for field in dataclasses.fields(family_class)})
     if not problems:
@@ -165,7 +175,7 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path} names custom code ('auto_map': {shown(code)}), which is not run. If transformers' own "
             f"{shown(fields.get('model_type'))} is the same model, remove 'auto_map' from the file; if not, the model "
-            f"cannot be trained. Supported: {', '.join(SUPPORTED_FAMILIES)}."
+            f"cannot be trained. Supported: {checked_families().names}."
         )
 
     for field in ("quantization_config", "compression_config"):
@@ -181,7 +191,8 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
 
 def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weights: bool) -> None:
     """Apply the shape options as far as the model's weights, if it has any, allow it. Raises ConfigError."""
-    config._attn_implementation = "sdpa"
+    # Other attention of transformers leaves a cap on scores out, without a word.
+    config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
     width = config.hidden_size, config.num_attention_heads
     for option, field in _SHAPE_OPTIONS.items():
         wanted, own = getattr(options, option), getattr(config, field)
@@ -202,13 +213,19 @@ def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weight
             raise ConfigError(f"--{option} {wanted} describes no model: {problems[0]}.")
         _set_shape(config, field, wanted)
     is_width_new = width != (config.hidden_size, config.num_attention_heads)
-    if is_width_new and config.model_type in ("llama", "mistral", "qwen2"):  # there a head's width follows from both
+    if is_width_new and _head_follows(config):
         if config.hidden_size % (2 * config.num_attention_heads):  # even: rotary embeddings turn pairs
             raise ConfigError(
                 f"--embedding_dim {config.hidden_size} does not divide into {config.num_attention_heads} attention "
                 f"heads (--num_heads) of equal, even width. Use a multiple of {2 * config.num_attention_heads}."
             )
         config.head_dim = config.hidden_size // config.num_attention_heads
+
+
+def _head_follows(config: PretrainedConfig) -> bool:
+    """Whether a head's width follows from those of the hidden states and the number of heads, as the family has it."""
+    own = {field.name: field.default for field in dataclasses.fields(cast(Any, config))}
+    return own.get("head_dim") is None and "qk_nope_head_dim" not in own
 
 
 def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:

@@ -12,6 +12,7 @@ A linear that only queries, keys and values follow from is not computed again be
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,14 +95,17 @@ def cut_layer(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any], *,
             query, _, value = heads
             attended = torch.empty(*query.transpose(1, 2).shape[:3], value.shape[-1], device="meta")
             in_project = _with_gradient(project, heads)
-            in_finish = _with_gradient(finish, (finish(leaf, attended.requires_grad_(), **own),))
+            with _ChangedInPlace(finish) as changed:
+                output = finish(leaf, attended.requires_grad_(), **own)
+            in_finish = _with_gradient(finish, (output,))
     except CheckpointError:
         raise
     except Exception as error:
         _refuse(family, f"could not be run in halves ({type(error).__name__}: {error})", error)
     for linear, module in list(finish.named_modules()):
         names = {f"{linear}.{name}".removeprefix(".") for name, _ in module.named_parameters(recurse=False)}
-        if isinstance(module, nn.Linear) and names <= in_project and not names & in_finish:
+        is_read = bool(names & in_finish) or module in changed.modules
+        if isinstance(module, nn.Linear) and names <= in_project and not is_read:
             finish.set_submodule(linear, _Unread(module.out_features))
     return CutLayer(project, finish, in_project, in_finish, attention)
 
@@ -208,8 +212,25 @@ def _with_gradient(module: nn.Module, outputs: Sequence[Tensor]) -> frozenset[st
     return frozenset(name for name, gradient in zip(named, found, strict=True) if gradient is not None)
 
 
+class _ChangedInPlace(contextlib.ExitStack):
+    """Finds the linears of a module whose output the layer changes in place while it runs in here."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._outputs: dict[nn.Module, Tensor] = {}
+        for linear in (each for each in module.modules() if isinstance(each, nn.Linear)):
+            self.callback(linear.register_forward_hook(self._keep).remove)
+
+    @property
+    def modules(self) -> set[nn.Module]:
+        return {linear for linear, output in self._outputs.items() if output._version != 0}
+
+    def _keep(self, linear: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> None:
+        self._outputs[linear] = output
+
+
 class _Unread(nn.Module):
-    """Stands in the place of a linear whose output nobody reads; takes neither time nor memory."""
+    """Stands in the place of a linear whose output nobody reads or changes; takes neither time nor memory."""
 
     def __init__(self, out_features: int) -> None:
         super().__init__()

@@ -40,13 +40,27 @@ def sliceable(config: PretrainedConfig) -> str | None:
 
     What neither its configuration nor the tables here tell is found when a layer is cut at its attention.
     """
-    reasons: tuple[Callable[[Any], str | None], ...] = (_of_family, _of_kinds, _of_fields, _of_code)
-    for find in reasons:
-        if reason := find(config):
-            return (
-                f"rows of the family {config.model_type!r} cannot be cut into slices: {reason}. {_WHOLE} {_EXAMPLES}."
-            )
+    if reason := _reason(config):
+        return f"rows of the family {config.model_type!r} cannot be cut into slices: {reason}. {_WHOLE} {_EXAMPLES}."
     return None
+
+
+def unpackable(config: PretrainedConfig) -> str | None:
+    """None if documents of a row are kept apart in all layers; else a message with the reason and a way out.
+
+    They are by attention alone, which has to be of the kind that can be cut into slices, too.
+    """
+    if reason := _reason(config):
+        return (
+            f"rows of the family {config.model_type!r} cannot hold several samples: {reason}. Use --packing off, or "
+            "joined for plain text"
+        )
+    return None
+
+
+def _reason(config: PretrainedConfig) -> str | None:
+    reasons: tuple[Callable[[Any], str | None], ...] = (_of_family, _of_kinds, _of_fields, _of_code)
+    return next((reason for find in reasons if (reason := find(config))), None)
 
 
 def _of_family(config: Any) -> str | None:

@@ -18,7 +18,8 @@ from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError
 from mobius.models import families
 from mobius.models.blocks import ModelParts
-from mobius.models.families import SUPPORTED_FAMILIES, load_model_config, locate_model
+from mobius.models.by_plan.checked import checked_families
+from mobius.models.families import load_model_config, locate_model
 
 
 def write_config(folder: Path, config: PretrainedConfig, *, has_weights: bool) -> Path:
@@ -134,7 +135,7 @@ def test_an_unsupported_family_is_named_with_the_supported_ones(tmp_path: Path) 
         load(tmp_path)
 
     assert "'gpt2'" in str(caught.value)
-    assert all(family in str(caught.value) for family in SUPPORTED_FAMILIES)
+    assert all(family in str(caught.value) for family in checked_families().supported)
 
 
 @pytest.mark.parametrize("text", ["{", '{"model_type": "no-such-family"}', "{}"])

@@ -1,0 +1,54 @@
+"""Compares every family of the installed transformers with its own model, and writes what is supported and what not.
+
+Run by `scripts/check_families`, after transformers or what takes models apart has changed; takes some two minutes. The
+results are read by the program (mobius/models/by_plan/families.json) and by people (docs/families.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests")]
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from harness.family_checks import check_family, why_no_plan  # noqa: E402
+from harness.family_table import DOCUMENT, written_table  # noqa: E402
+from harness.tiny_families import causal_families, planned_families  # noqa: E402
+
+from mobius.models.by_plan.checked import PATH, CheckedFamilies  # noqa: E402
+
+
+def main() -> int:
+    """Check all families, or those that are named, which writes nothing; 1 if a named one is refused."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("families", nargs="*", help="check these only and write nothing")
+    named = parser.parse_args().families
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    planned = planned_families()
+    found = {family: check_family(family) for family in named or planned}
+    for family, results in found.items():
+        print(f"{family:24}", ", ".join(f"{name}: {result}" for name, result in results.items()))
+    if named:
+        return int(any("refused" in results for results in found.values()))
+    supported = {family: results for family, results in found.items() if "refused" not in results}
+    refused = {family: results["refused"] for family, results in found.items() if "refused" in results}
+    for family in sorted(set(causal_families()) - set(planned)):
+        refused[family] = why_no_plan(family, supported)
+    checked = CheckedFamilies(transformers.__version__, supported, dict(sorted(refused.items())))
+    PATH.write_text(json.dumps(vars(checked), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (ROOT / DOCUMENT).write_text(written_table(checked), encoding="utf-8")
+    print(f"{len(supported)} families are supported, {len(refused)} are not: {PATH}, {DOCUMENT}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The page of families, written from what the check of all of them has found."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from mobius.models.by_plan.checked import CheckedFamilies
+
+DOCUMENT = "docs/families.md"
+_COLUMNS = 120
+_HEAD = """\
+# Families
+
+{count} families of causal language models are trained, compared with transformers {version}. `model_type` in a model's
+config.json names its family.
+
+Any decoder of transformers is taken whose configuration declares a pipeline plan of embedding, layers and norm
+(`base_model_pp_plan`). Nothing is written for a family: its own forward is followed once with stand-ins in the places
+of its layers, and the scalings before the first layer, behind the last norm and behind the head are read off its
+operations. Masks, rotary embeddings and their kinds are the family's own.
+
+A family is in this table if its tiny model with all its features on (grouped queries, biases, norms of queries and
+keys, windows, partial rotary embeddings, scalings and caps) gives loss and every gradient of plain transformers: two
+ranks with two streamed stages each, two microbatches, fp32 on a CPU, to the bit; of a tied matrix to 1e-6 of its
+largest entry, since two stages make its gradient and their sums meet in another order. Packed rows, tiles and slices
+add in another order, too: their gradients are within 2e-6 of the norm.
+
+`bash scripts/check_families` writes this page and the list that the program reads; with names it checks these only. CI
+compares it for some families.
+
+"""
+_TRIED = ("packing", "tiles", "slices")
+
+
+def written_table(checked: CheckedFamilies) -> str:
+    """The page in Markdown."""
+    lines = [_HEAD.format(count=len(checked.supported), version=checked.transformers)]
+    lines += ["| family | loss and gradients | packing | tiles | slices |\n", "|---|---|---|---|---|\n"]
+    notes: list[str] = []
+    for family, found in checked.supported.items():
+        cells = [_cell(found[name], notes) for name in _TRIED]
+        lines.append(f"| {' | '.join([family, found['parity'], *cells])} |\n")
+    lines += ["\n", *(line for number, note in enumerate(notes, 1) for line in _wrapped(f"{number}. {note}"))]
+    lines += ["\n## Not supported\n\n", "Each is refused by its name, with the reason.\n\n"]
+    by_reason: dict[str, list[str]] = {}
+    for family, reason in checked.refused.items():
+        by_reason.setdefault(reason.partition(" (")[0], []).append(family)
+    for reason, families in sorted(by_reason.items(), key=lambda item: -len(item[1])):
+        lines += _wrapped(f"- {reason}: {', '.join(families)}")
+    return "".join(lines)
+
+
+def _cell(found: str, notes: list[str]) -> str:
+    """`yes`, or the number of the note that says why not."""
+    if found == "yes":
+        return found
+    if found not in notes:
+        notes.append(found)
+    return f"no ({notes.index(found) + 1})"
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    yield from (f"{line}\n" for line in textwrap.wrap(text, _COLUMNS, subsequent_indent="  ", break_on_hyphens=False))

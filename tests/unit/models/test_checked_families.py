@@ -1,0 +1,102 @@
+"""Supported families are those that were checked; the program, the page and the installed transformers agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from harness.family_table import DOCUMENT, written_table
+from harness.pipelines import CPU
+from harness.tiny_families import causal_families, planned_families, tiny_config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mobius.config.config import ModelConfig
+from mobius.errors import CheckpointError
+from mobius.models.blocks import ModelParts
+from mobius.models.by_plan.checked import checked_families
+from mobius.models.config_rules import wrong_fields
+from mobius.models.families import load_model_config
+
+ROOT = Path(__file__).parents[3]
+CHECKED = checked_families()
+OWN_VERSION = pytest.mark.skipif(
+    transformers.__version__ != CHECKED.transformers, reason="the families of another transformers were checked"
+)
+
+
+def load(folder: Path) -> transformers.PretrainedConfig:
+    return load_model_config(folder, ModelConfig(model_path=str(folder)))
+
+
+def test_the_page_is_what_the_check_has_found() -> None:
+    assert (ROOT / DOCUMENT).read_text(encoding="utf-8") == written_table(CHECKED), "run scripts/check_families"
+
+
+def test_at_least_thirty_families_are_bit_equal_and_five_of_them_in_everything() -> None:
+    assert len(CHECKED.supported) >= 30
+    assert {found["parity"] for found in CHECKED.supported.values()} == {"bit-equal"}
+    for family in ("gemma3_text", "llama", "mistral", "qwen2", "qwen3"):
+        assert set(CHECKED.supported[family].values()) == {"bit-equal", "yes"}
+
+
+@OWN_VERSION
+def test_every_family_of_transformers_is_either_supported_or_refused_with_a_reason() -> None:
+    assert sorted([*CHECKED.supported, *CHECKED.refused]) == causal_families()
+    assert CHECKED.supported.keys() <= set(planned_families())
+    assert all(CHECKED.refused.values())
+
+
+@OWN_VERSION
+@pytest.mark.parametrize("family", CHECKED.supported)
+def test_a_supported_family_is_loaded_and_taken_apart_with_all_its_parameters(tmp_path: Path, family: str) -> None:
+    own = tiny_config(family)
+    own.save_pretrained(tmp_path)
+
+    config = load(tmp_path)
+    parts = ModelParts(config, CPU)
+
+    assert config._attn_implementation == own._attn_implementation
+    assert parts.shape().num_parameters == sum(each.numel() for each in parts.model.parameters())
+    blocks = (parts.embedding, *parts.layers, parts.norm, parts.head)
+    shapes = {name: shape for block in blocks for name, shape in block.full_shapes().items()}
+    named = parts.model.named_parameters(remove_duplicate=False)
+    assert shapes == {name: tuple(parameter.shape) for name, parameter in named}
+
+
+@OWN_VERSION
+@pytest.mark.parametrize("family", CHECKED.supported)
+def test_the_defaults_of_a_supported_family_break_no_rule(family: str) -> None:
+    kind = CONFIG_MAPPING[family]
+
+    assert wrong_fields(kind().to_dict(), {field.name for field in dataclasses.fields(kind)}) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("mixtral", "it has layers with several experts"),
+        ("gpt2", "it has learned positions"),
+        ("mamba", "it has layers that carry a state from token to token"),
+        ("bart", "it has an encoder"),
+        ("apertus", "it stores constants among its weights"),
+        ("llava", "it was not compared with transformers"),
+    ],
+)
+def test_another_family_is_refused_by_name_with_the_reason(tmp_path: Path, family: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+
+    with pytest.raises(CheckpointError, match=f"of the family '{family}', which is not supported: {reason}") as caught:
+        load(tmp_path)
+
+    assert "Supported: arcee, cohere" in str(caught.value)
+
+
+def test_the_text_part_of_a_larger_model_is_named(tmp_path: Path) -> None:
+    fields = {"model_type": "mistral3", "text_config": {"model_type": "mistral"}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+
+    with pytest.raises(CheckpointError, match=r"more than a text model. Its text part .* is of the family 'mistral'"):
+        load(tmp_path)
