@@ -232,6 +232,8 @@ def _attention_of(config: PretrainedConfig, device: torch.device, dtype: torch.d
 
 
 def _head_size(config: PretrainedConfig) -> int:
+    if (plain := getattr(config, "qk_nope_head_dim", None)) is not None:  # of queries and keys, which are in two parts
+        return int(plain + getattr(config, "qk_rope_head_dim", 0))
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 

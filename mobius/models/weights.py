@@ -281,13 +281,23 @@ class InitialWeights:
         self._model, self._aliases, self._seed = parts.model, parts.stored_names, seed
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Initialize the leaf module that owns `name` on the CPU in fp32 and return that parameter."""
+        """Initialize the leaf module that owns `name` on the CPU in fp32 and return that parameter.
+
+        Raises CheckpointError for one that the family leaves as its constructor made it, which is not here.
+        """
         path, _, local = self._aliases.get(name, name).rpartition(".")
         leaf = copy.deepcopy(self._model.get_submodule(path)).to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for parameter in leaf.parameters(recurse=False):
+                parameter.fill_(torch.nan)
             # One hash of both: the CPU generator looks at the low 32 bits of a seed only.
             torch.manual_seed(zlib.crc32(f"{self._seed} {path}".encode()))
             self._model._init_weights(leaf)
         tensor = cast(nn.Parameter, getattr(leaf, local)).detach()
         assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
+        if not tensor.isfinite().all():
+            raise CheckpointError(
+                f"transformers draws no initial values for {name!r} in this family, so it cannot be trained from fresh "
+                "weights. Give a model with weights."
+            )
         return tensor

@@ -19,6 +19,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.by_plan.checked import checked_families
 from mobius.models.config_rules import wrong_fields
 from mobius.models.families import load_model_config
+from mobius.models.weights import InitialWeights
 
 ROOT = Path(__file__).parents[3]
 CHECKED = checked_families()
@@ -64,6 +65,16 @@ def test_a_supported_family_is_loaded_and_taken_apart_with_all_its_parameters(tm
     shapes = {name: shape for block in blocks for name, shape in block.full_shapes().items()}
     named = parts.model.named_parameters(remove_duplicate=False)
     assert shapes == {name: tuple(parameter.shape) for name, parameter in named}
+
+
+@OWN_VERSION
+@pytest.mark.parametrize("family", CHECKED.supported)
+def test_fresh_weights_of_a_supported_family_are_drawn_or_refused(family: str) -> None:
+    parts = ModelParts(tiny_config(family), CPU)
+    source = InitialWeights(parts, seed=1)
+    for block in (parts.embedding, *parts.layers, parts.norm, parts.head):
+        for name, shape in block.full_shapes().items():
+            assert source.read(name, shape).isfinite().all(), name
 
 
 @OWN_VERSION

@@ -12,6 +12,7 @@ from harness.pipelines import CPU, FAMILIES
 from harness.runs import make_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from mobius.config.cli import parse_args
@@ -241,3 +242,19 @@ def test_a_fresh_tied_head_is_the_embedding() -> None:
     shape = parts.head.shapes["weight"]
 
     assert torch.equal(source.read("lm_head.weight", shape), source.read("model.embed_tokens.weight", shape))
+
+
+class Constant(nn.Module):
+    """Has a parameter that nobody but its constructor gives a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(2, device="meta"))
+
+
+def test_a_parameter_that_transformers_does_not_draw_is_refused_by_name() -> None:
+    parts = ModelParts(FAMILIES["llama"](), CPU)
+    parts.model.model.constant = Constant()
+
+    with pytest.raises(CheckpointError, match=r"no initial values for 'model\.constant\.slope'"):
+        InitialWeights(parts, seed=1).read("model.constant.slope", (2,))
