@@ -16,6 +16,7 @@ from transformers import (
     GraniteConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     Phi3Config,
     PretrainedConfig,
     SmolLM3Config,
@@ -45,6 +46,7 @@ _OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
     "exaone4": lambda: Exaone4Config(**_TINY, sliding_window=4),
     "glm4": lambda: Glm4Config(**_TINY, head_dim=8),  # rotary embeddings on a part of each head
     "granite": lambda: GraniteConfig(**_TINY, residual_multiplier=0.5, attention_multiplier=0.3),
+    "olmo": lambda: OlmoConfig(**_TINY, clip_qkv=0.5),  # changes queries, keys and values in place
     "olmo2": lambda: Olmo2Config(**_TINY),  # norms behind attention and feed-forward part
     "olmo3": lambda: Olmo3Config(**_TINY, sliding_window=4),
     "phi3": lambda: Phi3Config(**_TINY),  # one linear for queries, keys and values

@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
+from mobius.models import families
 from mobius.models.blocks import ModelParts
 from mobius.models.by_plan.checked import checked_families
 from mobius.models.config_rules import wrong_fields
@@ -103,6 +104,18 @@ def test_another_family_is_refused_by_name_with_the_reason(tmp_path: Path, famil
         load(tmp_path)
 
     assert "Supported: arcee, cohere" in str(caught.value)
+
+
+def test_a_family_that_an_older_transformers_does_not_know_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    monkeypatch.setattr(families, "CONFIG_MAPPING", {})
+
+    with pytest.raises(
+        CheckpointError, match=rf"'llama', which the installed transformers .* {CHECKED.transformers} does"
+    ):
+        load(tmp_path)
 
 
 def test_the_text_part_of_a_larger_model_is_named(tmp_path: Path) -> None:

@@ -83,6 +83,24 @@ def test_only_what_is_called_once_on_all_tokens_is_tapped(times: int, num_rows: 
     assert set(names) == expected
 
 
+class Clipped(nn.Module):
+    """Two linears, of which one has its output changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clipped, self.plain = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.plain(self.clipped(inputs).clamp_(-1, 1)) * 2
+
+
+def test_a_linear_whose_output_is_changed_in_place_is_not_tapped() -> None:
+    module = Clipped().to("meta")
+    tap_linears(module)
+
+    assert linears_called_once(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3) == ("plain",)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_matrices_of_a_dense_layer_are_tapped_and_of_the_head(family: str) -> None:
     parts = ModelParts(FAMILIES[family](), CPU)
