@@ -125,6 +125,7 @@ def as_run(
         "check_dtype": lambda *_: None,
         "cap_gpu_memory": lambda *_: free if limit is None else min(free, int(limit * GIB)),
         "ModelParts": lambda config, device, compiled, packed=None: Parts(shape, compiled=compiled),
+        "unpackable": lambda config: None,
         "measure_layer_bytes": measured_as_estimated,
         "cpu_share": lambda num_ranks: 16,
         "own_host_bytes": lambda: 0,
