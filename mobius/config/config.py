@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import PurePath
 from typing import Annotated, Final
 
+from mobius.config.adapters import AdapterConfig
 from mobius.config.bounds import (
     Bounds,
     ChunkCount,
@@ -390,6 +391,7 @@ class Config:
     data: DataConfig = DataConfig()
     pipeline: PipelineConfig = PipelineConfig()
     optim: OptimConfig = OptimConfig()
+    adapters: AdapterConfig = AdapterConfig()
     output: OutputConfig = OutputConfig()
     saving: SavingConfig = SavingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

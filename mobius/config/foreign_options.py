@@ -96,12 +96,25 @@ num_nodes nnodes node_rank master_addr
     not available; a run is on one node
 use_cpu no_cuda -> device
     use --device cpu
-use_lora lora lora_rank lora_r lora_alpha lora_dropout lora_target lora_target_modules use_peft peft_config
-additional_target adapter_name_or_path use_dora use_rslora qlora quantization_bit quantization_method load_in_4bit
-load_in_8bit freeze_trainable_layers bnb_4bit_quant_type create_new_adapter export_quantization_bit
-    not available; this program trains all parameters, without adapters or quantization
-finetuning_type train_type tuner_type
-    not needed: all parameters are trained and that is the only method; leave it out
+lora use_peft peft_config adapter peft_type train_type tuner_type -> finetuning_type lora_rank lora_alpha lora_target
+    use --finetuning_type lora, with --lora_rank, --lora_alpha and --lora_target
+modules_to_save lora_modules_to_save -> additional_target
+    use --additional_target embedding, head or norms
+target_modules lora_target_linear -> lora_target
+    use --lora_target all, or names such as q_proj,v_proj
+freeze_trainable_layers freeze_trainable_modules unfrozen_parameters freeze_layers -> freeze
+    use --freeze, which names what is not trained, such as --freeze embedding,layers.0-15
+merge_adapter merge_lora export_dir merge_and_unload -> merge
+    use --merge, or scripts/merge_adapter.py for an adapter that is there
+qlora quantization_bit quantization_method load_in_4bit load_in_8bit bnb_4bit_quant_type export_quantization_bit
+quantization double_quantization bnb_4bit_compute_dtype
+    not available (QLoRA): a frozen base takes 2 bytes per parameter of CPU memory and is streamed, so that nothing
+    needs to be quantized to fit the GPU. The way here is LoRA on the plain weights
+use_dora dora use_adalora loraplus_lr_ratio pissa_init init_lora_weights loftq_config use_oft use_vera lora_bias
+layers_to_transform rank_pattern alpha_pattern
+    not available (DoRA and other variants): the adapters are those of LoRA, with or without rsLoRA's scale
+create_new_adapter
+    not needed: adapters are fresh ones unless a folder with some is given
 stage task rlhf_type
     not needed: supervised fine-tuning is the only method, and data with a `text` column is trained on whole; leave it
     out

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from mobius.config.adapters import FinetuningType
 from mobius.config.bounds import Bounds
 from mobius.config.config import Columns, Config, DatasetEntry, Datasets, Dtype
 from mobius.config.foreign_options import FOREIGN_OPTIONS
@@ -27,6 +28,9 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "seq_length": ("cutoff_len", "max_length"),
     "learning_rate": ("lr",),
     "num_chunks": ("num_micro_batches",),
+    "lora_rank": ("lora_r",),
+    "lora_target": ("lora_target_modules",),
+    "adapter_path": ("adapter_name_or_path",),
 }
 """Other names of an option that take the same values."""
 _NUMBERS_OR_WORDS: Final = ("resident_stages", "profile_steps", "tile_tokens")
@@ -34,6 +38,11 @@ _NUMBERS_OR_WORDS: Final = ("resident_stages", "profile_steps", "tile_tokens")
 _NO_NAMES: Final = (*_NUMBERS_OR_WORDS, "cuda_visible_devices", "default_system", "resume_changes")
 _BARE: Final[Mapping[str, OptionValue]] = {"preview": 3}
 """Options whose value may be left out on the command line, and the value that this means."""
+_WORDS_ALONE: Final[Mapping[str, Mapping[str, OptionValue]]] = {
+    "dtype": {dtype.value: dtype for dtype in Dtype},
+    "finetuning_type": {"use_lora": FinetuningType.LORA},
+}
+"""Flags that stand for an option with its value."""
 _SAME_WORD: Final = 0.7
 """Likeness of a word and its misspelling: letters left out, doubled or swapped leave more, min and max less."""
 _SURELY_ALIKE: Final = 0.85
@@ -210,7 +219,8 @@ def spellings() -> Mapping[str, Spelling]:
             found += [Spelling(option.name, option, True, True), Spelling(negative, option, True, False)]
         else:
             found += [Spelling(name, option) for name in (option.name, *_ALIASES.get(option.name, ()))]
-            found += [Spelling(dtype.value, option, True, dtype) for dtype in Dtype if option.name == "dtype"]
+            words = _WORDS_ALONE.get(option.name, {})
+            found += [Spelling(word, option, True, value) for word, value in words.items()]
     return {spelling.name: spelling for spelling in found}
 
 

@@ -59,6 +59,13 @@ class StageLayout:
         ranges = tuple(part for part in both if part.end > part.start)
         return cls({name: offsets[name] for name in shapes}, num_elements, num_trained, ranges)
 
+    def split(self) -> tuple[StageLayout, StageLayout]:
+        """A layout of the frozen parameters, and one of those that are trained."""
+        shapes = {name: shape for name, (_, shape) in self.offsets.items()}
+        frozen = {name: shape for name, shape in shapes.items() if not self.is_trained(name)}
+        trained = {name: shape for name, shape in shapes.items() if name not in frozen}
+        return StageLayout.of(frozen, frozen=frozen), StageLayout.of(trained)
+
     def pieces(self, max_elements: int) -> tuple[tuple[FlatRange, ...], ...]:
         """`ranges` in as few groups as their order allows, each of at most `max_elements`."""
         cuts = [(start, start + max_elements) for start in range(0, self.num_trained, max_elements)]

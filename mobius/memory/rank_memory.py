@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from mobius.limits import MAX_SUMS
+from mobius.memory.adapted import AdaptedStage
 from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
@@ -27,28 +28,33 @@ def take_memory(
     waiting: Collection[int],
     device: torch.device,
     in_rounds: bool = False,
+    keeps_trained: bool = False,
     updates: UpdateQueue | None = None,
     spans: Spans = NO_SPANS,
 ) -> tuple[dict[int, StageMemory], HostArena | None]:
     """Zeroed memory of each stage of `layouts`, by ascending stage, and the host's part if any stage is streamed.
 
     Stages in `resident` stay on `device`, keeping their gradients if they are in `waiting`; the others go through
-    `num_slots` slots and are updated in `updates`. A step `in_rounds` leaves sums between them. Page-locks the host's
-    part if `device` is a GPU; it is to be closed when nothing copies any more. Raises HostMemoryError.
+    `num_slots` slots and are updated in `updates`. A step `in_rounds` leaves sums between them. With `keeps_trained`
+    only what is frozen is streamed, and all gradients are kept in fp32. Page-locks the host's part if `device` is a
+    GPU; it is to be closed when nothing copies any more. Raises HostMemoryError.
     """
+    if keeps_trained:
+        gradient_dtype, waiting = torch.float32, layouts
     streamed = {stage: layout for stage, layout in layouts.items() if stage not in resident}
     summed = [
-        layout.num_trained
+        layout.num_trained * (not keeps_trained)
         for stage, layout in layouts.items()
         if stage in streamed or not adds_in_place(gradient_dtype, keeps_gradients=stage in waiting, in_rounds=in_rounds)
     ]
-    sums_travel = in_rounds and len(streamed) > 1
+    sums_travel = in_rounds and len(streamed) > 1 and not keeps_trained
     total: GradientSum | None = None
     if summed:
         num_buffers = MAX_SUMS if sums_travel or (streamed and gradient_dtype.itemsize > dtype.itemsize) else 1
         total = GradientSum(max(summed), device=device, num_buffers=num_buffers)
-    memory: dict[int, StageMemory] = {
-        stage: ResidentStage(
+
+    def resident_stage(stage: int, layout: StageLayout) -> ResidentStage:
+        return ResidentStage(
             stage,
             layout,
             dtype=dtype,
@@ -59,19 +65,25 @@ def take_memory(
             total=total,
             spans=spans,
         )
-        for stage, layout in layouts.items()
-        if stage not in streamed
+
+    memory: dict[int, StageMemory] = {
+        stage: resident_stage(stage, layout) for stage, layout in layouts.items() if stage not in streamed
     }
     arena: HostArena | None = None
     if streamed and total is not None:
         register = device.type == "cuda"
+        trained: dict[int, StageLayout] = {}
+        if keeps_trained:
+            halves = {stage: layout.split() for stage, layout in streamed.items()}
+            streamed, trained = ({stage: pair[half] for stage, pair in halves.items()} for half in (0, 1))
         arena = HostArena(
             streamed, dtype=dtype, register=register, gradient_dtype=gradient_dtype, keeps_sums=sums_travel
         )
         length = max(layout.num_elements for layout in streamed.values())
         pool = SlotPool(length, num_slots=num_slots, dtype=dtype, device=device)
         for stage, state in arena.states.items():
-            memory[stage] = StreamedStage(
+            own = StreamedStage(
                 stage, state, pool, total, host_sums=arena.sums.get(stage), updates=updates, spans=spans
             )
+            memory[stage] = AdaptedStage(own, resident_stage(stage, trained[stage])) if keeps_trained else own
     return dict(sorted(memory.items())), arena

@@ -68,6 +68,10 @@ class ResidentStage:
         self._weights = layout.views(weights)
         self._square: Tensor | None = None
 
+    @property
+    def frozen_state(self) -> StageState:
+        return self.state
+
     def load(self) -> None:
         raise ScheduleError(f"stage {self._stage} is resident and cannot be loaded")
 

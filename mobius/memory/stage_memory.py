@@ -41,6 +41,10 @@ class StageMemory(Protocol):
     def state(self) -> StageState:
         """Training state, on the host or on the device; sealing may put another buffer in its gradients' place."""
 
+    @property
+    def frozen_state(self) -> StageState:
+        """Where frozen weights are: in `state`, or in one of their own."""
+
     def load(self) -> None:
         """Start bringing the weights to the device, at once or behind their update; returns before it is done."""
 

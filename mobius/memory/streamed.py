@@ -119,6 +119,10 @@ class StreamedStage:
         """Point at which the gradients sent last, and their squared norm from before any cast, are on the host."""
         self._host_square = torch.zeros((), pin_memory=pool.device.type == "cuda")
 
+    @property
+    def frozen_state(self) -> StageState:
+        return self.state
+
     def load(self) -> None:
         slot = self._pool.take(self._stage)
         slot.views = self.state.layout.views(slot.buffer)

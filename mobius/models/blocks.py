@@ -20,7 +20,9 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from mobius.config.adapters import AdapterConfig
 from mobius.errors import CheckpointError
+from mobius.models.adapters.targets import PartNames, adapt
 from mobius.models.attention import IMPLEMENTATION, BlockMasks, DocumentAttention, Documents, choose_attention, register
 from mobius.models.base_files import told
 from mobius.models.by_plan.anatomy import NotByPlanError, find_anatomy, without_parameters
@@ -52,12 +54,23 @@ class Block:
     """Linears within the module whose weight gradient is made outside of autograd (`linear.py`)."""
     compiled: CompiledFunction[..., Tensor] | None = None
     """The module's code compiled, shared like `module`; None to run it eagerly."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters that are not trained."""
     graphs: ModuleGraphs | None = None
     """The module as graphs of its own, shared too; None to call its code and leave backward to autograd."""
 
     @property
     def num_parameters(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that are trained."""
+        return sum(torch.Size(shape).numel() for name, shape in self.shapes.items() if name not in self.frozen)
+
+    def frozen_names(self) -> frozenset[str]:
+        """Hugging Face names of parameters that are not trained."""
+        return frozenset(self.prefix + name for name in self.frozen)
 
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape."""
@@ -99,11 +112,14 @@ class ModelParts:
         *,
         compiled: bool = False,
         packed: torch.dtype | None = None,
+        adapters: AdapterConfig = AdapterConfig(),
     ) -> None:
         """`compiled` runs layers, norm and loss as graphs. `packed`: rows hold documents, in this dtype.
 
-        Raises CheckpointError for a model of another build.
+        `adapters` says what is trained. Raises CheckpointError for a model of another build, and ConfigError for
+        adapters that it cannot have.
         """
+        self.adapters = adapters
         self.attention = None if packed is None else _attention_of(config, device, packed)
         if self.attention is not None:
             register()
@@ -121,11 +137,13 @@ class ModelParts:
             self._make_buffers_real(device)
             self.anatomy = find_anatomy(model)
         anatomy = self.anatomy
+        adapt(model, PartNames(anatomy.embedding, anatomy.layers, anatomy.norm, anatomy.head), adapters)
         self.embedding = self._scaled_block(anatomy.embedding, anatomy.embedding_steps)
         norm = self._scaled_block(anatomy.norm, anatomy.norm_steps)
         self.norm = norm.compile("norms") if compiled else norm
         head = _block(f"{anatomy.head}.", model.get_submodule(anatomy.head))
-        self.head = replace(head, tapped=("",)) if isinstance(head.module, TappedLinear) else head
+        is_tapped = isinstance(head.module, TappedLinear) and head.module.weight.requires_grad
+        self.head = replace(head, tapped=("",)) if is_tapped else head
         arguments = LayerInputs(self, device=device, dtype=torch.float32)(_PROBE_TOKENS)
         _check_rotary(config, arguments)
         self._probed, self._is_compiled = arguments, compiled
@@ -142,9 +160,21 @@ class ModelParts:
         return (f"{self.anatomy.embedding}.weight", self.head.prefix + "weight") if self.is_tied else None
 
     @property
+    def trained_tied_names(self) -> tuple[str, str] | None:
+        """`tied_names` of a matrix that is trained."""
+        return self.tied_names if self.embedding.num_trained else None
+
+    @property
     def stored_names(self) -> dict[str, str]:
         """Parameter -> the name it is stored under, where that is another one: a tied head's."""
         return {self.tied_names[1]: self.tied_names[0]} if self.tied_names else {}
+
+    @property
+    def first_trained(self) -> int:
+        """The first layer that backward has to reach: 0 where the embedding is trained, the layers' number for none."""
+        has_trained = (layer.num_trained > 0 for layer in self.layers)
+        first = next((index for index, is_trained in enumerate(has_trained) if is_trained), len(self.layers))
+        return 0 if self.embedding.num_trained else first
 
     def shape(self) -> ModelShape:
         """The model in the planner's numbers."""
@@ -238,12 +268,15 @@ def _head_size(config: PretrainedConfig) -> int:
 
 
 def _block(prefix: str, module: nn.Module) -> Block:
-    return Block(prefix, module, {name: tuple(p.shape) for name, p in module.named_parameters()})
+    named = dict(module.named_parameters())
+    frozen = frozenset(name for name, parameter in named.items() if not parameter.requires_grad)
+    return Block(prefix, module, {name: tuple(each.shape) for name, each in named.items()}, frozen=frozen)
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
     """All that makes a layer compute what it does, but not its index: classes, parameter shapes, plain settings."""
-    parts: list[Any] = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
+    named = layer.named_parameters()
+    parts: list[Any] = [(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named]
     for path, module in layer.named_modules():
         plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | None)}
         plain.pop("layer_idx", None)

@@ -108,16 +108,17 @@ class KeptActivations:
 class ModuleGraphs:
     """A module as graphs, one of each kind per shape; the first call of each shape compiles.
 
-    `weights` are by name within the module; `make_leaves` gives the leaves of gradients for them and `tapped`. `inputs`
-    are the module's first arguments, floating point and with as many rows; `arguments` are the others by name. Outputs
-    are one tensor or a tuple of them. All methods return None if the module cannot be traced or compiled: it must then
-    be called as it is.
+    `weights` are by name within the module; `make_leaves` gives the leaves of gradients for them and `tapped`, but for
+    parameters of the module that require none. `inputs` are the module's first arguments, floating point and with as
+    many rows; `arguments` are the others by name. Outputs are one tensor or a tuple of them. All methods return None if
+    the module cannot be traced or compiled: it must then be called as it is.
     """
 
     def __init__(self, module: nn.Module, *, name: str) -> None:
         """`name` is what a message calls such modules, in the plural."""
         self._module, self._name = module, name
         self._buffers = dict(module.named_buffers())
+        self._frozen = frozenset(name for name, each in module.named_parameters() if not each.requires_grad)
         self._graphs: dict[Hashable, Any] = {}
         self._is_broken = False
 
@@ -165,6 +166,7 @@ class ModuleGraphs:
             len(inputs),
             tuple(self._buffers),
             tapped,
+            self._frozen,
             arguments,
             [*weights.values(), *inputs, *self._buffers.values(), *tensors],
             (_kind(next(iter(weights.values()), None)), *map(_kind, inputs), kinds),
@@ -205,6 +207,7 @@ class _Call:
     num_inputs: int
     buffers: Sequence[str]
     tapped: Sequence[str]
+    frozen: frozenset[str]
     arguments: Mapping[str, Any]
     """Arguments behind the module's inputs."""
     tensors: Sequence[Tensor]
@@ -215,7 +218,7 @@ class _Call:
     @property
     def leaves(self) -> Sequence[str]:
         """Names of what has a gradient beside the inputs."""
-        return tuple(make_leaves(self._sorted(self.tensors)[0], self.tapped, num_tokens=1)[1])
+        return tuple(make_leaves(self._sorted(self.tensors)[0], self.tapped, self.frozen, num_tokens=1)[1])
 
     def run(self, tensors: Sequence[Tensor]) -> Results:
         """The outputs for `tensors`, in a row; what is no tensor is as in this call."""
@@ -225,7 +228,7 @@ class _Call:
         """The outputs, and gradients of `leaves` and of the inputs."""
         weights, given, rest = self._sorted(tensors)
         inputs = tuple(each.detach().requires_grad_() for each in given)
-        fixed, leaves = make_leaves(weights, self.tapped, num_tokens=inputs[0].shape[:-1].numel())
+        fixed, leaves = make_leaves(weights, self.tapped, self.frozen, num_tokens=inputs[0].shape[:-1].numel())
         with torch.enable_grad():
             outputs = self._outputs({**fixed, **leaves}, inputs, rest)
         found = torch.autograd.grad(outputs, [*leaves.values(), *inputs], gradients, allow_unused=True)

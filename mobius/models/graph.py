@@ -94,7 +94,7 @@ def run_many_with_graph(
             return kept
         for each in inputs:
             each.requires_grad_()
-    fixed, leaves = make_leaves(own, block.tapped, num_tokens=inputs[0].shape[:-1].numel())
+    fixed, leaves = make_leaves(own, block.tapped, block.frozen, num_tokens=inputs[0].shape[:-1].numel())
     run_block = partial(block, {**fixed, **leaves}, **arguments)
     with torch.enable_grad():
         outputs = run_block(*inputs) if level is KeptLevel.EVERYTHING else _keep_products(run_block, inputs)

@@ -11,7 +11,7 @@ They come out of autograd as the gradients of two inputs that nothing reads, the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -72,12 +72,16 @@ def tap_linears(module: nn.Module) -> None:
 
 
 def linears_called_once(module: nn.Module, run: Callable[[], object], *, num_tokens: int) -> tuple[str, ...]:
-    """Names of the tapped linears below `module` that `run` calls once, each on `num_tokens` rows.
+    """Names of the trained tapped linears below `module` that `run` calls once, each on `num_tokens` rows.
 
     Others cannot be tapped: one that is called twice would add up its factors, one that sees only some tokens (experts)
     has other shapes, and of one whose output is changed in place the gradient would be another's.
     """
-    linears = {child: name for name, child in module.named_modules() if isinstance(child, TappedLinear)}
+    linears = {
+        child: name
+        for name, child in module.named_modules()
+        if isinstance(child, TappedLinear) and child.weight.requires_grad
+    }
     outputs: dict[nn.Module, list[Tensor]] = {linear: [] for linear in linears}
 
     def keep(linear: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> None:
@@ -112,11 +116,14 @@ def make_taps(weight: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def make_leaves(
-    weights: Mapping[str, Tensor], tapped: Sequence[str], *, num_tokens: int
+    weights: Mapping[str, Tensor], tapped: Sequence[str], frozen: Collection[str] = frozenset(), *, num_tokens: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Inputs of a graph by name: weights of the linears `tapped`, and its leaves, the other parameters and taps."""
+    """Inputs of a graph by name: weights of the linears `tapped` and what is `frozen`, and the graph's leaves.
+
+    These are the other parameters, and taps.
+    """
     own = dict(weights)
-    fixed = {weight_name(linear): own.pop(weight_name(linear)).detach() for linear in tapped}
+    fixed = {name: own.pop(name).detach() for name in (*map(weight_name, tapped), *frozen)}
     leaves = {name: weight.detach().requires_grad_() for name, weight in own.items()}
     for linear in tapped:
         leaves |= zip(tap_names(linear), make_taps(fixed[weight_name(linear)], num_tokens=num_tokens), strict=True)

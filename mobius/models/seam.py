@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -90,6 +91,9 @@ def cut_layer(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any], *,
         vars(project)["forward"] = partial(_project, seam, project.forward)
         finish = _make_finish(layer, family)
         own, leaf = without_attention(arguments), hidden.detach().requires_grad_()
+        frozen = [name for name, parameter in layer.named_parameters() if not parameter.requires_grad]
+        for half in (project, finish):
+            half.requires_grad_(True)  # of frozen ones, too, it is told which half has them
         with torch.enable_grad():
             heads = project(leaf, **own)
             query, _, value = heads
@@ -98,15 +102,21 @@ def cut_layer(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any], *,
             with _ChangedInPlace(finish) as changed:
                 output = finish(leaf, attended.requires_grad_(), **own)
             in_finish = _with_gradient(finish, (output,))
+        for half, name in itertools.product((project, finish), frozen):
+            half.get_parameter(name).requires_grad_(False)
     except CheckpointError:
         raise
     except Exception as error:
         _refuse(family, f"could not be run in halves ({type(error).__name__}: {error})", error)
+    gone = list[str]()
     for linear, module in list(finish.named_modules()):
+        if any(linear.startswith(f"{name}.") for name in gone):
+            continue
         names = {f"{linear}.{name}".removeprefix(".") for name, _ in module.named_parameters(recurse=False)}
         is_read = bool(names & in_finish) or module in changed.modules
         if isinstance(module, nn.Linear) and names <= in_project and not is_read:
             finish.set_submodule(linear, _Unread(module.out_features))
+            gone.append(linear)
     return CutLayer(project, finish, in_project, in_finish, attention)
 
 

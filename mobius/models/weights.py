@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
 from mobius.log import SAID_ONCE
+from mobius.models.adapters.lora import adapted_linear
 from mobius.models.base_files import read_json_object, shown
 from mobius.models.blocks import ModelParts
 
@@ -148,7 +149,8 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
     checkpoint = CheckpointWeights(folder, parts.stored_names)
     stored = checkpoint.stored
     blocks = (parts.embedding, *parts.layers, parts.norm, parts.head)
-    shapes = {name: shape for block in blocks for name, shape in block.full_shapes().items()}
+    named = (item for block in blocks for item in block.full_shapes().items())
+    shapes = {name: shape for name, shape in named if adapted_linear(name) is None}
     unknown = [name for name in stored if name not in shapes]
     _refuse_quantized(folder, filter(None, map(checkpoint.find, shapes)), unknown)
     for name, shape in shapes.items():

@@ -127,7 +127,7 @@ def sketch_blueprint(
     check_dtype(config.model.dtype, device)
     free_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
     machine = _machine(device, ranks.num_ranks, free_bytes)
-    parts = ModelParts(model_config, device, compiled=compiles(config, machine))
+    parts = ModelParts(model_config, device, compiled=compiles(config, machine), adapters=config.adapters)
     shape = parts.shape()
     if saved is not None:
         digest = ModelDigest.of(shape, config.model.dtype)
@@ -154,7 +154,13 @@ def complete_blueprint(
         raise PlanError(f"--packing {config.data.packing}: {reason}.")
     if packed is not None or (request.num_slices or 1) > 1:  # no masks are made, which slices have no use for
         dtype = TORCH_DTYPES[config.model.dtype]
-        parts = ModelParts(parts.config, sketch.place.device, compiled=request.compiles, packed=dtype)
+        parts = ModelParts(
+            parts.config,
+            sketch.place.device,
+            compiled=request.compiles,
+            packed=dtype,
+            adapters=config.adapters,
+        )
     asked = PlanRequest.of(config, request.shape, request.machine, packed)
     return _draw(asked, sketch.place, parts, given=None if saved is None else saved.plan)
 

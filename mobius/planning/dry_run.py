@@ -56,7 +56,7 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
         config = settle_on_cpus(config, given=given)
     validate(config, machine.num_ranks)
     model_config, model_folder = load_planned_config(config.model)
-    parts = ModelParts(model_config, torch.device("cpu"))
+    parts = ModelParts(model_config, torch.device("cpu"), adapters=config.adapters)
     if model_folder is not None:
         check_model_weights(model_folder, parts, config.model)
         if (warning := unseen_positions(model_config, config.data.seq_length)) is not None:

@@ -121,6 +121,8 @@ class SlicedStage:
     def backward(self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor, turn: Turn) -> Tensor:
         """Add the gradients of the layers; all later slices of the sequences must have had their turn."""
         for position in reversed(range(len(self._layers))):
+            if self._cut.layers[position] < self._parts.first_trained:
+                break
             hidden, *result = tensors_of(kept[-self._per_layer :])
             del kept[-self._per_layer :]
             attention = _SliceAttention(self, position, _place_of(turn), result)

@@ -75,6 +75,9 @@ class StageModule:
         ]
         self.shapes = {name: shape for block in blocks for name, shape in block.full_shapes().items()}
         """Hugging Face name -> shape of every parameter that this stage holds, in forward order."""
+        self.frozen = frozenset[str]().union(*(block.frozen_names() for block in blocks))
+        """Names of those that are not trained."""
+        self._first_trained = parts.first_trained
 
     def forward(
         self, weights: Views, inputs: Tensor, arguments: LayerArguments, *, keep_graphs: bool = False
@@ -90,7 +93,7 @@ class StageModule:
         hidden = run(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         kept: list[Kept] = []
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
-            if keep_graphs and self._may_keep:
+            if keep_graphs and self._may_keep and index >= self._first_trained:
                 graph = run_with_graph(layer, weights, hidden, arguments[index], self._kept_level)
                 kept.append(graph)
                 hidden = graph.output.detach()
@@ -114,7 +117,8 @@ class StageModule:
     ) -> Tensor:
         """Add the layers' parameter gradients to `gradients` and return the gradient of the first layer's input.
 
-        `gradients` are fp32 sums of the trained parameters; a parameter without one there is left alone.
+        `gradients` are fp32 sums of the trained parameters; a parameter without one there is left alone. Layers before
+        which nothing is trained have no backward: what is returned then means nothing.
 
         Args:
             kept: from `forward`; the list is emptied, so that each entry is freed once it is used.
@@ -123,6 +127,8 @@ class StageModule:
         """
         for index, layer in zip(reversed(self.cut.layers), reversed(self._layers), strict=True):
             last = kept.pop()
+            if index < self._first_trained:
+                continue
             if isinstance(last, BlockGraph):
                 gradient = backward(layer, last, gradients, gradient)
             elif self._is_tiled(last):
@@ -144,6 +150,8 @@ class StageModule:
     def embedding_backward(self, weights: Views, gradients: Views, tokens: Tensor, gradient: Tensor) -> None:
         """Add the embedding's gradient for `tokens` [B, L]; `gradient` [B, L, H] is that of the first layer's input."""
         embedding = self._parts.embedding
+        if embedding.num_trained == 0:
+            return
         backward(embedding, run_with_graph(embedding, weights, tokens, {}), gradients, gradient)
 
     def loss(

@@ -27,6 +27,7 @@ from mobius.messages.distributed import DistributedTransport
 from mobius.messages.mailboxes import Mailboxes
 from mobius.messages.rehearsal import RehearsalTransport
 from mobius.messages.transport import SingleRankTransport, Transport
+from mobius.models.adapters.lora import FreshAdapters
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource, folder_has_weights
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.fused_update import FusedUpdate
@@ -76,7 +77,7 @@ class Session:
         `steps_done` and `counts` are a checkpoint's; `before_update` as in the Stepper.
         """
         blueprint, device = self.blueprint, self.blueprint.place.device
-        optim, plan, names = blueprint.config.optim, blueprint.plan, blueprint.parts.tied_names
+        optim, plan, names = blueprint.config.optim, blueprint.plan, blueprint.parts.trained_tied_names
         clock = WaitClock(device)
         tied = TiedPair(*names, 0, plan.num_stages - 1, plan.num_ranks, blueprint.gradient_dtype) if names else None
         kernel = None
@@ -186,7 +187,7 @@ def open_session(
     if restore is not None:
         restore(stages)
     else:
-        source = source or _weights_of(blueprint, model_folder)
+        source = source or weights_of(blueprint, model_folder)
         stages.fill(source, show_progress=place.ranks.is_first, progress=activity.progress)
     done("weights")
     activity.begins("the rehearsal of a step")
@@ -223,10 +224,13 @@ def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
     )
 
 
-def _weights_of(blueprint: Blueprint, folder: Path) -> WeightSource:
+def weights_of(blueprint: Blueprint, folder: Path) -> WeightSource:
+    """Source of the run's first weights: those in `folder` or fresh ones, and adapters where there are any."""
+    parts, seed = blueprint.parts, blueprint.config.optim.seed
+    base: WeightSource = InitialWeights(parts, seed=seed)
     if folder_has_weights(folder):
-        return CheckpointWeights(folder, blueprint.parts.stored_names, dtype=blueprint.dtype)
-    return InitialWeights(blueprint.parts, seed=blueprint.config.optim.seed)
+        base = CheckpointWeights(folder, parts.stored_names, dtype=blueprint.dtype)
+    return FreshAdapters(base, seed=seed)
 
 
 def _rehearse(blueprint: Blueprint, stages: RankStages) -> None:

@@ -78,7 +78,7 @@ class RankStages:
             for stage in plan.stages_of(rank)
         }
         memory, arena = take_memory(
-            {stage: StageLayout.of(module.shapes) for stage, module in modules.items()},
+            {stage: StageLayout.of(module.shapes, frozen=module.frozen) for stage, module in modules.items()},
             resident=plan.resident,
             num_slots=plan.slots[rank],
             dtype=dtype,
@@ -86,6 +86,7 @@ class RankStages:
             waiting=waiting,
             device=device,
             in_rounds=plan.num_rounds > 1,
+            keeps_trained=parts.adapters.is_lora,
             updates=updates,
             spans=spans,
         )
@@ -139,7 +140,9 @@ class RankStages:
         ]
         disable = None if show_progress else True
         for stage, name, shape in tqdm(named, desc="loading weights", unit="tensor", leave=False, disable=disable):
-            self.memory[stage].state.set_parameter(name, source.read(name, shape))
+            own = self.memory[stage]
+            state = own.frozen_state if name in self.modules[stage].frozen else own.state
+            state.set_parameter(name, source.read(name, shape))
             progress()
 
     def executor(

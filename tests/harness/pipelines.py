@@ -23,7 +23,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from mobius.config.adapters import AdapterConfig
 from mobius.models.blocks import ModelParts
+from mobius.models.weights import WeightSource
 from mobius.optim.tied import TiedPair
 from mobius.plan.partition import balanced_partition, partition_of
 from mobius.plan.plan import KeptLevel, Plan
@@ -69,14 +71,20 @@ share it."""
 
 
 def _parts(
-    config: PretrainedConfig, device: torch.device, rank: int, packed: torch.dtype | None, *, compiled: bool
+    config: PretrainedConfig,
+    device: torch.device,
+    rank: int,
+    packed: torch.dtype | None,
+    *,
+    compiled: bool,
+    adapters: AdapterConfig,
 ) -> ModelParts:
-    key = (str(device), config.to_json_string(use_diff=False), rank, packed, compiled)
+    key = (str(device), config.to_json_string(use_diff=False), rank, packed, compiled, adapters)
     with _MAKING:  # the first packed ones register an operation, which in a run one thread does
         if key not in _PARTS:
             if len(_PARTS) >= _MOST_PARTS:
                 _PARTS.clear()
-            _PARTS[key] = ModelParts(config, device, packed=packed, compiled=compiled)
+            _PARTS[key] = ModelParts(config, device, packed=packed, compiled=compiled, adapters=adapters)
         return _PARTS[key]
 
 
@@ -118,6 +126,9 @@ class Pipeline:
     """Slices of each sequence; `num_microbatches` counts all."""
     keeps_attention: bool = False
     """Whether layers of slices keep attention's result."""
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    source: WeightSource | None = None
+    """Source of the parameters; None: the model."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     _stages: list[RankStages] = field(default_factory=list)
 
@@ -135,7 +146,9 @@ class Pipeline:
         packed = None if batch.documents is None and self.num_slices == 1 else self.dtype
         groups = self.num_microbatches // self.num_slices
         rows, length = batch.input_ids.chunk(groups)[0].shape
-        parts = _parts(self.model.config, self.device, transport.rank, packed, compiled=self.compiled)
+        parts = _parts(
+            self.model.config, self.device, transport.rank, packed, compiled=self.compiled, adapters=self.adapters
+        )
         plan = self._plan(len(parts.layers))
         stages = RankStages.take(
             parts,
@@ -150,7 +163,7 @@ class Pipeline:
             tile_tokens=self.tile_tokens,
         )
         self._stages.append(stages)
-        stages.fill(ModelWeights(self.model))
+        stages.fill(self.source or ModelWeights(self.model))
         schedule = build_schedule(
             self.num_ranks,
             self.stages_per_rank,
@@ -162,8 +175,8 @@ class Pipeline:
             stashed=self.stashed,
         )
         sums = stages.executor(schedule, transport).run(batch)
-        if parts.tied_names:
-            embedding, head = parts.tied_names
+        if parts.trained_tied_names:
+            embedding, head = parts.trained_tied_names
             pair = TiedPair(embedding, head, 0, plan.num_stages - 1, self.num_ranks, self.dtype)
             pair.sum_gradients(stages.memory, transport, self.device)
         named: dict[str, Tensor] = {}

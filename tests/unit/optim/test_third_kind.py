@@ -29,7 +29,7 @@ class ParkedStage:
     """Its weights are a copy made by `load`; it is updated at once, in one piece."""
 
     def __init__(self, stage: int, state: StageState) -> None:
-        self.stage, self.state = stage, state
+        self.stage, self.state, self.frozen_state = stage, state, state
         self.copy: Tensor | None = None
         self.sums: Tensor | None = None
 

@@ -1,0 +1,140 @@
+"""Says which parameters of a model are trained: puts adapters beside the linears that are wanted, and freezes the rest.
+
+A frozen parameter is one that requires no gradient, on the meta device already; whoever takes the model apart sees it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from mobius.config.adapters import PARTS, AdapterConfig, layers_of, words_of
+from mobius.errors import ConfigError
+from mobius.models.adapters.lora import LoraLinear
+
+_NAMES = re.compile(r"[\w.]+", re.ASCII)
+_LISTED = 6
+"""Names told in a message."""
+
+
+@dataclass(frozen=True)
+class PartNames:
+    """Names of a model's modules: `layers` is that of the list of them."""
+
+    embedding: str
+    layers: str
+    norm: str
+    head: str = "lm_head"
+
+
+def adapt(model: nn.Module, names: PartNames, config: AdapterConfig) -> None:
+    """Put adapters into `model`, which is on the meta device, and freeze what `config` does not train.
+
+    Raises ConfigError for a target that is not there, or cannot be trained so.
+    """
+    if config.is_lora:
+        targets = _wanted(_linears(model, names), config.lora_target)
+        model.requires_grad_(False)
+        for name, linear in targets.items():
+            _check_rank(name, linear, config)
+            adapted = LoraLinear(linear, rank=config.lora_rank, scale=config.scale)
+            model.set_submodule(name, adapted.train(linear.training))
+        _refuse_tied(model, config)
+        for word in config.additional_parts:
+            for parameter in _parameters(model, names, word, "additional_target"):
+                parameter.requires_grad_(True)
+        return
+    for word in config.frozen_parts:
+        for parameter in _parameters(model, names, word, "freeze"):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"`--freeze` {config.freeze} leaves nothing to train; name fewer parts")
+
+
+def _linears(model: nn.Module, names: PartNames) -> dict[str, nn.Linear]:
+    """Linear layers within the model's layers, by name."""
+    layers = model.get_submodule(names.layers)
+    return {
+        f"{names.layers}.{name}": module for name, module in layers.named_modules() if isinstance(module, nn.Linear)
+    }
+
+
+def _wanted(linears: Mapping[str, nn.Linear], target: str) -> dict[str, nn.Linear]:
+    """The linears that `--lora_target` says."""
+    if target.strip() in ("all", "all-linear"):
+        return dict(linears)
+    words = words_of(target)
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+    if not all(map(_NAMES.fullmatch, words)):
+        try:
+            pattern = re.compile(target.strip())
+        except re.error as error:
+            raise ConfigError(f"`--lora_target` {target} is no regular expression: {error}") from error
+        found = {name: linear for name, linear in linears.items() if pattern.fullmatch(name)}
+        if not found:
+            example = next(iter(linears), "")
+            raise ConfigError(
+                f"`--lora_target` {target} matches no whole name of a linear layer; one of them is {example}, and they "
+                f"end in {_listed(kinds)}"
+            )
+        return found
+    matches = {word: [name for name in linears if f".{name}".endswith(f".{word}")] for word in words}
+    if unknown := [word for word, found in matches.items() if not found]:
+        near = difflib.get_close_matches(unknown[0], kinds, n=_LISTED, cutoff=0.4)
+        hint = f"did you mean {_listed(near)}? It" if near else "it"
+        reason = "the embedding and the head are no layers' (--additional_target trains them in full)"
+        is_outer = unknown[0] in ("embed_tokens", "lm_head", *PARTS)
+        told = reason if is_outer else f"{hint} has {_listed(kinds)}"
+        raise ConfigError(f"`--lora_target` {unknown[0]} is no linear layer of this model; {told}")
+    chosen = {name for found in matches.values() for name in found}
+    return {name: linear for name, linear in linears.items() if name in chosen}
+
+
+def _check_rank(name: str, linear: nn.Linear, config: AdapterConfig) -> None:
+    smallest = min(linear.in_features, linear.out_features)
+    if config.lora_rank > smallest:
+        raise ConfigError(
+            f"`--lora_rank` {config.lora_rank} is more than {name} has, which is {linear.out_features} x "
+            f"{linear.in_features}; use at most {smallest}, or other layers (--lora_target)"
+        )
+
+
+def _refuse_tied(model: nn.Module, config: AdapterConfig) -> None:
+    outer = [word for word in config.additional_parts if word in ("embedding", "head")]
+    if outer and _is_tied(model):
+        raise ConfigError(
+            f"`--additional_target` {outer[0]}: this model has one matrix for embedding and head, which an adapter's "
+            "file cannot hold as one; train all parameters (--finetuning_type full), or leave it out"
+        )
+
+
+def _is_tied(model: nn.Module) -> bool:
+    """Whether embedding and head are one matrix, of which the model on the meta device has two."""
+    return bool(getattr(model.config, "tie_word_embeddings", False))
+
+
+def _parameters(model: nn.Module, names: PartNames, word: str, option: str) -> Iterable[nn.Parameter]:
+    """Parameters of the part that a word of an option names."""
+    if word in ("embedding", "head"):
+        both = {"embedding": names.embedding, "head": names.head}
+        wanted = both.values() if _is_tied(model) else [both[word]]
+        return [parameter for name in wanted for parameter in model.get_submodule(name).parameters()]
+    layers: Sequence[nn.Module] = [*model.get_submodule(names.layers).children()]
+    if word == "norms":
+        norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
+        return [parameter for norm in norms for parameter in norm.parameters(recurse=False)]
+    span = layers_of(word)
+    if span is None or option == "additional_target":
+        allowed = f"{', '.join(PARTS)}{', layers.0-15, layers.3' if option == 'freeze' else ''}"
+        raise ConfigError(f"`--{option}` {word} is no part of a model; use {allowed}")
+    if not span or span[-1] >= len(layers):
+        raise ConfigError(f"`--{option}` {word}: the model has layers.0-{len(layers) - 1}")
+    return [parameter for index in span for parameter in layers[index].parameters()]
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(words[:_LISTED]) + (", ..." if len(words) > _LISTED else "")

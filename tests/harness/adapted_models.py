@@ -1,0 +1,127 @@
+"""Tiny models with adapters of peft, and their parameters by our names."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.pipelines import make_model, plain_step
+from harness.sessions import in_sessions
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mobius.config.adapters import AdapterConfig
+from mobius.data.batches import Batch, Batches
+from mobius.data.store import TokenizedDataset
+from mobius.runtime.executor import StepBatch
+from mobius.training.session import Session
+
+ALL = "all-linear"
+
+
+def adapted(family: str, config: AdapterConfig, *, num_layers: int = 4, **options: Any) -> PeftModel:
+    """A model of `family` with adapters as `config` says, whose factors are both random."""
+    return adapt_by_peft(make_model(family, num_layers), config, **options)
+
+
+def adapt_by_peft(model: PreTrainedModel, config: AdapterConfig, **options: Any) -> PeftModel:
+    """`model` with adapters as `config` says, whose factors are both random; `options` are peft's own."""
+    words = config.lora_target.split(",")
+    settings = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        use_rslora=config.use_rslora,
+        target_modules=ALL if config.lora_target == "all" else words,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        **options,
+    )
+    model = get_peft_model(copy.deepcopy(model), settings)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def our_name(name: str) -> str:
+    """Name of a parameter of peft's model as it is in ours, and in peft's files but for their prefix."""
+    for part in (".base_layer", ".default", ".modules_to_save"):
+        name = name.replace(part, "")
+    return name.removeprefix("base_model.model.")
+
+
+def parameters_of(model: PeftModel) -> dict[str, Tensor]:
+    """Values by our names, copies; a matrix that is trained in full is the trained copy."""
+    named = [(name, each) for name, each in model.named_parameters(remove_duplicate=False)]
+    return {our_name(name): each.detach().clone() for name, each in named if ".original_module" not in name}
+
+
+def gradients_of(model: PeftModel) -> dict[str, Tensor]:
+    """Gradients of what is trained, by our names."""
+    named = [(name, each.grad) for name, each in model.named_parameters()]
+    return {our_name(name): gradient for name, gradient in named if gradient is not None}
+
+
+class GivenValues:
+    """A source of parameters that are there."""
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        self.values = values
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.values[name]
+
+
+def give(model: PeftModel, values: dict[str, Tensor]) -> PeftModel:
+    """Set the model's parameters, which `values` has by our names."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            parameter.copy_(values[our_name(name)])
+    return model
+
+
+def train(
+    num_ranks: int, folder: Path, options: str, samples: TokenizedDataset
+) -> tuple[list[float], dict[str, Tensor], list[Batch]]:
+    """Losses of a run in rank-threads, its parameters by name at the end, and its batches."""
+
+    def work(session: Session, batches: Batches) -> tuple[list[float], dict[str, Tensor], list[Batch]]:
+        seen = [
+            next(given)
+            for given in [iter(copy.deepcopy(batches))]
+            for _ in range(session.blueprint.config.optim.num_steps)
+        ]
+        trainer = session.trainer(batches, has_kernel=False)
+        losses = [metrics.loss for metrics in trainer.train()]
+        trainer.drain()
+        values = {}
+        for memory in session.stages.memory.values():
+            for state in (memory.frozen_state, memory.state):
+                values |= {name: view.clone() for name, view in state.layout.views(state.weights).items()}
+        return losses, values, seen
+
+    results = in_sessions(num_ranks, folder, options, samples, work)
+    return results[0][0], {name: value for _, values, _ in results for name, value in values.items()}, results[0][2]
+
+
+def train_by_peft(model: PeftModel, batches: list[Batch], *, num_microbatches: int = 3) -> list[float]:
+    """Losses of the same steps by torch's own AdamW and clipping."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, vectors = ([each for each in trained if (each.dim() >= 2) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.999), eps=1e-8)
+    losses = []
+    for given in batches:
+        ids, labels = torch.from_numpy(given.input_ids), torch.from_numpy(given.labels)
+        batch = StepBatch(ids, labels, given.num_targets, given.num_tokens, given.num_samples)
+        model.zero_grad()
+        loss, _ = plain_step(model, batch, num_microbatches)
+        torch.nn.utils.clip_grad_norm_(trained, 0.2)
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
