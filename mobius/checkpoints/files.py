@@ -5,7 +5,8 @@
                                            NAME.master_low                    int16, bf16 runs (split_master.py)
                                            NAME.master                        fp32, fp16 runs
 
-Every tensor has its parameter's name and shape, and a file has whole parameters of one stage. Where only one file of a
+A run with adapters saves what is trained alone, as `trained*.safetensors` in the place of `model*.safetensors`. Every
+tensor has its parameter's name and shape, and a file has whole parameters of one stage. Where only one file of a
 kind is needed, it is `model.safetensors` or `optimizer.safetensors`. Readers go by names alone, so that nothing read
 depends on the number of GPUs or stages that wrote it.
 """
@@ -40,6 +41,11 @@ STATE_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "master": torch.float32,
 }
 """Everything the optimizer may keep of a parameter beside its weights."""
+
+WHOLE_MODEL: Final = "model"
+"""Begin of the names of files with all weights of a model, which transformers loads."""
+TRAINED_PART: Final = "trained"
+"""That of files with nothing but what is trained: adapters."""
 
 _MASTER: Final[Mapping[torch.dtype, tuple[str, ...]]] = {
     torch.float32: (),
@@ -106,9 +112,12 @@ def plan_files(
     *,
     dtype: torch.dtype,
     has_optimizer: bool,
+    weights_name: str = WHOLE_MODEL,
     max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> tuple[StageFiles, ...]:
     """Divide `parameters` into files of one stage each, of at most `max_file_bytes` unless one parameter is larger.
+
+    `weights_name` begins the names of those with weights.
 
     Returns one entry per stage, at its index, up to the last stage that has a parameter. All ranks get the same answer
     from the same `parameters`.
@@ -119,7 +128,7 @@ def plan_files(
     weights = _divide(by_stage, {"": dtype.itemsize}, max_file_bytes)
     trained = [parameter for parameter in by_stage if parameter.is_trained] if has_optimizer else []
     states = _divide(trained, {f".{key}": STATE_DTYPES[key].itemsize for key in keys}, max_file_bytes)
-    model, optimizer = _named("model", weights), _named("optimizer", states)
+    model, optimizer = _named(weights_name, weights), _named("optimizer", states)
     num_stages = max((parameter.stage for parameter in parameters), default=-1) + 1
     return tuple(StageFiles(stage, model.get(stage, ()), optimizer.get(stage, ())) for stage in range(num_stages))
 

@@ -32,7 +32,7 @@ from typing import Final
 
 import torch
 
-from mobius.checkpoints.files import FileRecord, StageParameter, plan_files, told_as
+from mobius.checkpoints.files import WHOLE_MODEL, FileRecord, StageParameter, plan_files, told_as
 from mobius.checkpoints.manifest import MANIFEST_FILE, Manifest, OtherFile
 from mobius.checkpoints.reading import CheckpointReader
 from mobius.errors import CheckpointError
@@ -93,7 +93,14 @@ def write_text(partial: Path, file_name: str, text: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def complete(partial: Path, manifest: Manifest, *, parameters: Sequence[StageParameter], dtype: torch.dtype) -> Path:
+def complete(
+    partial: Path,
+    manifest: Manifest,
+    *,
+    parameters: Sequence[StageParameter],
+    dtype: torch.dtype,
+    weights_name: str = WHOLE_MODEL,
+) -> Path:
     """Write the indexes and the manifest, sync everything, and give `partial` its final name, which is returned.
 
     `manifest` has the records of all stages' files; whatever else is in the folder (model files, texts) is added to it.
@@ -107,7 +114,9 @@ def complete(partial: Path, manifest: Manifest, *, parameters: Sequence[StagePar
     elements = sum(parameter.num_elements for parameter in parameters)
     weights = {parameter.name for parameter in parameters}
     totals = {"total_parameters": elements, "total_size": elements * dtype.itemsize}
-    _write_index(partial, "model", totals, {n: r.file_name for n, r in manifest.tensor_files.items() if n in weights})
+    _write_index(
+        partial, weights_name, totals, {n: r.file_name for n, r in manifest.tensor_files.items() if n in weights}
+    )
     states = {n: r.file_name for n, r in manifest.tensor_files.items() if n not in weights}
     _write_index(partial, "optimizer", {}, states)
     path = partial / MANIFEST_FILE

@@ -47,18 +47,21 @@ class SavedStage:
 
     memory: StageMemory
     names: Collection[str]
+    has_frozen: bool = True
+    """Whether frozen weights are saved, too."""
 
     def flat_tensors(self, *, has_optimizer: bool) -> dict[str, Tensor]:
         """Flat tensors that make up the state, by what they hold: weights, and `optimizer_keys` of the format."""
         state = self.memory.state
-        return {WEIGHTS: state.weights} | (optimizer_tensors(state) if has_optimizer else {})
+        weights = state.weights if self.has_frozen else state.weights[: state.layout.num_trained]
+        return {WEIGHTS: weights} | (optimizer_tensors(state) if has_optimizer else {})
 
     def named(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Views of flat tensors like those of `flat_tensors` in the parameters' shapes, as they are named in files."""
         layout = self.memory.state.layout
         found: dict[str, Tensor] = {}
         for kind, tensor in flat.items():
-            views = layout.views(tensor) if kind == WEIGHTS else layout.trained_views(tensor)
+            views = layout.views(tensor) if kind == WEIGHTS and self.has_frozen else layout.trained_views(tensor)
             ending = "" if kind == WEIGHTS else f".{kind}"
             found |= {f"{name}{ending}": view for name, view in views.items() if name in self.names}
         return found

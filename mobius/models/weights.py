@@ -92,7 +92,8 @@ def _opened(path: Path, complaint: str) -> Iterator[Any]:
         raise CheckpointError(f"{path}: {complaint}: {error}") from error
 
 
-def _read_header(path: Path) -> list[StoredTensor]:
+def read_header(path: Path) -> list[StoredTensor]:
+    """Tensors of a safetensors file. Raises CheckpointError."""
     with _opened(path, "is damaged or no safetensors file") as file:
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         return [StoredTensor(name, path, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()]
@@ -105,7 +106,7 @@ def _read_headers(folder: Path) -> dict[str, StoredTensor]:
         return _read_indexed(folder, index)
     tensors: dict[str, StoredTensor] = {}
     for path in [single] if single.is_file() else sorted(folder.glob("*.safetensors")):
-        for tensor in _read_header(path):
+        for tensor in read_header(path):
             if tensor.name in tensors:
                 raise CheckpointError(
                     f"{folder} stores {tensor.name!r} twice, in {tensors[tensor.name].path.name} and {path.name}, and "
@@ -131,7 +132,7 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(
             f"{folder} is incomplete: {index.name} names {missing[0]} ({len(missing)} file(s) missing)."
         )
-    found = {(file, tensor.name): tensor for file in files for tensor in _read_header(folder / file)}
+    found = {(file, tensor.name): tensor for file in files for tensor in read_header(folder / file)}
     for name, file in weight_map.items():
         if (file, name) not in found:
             raise CheckpointError(f"{index} says that {name!r} is in {file}, which has no such tensor. Get both anew.")

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mobius.errors import CheckpointError
+from mobius.models.adapters.files import WEIGHTS_FILE
 from mobius.models.base_files import BaseFiles
 from mobius.models.families import changed_fields
 from mobius.models.weights import EMBEDDING, HEAD
@@ -93,7 +94,7 @@ def write_shards(folder: Path, shards: Sequence[Shard], rank: int, read: Callabl
     """
     for shard in (shard for shard in shards if shard.owner_rank == rank):
         path = folder / shard.file_name
-        with _told_as("write", path):
+        with told_as("write", path):
             save_file({name: read(name) for name in shard.names}, path, metadata={"format": "pt"})
             path.chmod(0o644)  # safetensors makes it readable for its owner alone
             sync_to_disk(path)
@@ -109,7 +110,7 @@ def write_index(folder: Path, shards: Sequence[Shard], parameters: Sequence[Save
         "weight_map": {name: shard.file_name for shard in shards for name in shard.names},
     }
     path = folder / INDEX_FILE_NAME
-    with _told_as("write", path):
+    with told_as("write", path):
         path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
@@ -127,7 +128,7 @@ def write_model_files(folder: Path, base: BaseFiles, model_config: PretrainedCon
     files = {**base.copied, "config.json": (json.dumps(fields, indent=2) + "\n").encode()}
     for name, contents in files.items():
         path = folder / name
-        with _told_as("write", path):
+        with told_as("write", path):
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(contents)
 
@@ -145,7 +146,7 @@ def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] 
     if EMBEDDING in tensors:
         tensors.setdefault(HEAD, tensors[EMBEDDING])
     with (
-        _told_as("write", path),
+        told_as("write", path),
         replaced_whole(path) as temporary,
         _ReleasingFile(temporary, [mapped for mapped, _ in files], progress) as file,
     ):
@@ -171,13 +172,14 @@ def verify_folder(folder: Path, expected: Iterable[tuple[str, Callable[[], torch
             raise CheckpointError(f"{folder} has no tensor {name!r}.")
         path = folder / weight_map[name]
         # Opened anew for each tensor: an open file keeps every page that was read in this process's memory.
-        with _told_as(f"read {name!r} of", path), safe_open(path, framework="pt") as file:
+        with told_as(f"read {name!r} of", path), safe_open(path, framework="pt") as file:
             stored = file.get_tensor(name)
-        if difference := _difference(stored, read()):
-            raise CheckpointError(f"{path}: {name!r} was not saved as it was trained: {difference}.")
+        if problem := difference(stored, read()):
+            raise CheckpointError(f"{path}: {name!r} was not saved as it was trained: {problem}.")
 
 
-def _difference(stored: torch.Tensor, trained: torch.Tensor) -> str | None:
+def difference(stored: torch.Tensor, trained: torch.Tensor) -> str | None:
+    """Words for how two tensors differ, bit by bit; None where they do not."""
     if stored.shape != trained.shape:
         return f"shape {tuple(stored.shape)} instead of {tuple(trained.shape)}"
     if stored.dtype != trained.dtype:
@@ -189,20 +191,21 @@ def _difference(stored: torch.Tensor, trained: torch.Tensor) -> str | None:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """File name by tensor name, from the index or, without one, from the single file."""
+    """File name by tensor name, from the index or, without one, from the single file, maybe an adapter's."""
     index = folder / INDEX_FILE_NAME
     if not index.exists():
-        return dict.fromkeys(sorted(_names_in(folder / SINGLE_FILE_NAME)), SINGLE_FILE_NAME)
+        single = SINGLE_FILE_NAME if (folder / SINGLE_FILE_NAME).exists() else WEIGHTS_FILE
+        return dict.fromkeys(sorted(_names_in(folder / single)), single)
     return dict(json.loads(index.read_text())["weight_map"])
 
 
 def _names_in(path: Path) -> set[str]:
-    with _told_as("read", path), safe_open(path, framework="pt") as file:
+    with told_as("read", path), safe_open(path, framework="pt") as file:
         return set(file.keys())
 
 
 @contextmanager
-def _told_as(doing: str, path: Path) -> Iterator[None]:
+def told_as(doing: str, path: Path) -> Iterator[None]:
     """Turn errors of the file system and of safetensors into CheckpointError: `cannot write PATH: ...`."""
     try:
         yield

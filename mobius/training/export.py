@@ -17,7 +17,9 @@ from torch import Tensor
 from mobius.checkpoints.files import StageParameter
 from mobius.errors import CheckpointError, NoResultError
 from mobius.interruption import Standing
+from mobius.models.adapters.files import Base
 from mobius.models.base_files import BaseFiles
+from mobius.output.adapters.folder import verify_adapter, write_adapter
 from mobius.output.hf_folder import (
     SavedParameter,
     plan_shards,
@@ -36,20 +38,27 @@ _UNCHECKED = "config.json.unchecked"
 
 
 def saved_parameters(blueprint: Blueprint) -> list[StageParameter]:
-    """Every parameter of the model in forward order with its stage; a tied head is saved once."""
+    """Parameters that are saved in forward order with their stage: all of the model's, or the trained ones of adapters.
+
+    A tied head is saved once.
+    """
     parts, plan = blueprint.parts, blueprint.plan
     blocks = [(parts.embedding, 0)]
     blocks += [(parts.layers[layer], cut.stage) for cut in plan.cuts for layer in cut.layers]
     blocks += [(parts.norm, plan.num_stages - 1)]
     blocks += [] if parts.is_tied else [(parts.head, plan.num_stages - 1)]
+    frozen = frozenset[str]().union(*(block.frozen_names() for block, _ in blocks))
     return [
-        StageParameter(name, shape, stage) for block, stage in blocks for name, shape in block.full_shapes().items()
+        StageParameter(name, shape, stage, name not in frozen)
+        for block, stage in blocks
+        for name, shape in block.full_shapes().items()
+        if name not in frozen or not parts.adapters.is_lora
     ]
 
 
 def export_bytes(blueprint: Blueprint) -> int:
     """Bytes of the weights in one of the two forms they are saved in."""
-    return blueprint.shape.num_parameters * blueprint.dtype.itemsize
+    return sum(parameter.num_elements for parameter in saved_parameters(blueprint)) * blueprint.dtype.itemsize
 
 
 def check_result(session: Session, *, num_updates: int, num_steps: int, folder: Path) -> None:
@@ -77,11 +86,13 @@ def check_result(session: Session, *, num_updates: int, num_steps: int, folder: 
     )
 
 
-def export_model(session: Session, output: OutputFolder, *, base_files: BaseFiles, standing: Standing) -> None:
+def export_model(
+    session: Session, output: OutputFolder, *, base_files: BaseFiles, standing: Standing, base: Base | None = None
+) -> None:
     """Save and verify; collective. Each rank writes and checks its own stages, rank 0 all that is shared.
 
-    The folder appears under its final name only after every tensor was read back equal. `standing` is told from where
-    on that may have happened. Raises CheckpointError.
+    With `base` adapters are saved, which are for that. The folder appears under its final name only after every tensor
+    was read back equal. `standing` is told from where on that may have happened. Raises CheckpointError.
     """
     blueprint, transport = session.blueprint, session.transport
     rank, folder = transport.rank, output.export_folder
@@ -89,7 +100,8 @@ def export_model(session: Session, output: OutputFolder, *, base_files: BaseFile
         SavedParameter(each.name, each.shape, each.stage % blueprint.plan.num_ranks)
         for each in saved_parameters(blueprint)
     ]
-    shards = plan_shards(parameters, blueprint.dtype.itemsize)
+    itemsize = blueprint.dtype.itemsize
+    shards = plan_shards(parameters, itemsize)
     states = [own.state for own in session.stages.memory.values()]
     values = {name: view for state in states for name, view in state.layout.views(state.weights).items()}
 
@@ -103,11 +115,17 @@ def export_model(session: Session, output: OutputFolder, *, base_files: BaseFile
         (folder / "config.json").rename(folder / _UNCHECKED)
     transport.barrier()
     write_shards(folder, shards, rank, read)
-    if rank == 0:
-        write_index(folder, shards, parameters, blueprint.dtype.itemsize)
+    if rank == 0 and base is None:
+        write_index(folder, shards, parameters, itemsize)
+    elif rank == 0 and base is not None:
+        written = [folder / shard.file_name for shard in shards]
+        write_adapter(folder, written, blueprint.parts, base)
+        for path in written:
+            path.unlink()
     transport.barrier()
     own = [parameter.name for parameter in parameters if parameter.owner_rank == rank]
-    verify_folder(folder, ((name, partial(read, name)) for name in own))
+    verify = verify_folder if base is None else verify_adapter
+    verify(folder, ((name, partial(read, name)) for name in own))
     transport.barrier()
     if rank == 0:
         standing.becomes(

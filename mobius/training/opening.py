@@ -12,6 +12,7 @@ from mobius.checkpoints.folders import remove_leftovers
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import CheckpointError
 from mobius.interruption import Standing
+from mobius.models.adapters.files import AdapterFolder, Base, check_base
 from mobius.models.base_files import BaseFiles
 from mobius.output.output_folder import OutputFolder
 from mobius.planning.blueprint import Blueprint
@@ -63,7 +64,18 @@ def tell_plan(output: OutputFolder, settled: Blueprint) -> None:
                 logger.info("  %s", action.to_text(settled.plan.num_stages))
 
 
-def run_texts(blueprint: Blueprint, base_files: BaseFiles, fingerprint: str) -> RunTexts:
+def base_of(sketch: Blueprint, model_folder: Path, resume: Resume | None) -> Base:
+    """The model that adapters are for. Raises CheckpointError where those that are given are for another one."""
+    adapters = sketch.config.adapters
+    base = Base.of(sketch.config.model.model_path, model_folder)
+    if resume is not None:
+        check_base(resume.reader.path, base)
+    elif adapters.adapter_path is not None:
+        AdapterFolder(Path(adapters.adapter_path).expanduser()).check(sketch.parts, base)
+    return base
+
+
+def run_texts(blueprint: Blueprint, base_files: BaseFiles, fingerprint: str, base: Base | None = None) -> RunTexts:
     """Everything in a run's checkpoints that does not change; options as they were asked for, `auto` as auto."""
     plan = saved_plan_of(blueprint.answer).to_json()
     asked = replace(blueprint.asked, optim=blueprint.config.optim)
@@ -72,6 +84,7 @@ def run_texts(blueprint: Blueprint, base_files: BaseFiles, fingerprint: str) -> 
         files={OPTIONS_FILE: to_yaml(asked), PLAN_FILE: plan},
         options=yaml.safe_load(to_yaml(asked)),
         data_fingerprint=fingerprint,
+        base=base,
     )
 
 

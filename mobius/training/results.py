@@ -18,6 +18,7 @@ from mobius.config.yaml_file import to_yaml
 from mobius.errors import CheckpointError
 from mobius.interruption import Standing
 from mobius.machine.devices import MemoryMeter
+from mobius.models.adapters.files import Base
 from mobius.models.base_files import BaseFiles
 from mobius.output.metrics import json_text
 from mobius.output.output_folder import OutputFolder
@@ -130,17 +131,20 @@ def leave_results(folder: Path, name: str, numbers: Mapping[str, object]) -> Non
             temporary.write_text(json_text(values, indent=2) + "\n", encoding="utf-8")
 
 
-def save_model(session: Session, output: OutputFolder, base_files: BaseFiles, standing: Standing) -> list[str]:
+def save_model(
+    session: Session, output: OutputFolder, base_files: BaseFiles, standing: Standing, base: Base | None = None
+) -> list[str]:
     """Save the model, say where it is, and make the single file of it; returns the problem of that, if there is one.
 
-    Once the model has its name, nothing that fails may hide that.
+    With `base` adapters are saved, which are for that. Once the model has its name, nothing that fails may hide that.
     """
     session.activity.begins("the export of the model")
-    export_model(session, output, base_files=base_files, standing=standing)
+    export_model(session, output, base_files=base_files, standing=standing, base=base)
     if session.transport.rank != 0:
         return []
     config = session.blueprint.config
-    logger.info("model saved to %s (checked tensor by tensor)", output.save_dir)
+    what = "model" if base is None else "adapter"
+    logger.info("%s saved to %s (checked tensor by tensor)", what, output.save_dir)
     saved = f"after the last step: the model is complete and checked in {output.save_dir}"
     if config.output.params_file is None:
         standing.becomes(f"{saved}; {config.output.save_results} was not written")

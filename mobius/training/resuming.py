@@ -10,12 +10,14 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import yaml
 
+from mobius.activity import Activity
 from mobius.checkpoints.folders import find_checkpoints, open_checkpoint, remove_leftovers
 from mobius.checkpoints.reading import CheckpointReader
 from mobius.checkpoints.snapshot import optimizer_tensors
@@ -30,18 +32,20 @@ from mobius.models.blocks import ModelParts
 from mobius.optim.stepper import StepCounts
 from mobius.output.output_folder import kept_free
 from mobius.output.run_log import STATE_FILE, TrainerState
+from mobius.planning.blueprint import Blueprint
 from mobius.planning.planned import adopt_plan
 from mobius.ranks import Ranks, is_restart, launch_id
+from mobius.training.session import base_weights
 from mobius.training.stages import RankStages
 
 logger = logging.getLogger(__name__)
 
 _NEWEST: Final = "true"
 _CHANGES_NOTHING: Final = frozenset(
-    ("preprocessing_num_workers", "overwrite_cache", "preview", "eval_dataset", "max_predict_samples")
+    ("preprocessing_num_workers", "overwrite_cache", "preview", "eval_dataset", "max_predict_samples", "merge")
 )
 """Options of model, data and optimizer that leave what is trained as it is."""
-_TRAINED_BY: Final = ("model", "data", "optim")
+_TRAINED_BY: Final = ("model", "data", "optim", "adapters")
 """Sections whose options decide on what is trained."""
 _TRAINED_BY_TOO: Final = ("batch_size", "fp32_gradients")
 _OWN: Final = ("planning", "launch")
@@ -160,6 +164,7 @@ def restore(
 ) -> None:
     """Set weights and the optimizer's state of all of a rank's stages, to the bit. Raises CheckpointError.
 
+    Frozen weights beside adapters are in no checkpoint, and stay as they are.
     With `weights_only` only working weights: to evaluate or save them, not to train on. `progress` is called with each
     parameter that is set.
     """
@@ -169,10 +174,27 @@ def restore(
         state, name = job
         _restore_parameter(state, name, reader, stored.get(name, name), weights_only)
 
-    jobs = [(own.state, name) for own in stages.memory.values() for name in own.state.layout.offsets]
+    layouts = [(own.state, own.state.layout) for own in stages.memory.values()]
+    has_all = not parts.adapters.is_lora
+    jobs = [(state, name) for state, layout in layouts for name in layout.offsets if has_all or layout.is_trained(name)]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="reading") as threads:
         for _ in threads.map(set_one, jobs):
             progress()
+
+
+def restoring(
+    resume: Resume, blueprint: Blueprint, model_folder: Path, activity: Activity
+) -> Callable[[RankStages], None]:
+    """Setter of a rank's stages to the checkpoint's state; the base of adapters comes from `model_folder`."""
+    put_back = partial(restore, parts=blueprint.parts, reader=resume.reader, progress=activity.progress)
+    if not blueprint.parts.adapters.is_lora:
+        return put_back
+
+    def fill(stages: RankStages) -> None:
+        stages.fill(base_weights(blueprint, model_folder), only_frozen=True, progress=activity.progress)
+        put_back(stages)
+
+    return fill
 
 
 def _restore_parameter(

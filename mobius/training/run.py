@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from mobius.data.chat_templates import resolve_template
 from mobius.errors import MobiusError
 from mobius.interruption import SavedAndStopped, Standing
 from mobius.machine.cpu_dtype import settle_dtype
+from mobius.models.adapters.files import Base
 from mobius.models.base_files import BaseFiles, read_base_files
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
@@ -30,7 +31,7 @@ from mobius.output.recordings import Recordings
 from mobius.output.run_log import RunLog
 from mobius.output.text_scores import check_scores_installed
 from mobius.output.trackers import check_installed
-from mobius.planning.blueprint import Blueprint, complete_blueprint, sketch_blueprint
+from mobius.planning.blueprint import complete_blueprint, sketch_blueprint
 from mobius.planning.planned import adopt_plan
 from mobius.ranks import Ranks, command_words, seconds_since_launch
 from mobius.training.data import RunData, packed_rows, read_data
@@ -40,14 +41,13 @@ from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar
 from mobius.training.judging.evaluation import Evaluator, evaluation_samples, make_evaluator
 from mobius.training.loop import Ending, TrainingLoop
 from mobius.training.milestones import log_model, log_start, warn_of_small_pages
-from mobius.training.opening import prepare_output, run_texts, tell_plan
+from mobius.training.opening import base_of, prepare_output, run_texts, tell_plan
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.records import leave_records, open_log
 from mobius.training.results import Prediction, Timing, finish, save_model, take_best
-from mobius.training.resuming import Resume, find_resume, restore
+from mobius.training.resuming import Resume, find_resume, restoring
 from mobius.training.saving import CheckpointSaver
 from mobius.training.session import Session, open_session
-from mobius.training.stages import RankStages
 from mobius.training.trainer import Trainer
 from mobius.watchdog import Watchdog
 
@@ -90,6 +90,8 @@ class _Opened:
     base_files: BaseFiles
     model_folder: Path
     resume: Resume | None
+    base: Base | None
+    """The model that adapters are for; None where there are none."""
 
     @property
     def config(self) -> Config:
@@ -174,7 +176,7 @@ def _leave_result(run: _Opened, log: RunLog | None, standing: Standing) -> list[
         if output.moves_at_the_end:
             log.close()  # trackers open their files by name
     if run.config.evaluation.do_train:
-        return problems + save_model(session, output, run.base_files, standing)
+        return problems + save_model(session, output, run.base_files, standing, run.base)
     if log is not None:
         output.discard() if problems else output.commit()
     return problems
@@ -199,7 +201,9 @@ def _open(
     The watchdog begins behind the data: ranks wait for the one that tokenizes for as long as it takes.
     """
     config = settle_dtype(config, ranks, given=given if resume is None else None)  # a checkpoint's format stays
-    model_folder = locate_model(config.model.model_path) if resume is None else resume.reader.model_folder
+    is_lora = config.adapters.is_lora  # a checkpoint has no weights of the base then
+    has_own = resume is not None and not is_lora
+    model_folder = resume.reader.model_folder if resume and has_own else locate_model(config.model.model_path)
     model_config = load_model_config(model_folder, config.model)
     tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
     base_files = read_base_files(model_folder).with_chat_template(resolve_template(config.data.chat_template))
@@ -207,6 +211,7 @@ def _open(
     # What cannot fit is refused before the data are read, which may take long.
     sketch = sketch_blueprint(adopted.config, ranks, model_config, saved=adopted.saved)
     check_model_weights(model_folder, sketch.parts, config.model)
+    base = base_of(sketch, model_folder, resume) if is_lora else None
     log_model(sketch, model_folder)
     output = prepare_output(sketch, standing, resume)
     try:
@@ -228,7 +233,7 @@ def _open(
                 config, rank=ranks.rank, device=blueprint.place.device, folder=output.training_folder
             ),
             settled=partial(tell_plan, output),
-            restore=None if resume is None else _restoring(resume, blueprint, watchdog.activity),
+            restore=None if resume is None else restoring(resume, blueprint, model_folder, watchdog.activity),
             activity=watchdog.activity,
         )
     except BaseException:
@@ -247,17 +252,14 @@ def _open(
         base_files=base_files,
         model_folder=model_folder,
         resume=resume,
+        base=base,
     )
-
-
-def _restoring(resume: Resume, blueprint: Blueprint, activity: Activity) -> Callable[[RankStages], None]:
-    return partial(restore, parts=blueprint.parts, reader=resume.reader, progress=activity.progress)
 
 
 def _saver(run: _Opened) -> CheckpointSaver | None:
     if not run.config.saving.is_on:
         return None
-    texts = run_texts(run.session.blueprint, run.base_files, run.data.fingerprint())
+    texts = run_texts(run.session.blueprint, run.base_files, run.data.fingerprint(), run.base)
     saver = CheckpointSaver(run.session, run.output.save_dir, texts, made_safe=run.output.first_is_safe)
     if run.resume is not None:
         saver.continues(run.resume.reader.path, run.resume.steps_done, _best(run, BEST_SAVED).step)

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from mobius.checkpoints.files import (
+    TRAINED_PART,
+    WHOLE_MODEL,
     FileRecord,
     check_space,
     nearest_folder,
@@ -49,8 +51,10 @@ from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.machine.available import available_host_bytes
 from mobius.machine.devices import optimizer_threads
 from mobius.machine.disk_rate import write_rate
+from mobius.models.adapters.files import Base
 from mobius.models.base_files import BaseFiles
 from mobius.optim.stepper import StepCounts
+from mobius.output.adapters.folder import write_adapter
 from mobius.output.hf_folder import write_model_files
 from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.plan.checkpoint_need import checkpoint_need
@@ -92,6 +96,8 @@ class RunTexts:
     """Texts by file name, such as training_args.yaml and plan.json."""
     options: Mapping[str, Any]
     data_fingerprint: str
+    base: Base | None = None
+    """The model that adapters are for; None where there are none."""
 
 
 class _NotBegunError(CheckpointError):
@@ -117,7 +123,14 @@ class CheckpointSaver:
         saving = blueprint.config.saving
         self._has_optimizer = not saving.save_only_model
         self._parameters = saved_parameters(blueprint)
-        self._files = plan_files(self._parameters, dtype=blueprint.dtype, has_optimizer=self._has_optimizer)
+        self._is_whole = not self._config.adapters.is_lora
+        self._weights_name = WHOLE_MODEL if self._is_whole else TRAINED_PART
+        self._files = plan_files(
+            self._parameters,
+            dtype=blueprint.dtype,
+            has_optimizer=self._has_optimizer,
+            weights_name=self._weights_name,
+        )
         self.num_bytes = space_needed(self._parameters, blueprint.dtype, self._has_optimizer)
         self.need = checkpoint_need(blueprint.answer.request, blueprint.plan, has_optimizer=self._has_optimizer)
         self.disk_rate = self._measure_disk()
@@ -307,6 +320,9 @@ class CheckpointSaver:
             records += [file_record(entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
             file.unlink()
         write_model_files(partial, self._texts.base_files, self._blueprint.parts.config, dtype=self._blueprint.dtype)
+        if self._texts.base is not None:
+            files = sorted(partial.glob(f"{TRAINED_PART}*.safetensors"))
+            write_adapter(partial, files, self._blueprint.parts, self._texts.base)
         state = point.trainer_state
         state_text = state if isinstance(state, str) else state.to_json()
         for name, text in {**self._texts.files, STATE_FILE: state_text}.items():
@@ -324,7 +340,13 @@ class CheckpointSaver:
             versions=versions(),
             metric=point.metric,
         )
-        return complete(partial, manifest, parameters=self._parameters, dtype=self._blueprint.dtype)
+        return complete(
+            partial,
+            manifest,
+            parameters=self._parameters,
+            dtype=self._blueprint.dtype,
+            weights_name=self._weights_name,
+        )
 
     def _measure_disk(self) -> float | None:
         """The rate that the first rank measures, on all ranks."""
@@ -337,7 +359,7 @@ class CheckpointSaver:
         plan, config = self._blueprint.plan, self._config
         own = self._session.stages.memory
         names = {stage: {p.name for p in self._parameters if p.stage == stage} for stage in own}
-        stages = {stage: SavedStage(memory, names[stage]) for stage, memory in own.items()}
+        stages = {stage: SavedStage(memory, names[stage], self._is_whole) for stage, memory in own.items()}
         limit = config.pipeline.host_memory_limit
         if limit is None:
             free = float(numbers_of_ranks(self._transport, [float(available_host_bytes())]).amin())

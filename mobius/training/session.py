@@ -27,6 +27,7 @@ from mobius.messages.distributed import DistributedTransport
 from mobius.messages.mailboxes import Mailboxes
 from mobius.messages.rehearsal import RehearsalTransport
 from mobius.messages.transport import SingleRankTransport, Transport
+from mobius.models.adapters.files import AdapterFolder, AdapterValues
 from mobius.models.adapters.lora import FreshAdapters
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource, folder_has_weights
 from mobius.optim.adamw import AdamWSettings, FlatAdamW
@@ -187,7 +188,7 @@ def open_session(
     if restore is not None:
         restore(stages)
     else:
-        source = source or weights_of(blueprint, model_folder)
+        source = source or _first_weights(blueprint, model_folder)
         stages.fill(source, show_progress=place.ranks.is_first, progress=activity.progress)
     done("weights")
     activity.begins("the rehearsal of a step")
@@ -224,13 +225,21 @@ def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
     )
 
 
-def weights_of(blueprint: Blueprint, folder: Path) -> WeightSource:
-    """Source of the run's first weights: those in `folder` or fresh ones, and adapters where there are any."""
-    parts, seed = blueprint.parts, blueprint.config.optim.seed
-    base: WeightSource = InitialWeights(parts, seed=seed)
+def base_weights(blueprint: Blueprint, folder: Path) -> WeightSource:
+    """Source of the model's own weights: those in `folder`, or fresh ones."""
     if folder_has_weights(folder):
-        base = CheckpointWeights(folder, parts.stored_names, dtype=blueprint.dtype)
-    return FreshAdapters(base, seed=seed)
+        return CheckpointWeights(folder, blueprint.parts.stored_names, dtype=blueprint.dtype)
+    return InitialWeights(blueprint.parts, seed=blueprint.config.optim.seed)
+
+
+def _first_weights(blueprint: Blueprint, folder: Path) -> WeightSource:
+    """Source of the weights that the run begins with: the model's, and adapters where there are any."""
+    parts, base = blueprint.parts, base_weights(blueprint, folder)
+    if not parts.adapters.is_lora:
+        return base
+    if parts.adapters.adapter_path is not None:
+        return AdapterValues(base, AdapterFolder(Path(parts.adapters.adapter_path).expanduser()))
+    return FreshAdapters(base, seed=blueprint.config.optim.seed)
 
 
 def _rehearse(blueprint: Blueprint, stages: RankStages) -> None:

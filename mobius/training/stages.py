@@ -129,14 +129,22 @@ class RankStages:
         )
 
     def fill(
-        self, source: WeightSource, *, show_progress: bool = False, progress: Callable[[], None] = lambda: None
+        self,
+        source: WeightSource,
+        *,
+        only_frozen: bool = False,
+        show_progress: bool = False,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set every parameter from `source`, tensor by tensor; a bar is shown only on a terminal.
+        """Set every parameter, or every frozen one, from `source`, tensor by tensor; a bar is shown only on a terminal.
 
         `progress` is called with each of them.
         """
         named = [
-            (stage, name, shape) for stage, module in self.modules.items() for name, shape in module.shapes.items()
+            (stage, name, shape)
+            for stage, module in self.modules.items()
+            for name, shape in module.shapes.items()
+            if not only_frozen or name in module.frozen
         ]
         disable = None if show_progress else True
         for stage, name, shape in tqdm(named, desc="loading weights", unit="tensor", leave=False, disable=disable):

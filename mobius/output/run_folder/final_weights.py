@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 EXPORT_NAME: Final = "final.partial"
 _MOVING_NAME: Final = "final.moving"
-_OLDER_WEIGHTS: Final = ("model*.safetensors", "model.safetensors.index.json")
+_OLDER_WEIGHTS: Final = (
+    *("model*.safetensors", "model.safetensors.index.json"),
+    *("adapter_config.json", "adapter_model.safetensors", "base_model.json"),
+)
 _ANSWERS: Final = ("generated_predictions.jsonl", "predict_results.json")
 """Files of `--do_predict`, which come behind the model that answered."""
 
