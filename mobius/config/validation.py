@@ -13,6 +13,7 @@ from itertools import chain, combinations, islice
 from pathlib import Path, PurePath
 from typing import Final
 
+from mobius.config.adapter_rules import misfit_adapters
 from mobius.config.config import TRACKERS, ActivationOffloading, Config, DatasetEntry, Datasets, Device
 from mobius.config.long_runs import EvalStrategy, SaveStrategy, steps_between
 from mobius.config.options import Option, OptionValue, config_from, dataset_spellings, option_values, options
@@ -69,6 +70,7 @@ def find_problems(config: Config, *, num_ranks: int | None = None, unreadable: I
         _misfit_data(usable),
         _misfit_saving(usable),
         _misfit_evaluation(usable),
+        misfit_adapters(usable),
         () if usable.optim.num_train_epochs is not None else _misfit_steps(usable),
     )
     return problems + [problem for names, problem in broken if doubtful.isdisjoint(names.split())]

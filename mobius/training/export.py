@@ -134,6 +134,8 @@ def export_model(
         )
         (folder / _UNCHECKED).rename(folder / "config.json")
         output.commit()
+        if base is not None:  # or transformers would look for a model beside it, not for the base
+            (output.save_dir / "config.json").unlink()
     transport.barrier()
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import yaml
 
 from mobius.checkpoints.folders import remove_leftovers
+from mobius.config.config import Config
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import CheckpointError
 from mobius.interruption import Standing
 from mobius.models.adapters.files import AdapterFolder, Base, check_base
 from mobius.models.base_files import BaseFiles
+from mobius.output.adapters.merged import check_free
 from mobius.output.output_folder import OutputFolder
 from mobius.planning.blueprint import Blueprint
 from mobius.planning.planned import saved_plan_of
@@ -64,9 +66,16 @@ def tell_plan(output: OutputFolder, settled: Blueprint) -> None:
                 logger.info("  %s", action.to_text(settled.plan.num_stages))
 
 
+def merged_folder(config: Config) -> Path:
+    """Place of the model that adapters are merged into."""
+    return Path(config.output.save_dir) / "merged"
+
+
 def base_of(sketch: Blueprint, model_folder: Path, resume: Resume | None) -> Base:
     """The model that adapters are for. Raises CheckpointError where those that are given are for another one."""
     adapters = sketch.config.adapters
+    if adapters.merge and not sketch.config.output.overwrite_output_dir:
+        check_free(merged_folder(sketch.config))
     base = Base.of(sketch.config.model.model_path, model_folder)
     if resume is not None:
         check_base(resume.reader.path, base)

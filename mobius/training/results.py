@@ -18,8 +18,9 @@ from mobius.config.yaml_file import to_yaml
 from mobius.errors import CheckpointError
 from mobius.interruption import Standing
 from mobius.machine.devices import MemoryMeter
-from mobius.models.adapters.files import Base
+from mobius.models.adapters.files import AdapterFolder, Base
 from mobius.models.base_files import BaseFiles
+from mobius.output.adapters.merged import merge_adapter
 from mobius.output.metrics import json_text
 from mobius.output.output_folder import OutputFolder
 from mobius.output.report import RankMemory, RunTimings, StepTotals, closing_lines, write_report
@@ -27,6 +28,7 @@ from mobius.plan.simulation import steady_seconds
 from mobius.planning.blueprint import Blueprint
 from mobius.training.export import export_model, write_single_file
 from mobius.training.judging.prediction import PromptAndAnswer, predict
+from mobius.training.opening import merged_folder
 from mobius.training.records import ideal_step_seconds
 from mobius.training.resuming import restore
 from mobius.training.saving import CheckpointSaver
@@ -142,13 +144,15 @@ def save_model(
     export_model(session, output, base_files=base_files, standing=standing, base=base)
     if session.transport.rank != 0:
         return []
-    config = session.blueprint.config
+    config, problems = session.blueprint.config, list[str]()
     what = "model" if base is None else "adapter"
     logger.info("%s saved to %s (checked tensor by tensor)", what, output.save_dir)
-    saved = f"after the last step: the model is complete and checked in {output.save_dir}"
+    if base is not None and config.adapters.merge:
+        problems = _merge(session, output, base, base_files)
+    saved = f"after the last step: the {what} is complete and checked in {output.save_dir}"
     if config.output.params_file is None:
         standing.becomes(f"{saved}; {config.output.save_results} was not written")
-        return []
+        return problems
     params = Path(config.output.params_file)
     unfinished = params.with_name(f"{params.name}.partial")
     standing.becomes(f"{saved}; {params} was not written", clear=unfinished.unlink)
@@ -156,9 +160,25 @@ def save_model(
         session.activity.begins("the single file of all parameters")
         write_single_file(params, output, progress=session.activity.progress)
     except CheckpointError as error:
-        return [str(error)]
+        return [*problems, str(error)]
     standing.becomes(f"{saved} and in {params}; {config.output.save_results} was not written")
     logger.info("模型已保存到 %s (parameters saved to one file)", params)
+    return problems
+
+
+def _merge(session: Session, output: OutputFolder, base: Base, base_files: BaseFiles) -> list[str]:
+    """Write the merged model beside the adapter; returns the problem of that, if there is one."""
+    session.activity.begins("the merged model")
+    blueprint, folder = session.blueprint, merged_folder(session.blueprint.config)
+    try:
+        adapter = AdapterFolder(output.save_dir)
+        given = adapter, base.folder, blueprint.parts, folder
+        progress = session.activity.progress
+        merge_adapter(*given, dtype=blueprint.dtype, base_files=base_files, progress=progress)
+    except CheckpointError as error:
+        command = f"python scripts/merge_adapter.py {output.save_dir} FOLDER"
+        return [f"--merge: {error} The adapter is complete; to merge it later: {command}"]
+    logger.info("merged model saved to %s", folder)
     return []
 
 

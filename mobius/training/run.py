@@ -41,7 +41,7 @@ from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar
 from mobius.training.judging.evaluation import Evaluator, evaluation_samples, make_evaluator
 from mobius.training.loop import Ending, TrainingLoop
 from mobius.training.milestones import log_model, log_start, warn_of_small_pages
-from mobius.training.opening import base_of, prepare_output, run_texts, tell_plan
+from mobius.training.opening import base_of, merged_folder, prepare_output, run_texts, tell_plan
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.records import leave_records, open_log
 from mobius.training.results import Prediction, Timing, finish, save_model, take_best
@@ -382,8 +382,9 @@ def _close(run: _Opened, saver: CheckpointSaver | None) -> None:
 def _prediction(run: _Opened) -> Prediction:
     """Everything that answers to the evaluation data need, without the memory of the run."""
     config = run.config
+    whole = run.output.save_dir if run.base is None else merged_folder(config)
     return Prediction(
-        folder=run.output.save_dir if config.evaluation.do_train else run.model_folder,
+        folder=whole if config.evaluation.do_train else run.model_folder,
         samples=prompts(run.data, config),
         output=run.output.save_dir,
         max_new_tokens=config.evaluation.max_new_tokens,

@@ -323,6 +323,7 @@ class CheckpointSaver:
         if self._texts.base is not None:
             files = sorted(partial.glob(f"{TRAINED_PART}*.safetensors"))
             write_adapter(partial, files, self._blueprint.parts, self._texts.base)
+            (partial / "config.json").unlink()
         state = point.trainer_state
         state_text = state if isinstance(state, str) else state.to_json()
         for name, text in {**self._texts.files, STATE_FILE: state_text}.items():

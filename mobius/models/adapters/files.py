@@ -42,13 +42,15 @@ class Base:
     """Commit on the hub, where it is known."""
     fingerprint: str | None
     """Sum over the files of its weights, which are sampled; None without weights."""
+    folder: Path
+    """Place of its files."""
 
     @classmethod
     def of(cls, model_path: str, folder: Path) -> Base:
         """The base in `folder`, which the user calls `model_path`. Raises CheckpointError."""
         name = str(Path(model_path).expanduser().resolve()) if Path(model_path).expanduser().is_dir() else model_path
         revision = folder.name if folder.parent.name == "snapshots" else None
-        return cls(name, revision, _fingerprint(folder))
+        return cls(name, revision, _fingerprint(folder), folder)
 
 
 def file_name_of(name: str) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 MODEL_MARK: Final = "config.json"
+ADAPTER_MARK: Final = "adapter_config.json"
+"""Mark of adapters, once they have their place; there is no config.json, or transformers would look for a model."""
 CHECKPOINT_MARK: Final = "checkpoint.json"
 REPLACES_MARK: Final = ".replaces_older"
 """File of a run that has moved older results aside, which are removed as soon as its own are safe."""
@@ -51,8 +53,9 @@ def is_empty(folder: Path) -> bool:
 
 
 def has_model(folder: Path) -> bool:
-    """Whether `folder` holds a whole model, also of another origin."""
-    return (folder / MODEL_MARK).exists() and any(folder.glob("*.safetensors"))
+    """Whether `folder` holds a whole model or adapter, also of another origin."""
+    has_mark = (folder / MODEL_MARK).exists() or (folder / ADAPTER_MARK).exists()
+    return has_mark and any(folder.glob("*.safetensors"))
 
 
 def checkpoints_in(folder: Path) -> list[str]:

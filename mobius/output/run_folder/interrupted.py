@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mobius.output.run_folder import final_weights
 from mobius.output.run_folder.contents import (
+    ADAPTER_MARK,
     CHECKPOINT_MARK,
     MODEL_MARK,
     REMOVED_MARK,
@@ -58,7 +59,8 @@ def remove_results(folder: Path) -> None:
     """
     is_removed = folder / REMOVED_MARK
     is_removed.touch()
-    for mark in (folder / MODEL_MARK, *(folder / name / CHECKPOINT_MARK for name in checkpoints_in(folder))):
+    marks = [folder / MODEL_MARK, folder / ADAPTER_MARK]
+    for mark in (*marks, *(folder / name / CHECKPOINT_MARK for name in checkpoints_in(folder))):
         mark.unlink(missing_ok=True)
     for path in [*folder.iterdir()]:
         if path.is_dir() and not path.is_symlink():

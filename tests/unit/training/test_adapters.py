@@ -1,0 +1,227 @@
+"""Whole runs with adapters: what they leave, what loads it, what it is merged into, and what goes on from it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness.compared_runs import tensors_of
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mobius.config.cli import given_options, parse_args
+from mobius.errors import CheckpointError, ConfigError, MobiusError
+from mobius.ranks import Ranks
+from mobius.training.run import run_training
+from scripts.merge_adapter import main as merge
+
+Run = Callable[..., None]
+LORA = """--use_lora --lora_rank 4 --learning_rate 2e-2 --warmup_steps 0 --num_iterations 6 --save_steps 3
+    --save_total_limit 0 --save_params none"""
+TOKENS = torch.arange(3, 40).reshape(1, -1)
+
+
+def train(run: Run, *options: str) -> None:
+    run(*LORA.split(), *options)
+
+
+def resume(checkpoint: str, *arguments: str) -> None:
+    """Go on from a checkpoint with these options and no others."""
+    words = f"--device cpu --resume_from_checkpoint {checkpoint} --save_params none".split()
+    words += ["--save_results", "resumed.txt", *arguments]
+    run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
+
+
+def base_model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained("model", dtype=dtype)
+
+
+def logits_of(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=TOKENS).logits
+
+
+@pytest.mark.parametrize("options", ["", "--use_rslora --lora_target q_proj,down_proj --additional_target norms,head"])
+def test_peft_loads_what_is_trained_and_merges_it_to_what_merge_writes(
+    run: Run, workplace: Path, options: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(run, "--merge", *options.split())
+    adapted = PeftModel.from_pretrained(base_model(), "out")
+    by_name = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained("out/merged", dtype=torch.float32)
+    expected = logits_of(adapted)
+
+    assert (expected - logits_of(base_model())).abs().max() > 1e-2, "nothing was learned"
+    assert torch.equal(logits_of(by_name), expected)
+    assert torch.allclose(logits_of(merged), expected, atol=1e-4)
+    plain = adapted.merge_and_unload().state_dict()
+    for name, value in merged.state_dict().items():
+        assert (value - plain[name]).abs().max() <= 1e-6 * plain[name].abs().max(), name
+
+    assert merge(["out", "bf16"]) == 0
+    rounded = load_file("bf16/model.safetensors")
+    for name, value in rounded.items():
+        assert value.dtype == torch.bfloat16
+        assert (value.float() - plain[name]).abs().max() <= 2**-8 * plain[name].abs().max(), name
+    assert merge(["out", "bf16"]) == 1
+    assert "in use" in capsys.readouterr().err
+
+
+def test_the_folder_of_an_adapter_has_its_base_and_no_weights_of_it(run: Run, workplace: Path) -> None:
+    train(run, "--save_params", "adapter.pt")
+    fields = json.loads(Path("out/adapter_config.json").read_text())
+
+    assert fields["base_model_name_or_path"] == str(Path("model").resolve())
+    assert (fields["r"], fields["lora_alpha"], fields["peft_type"]) == (4, 16, "LORA")
+    stored = load_file("out/adapter_model.safetensors")
+    assert all("lora_A" in name or "lora_B" in name for name in stored)
+    assert len(stored) == 4 * 7 * 2
+    assert sorted(path.name for path in Path("out").glob("*.safetensors")) == ["adapter_model.safetensors"]
+    single = torch.load("adapter.pt", weights_only=True)
+    assert all(torch.equal(single[name], value) for name, value in stored.items())
+    size = sum(path.stat().st_size for path in Path("out/checkpoint-3").glob("*.safetensors"))
+    assert size < 5 * Path("out/adapter_model.safetensors").stat().st_size
+
+
+VARIANTS = {
+    "streamed": "",
+    "one slot": "--no_prefetch",
+    "resident": "--no_offload",
+    "bf16, one stage resident, not clipped": "--dtype bf16 --resident_stages 1 --max_grad_norm 0",
+    "fp16": "--dtype fp16",
+    "in rounds, packed": "--num_rounds 2 --num_stages 4 --seq_length 64",
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: Path, options: str) -> None:
+    train(run, *options.split())
+    resume("out/checkpoint-3", "--save_dir", "resumed")
+
+    for path in ("adapter_model.safetensors", "checkpoint-6"):
+        whole, resumed = (tensors_of(Path(folder, path)) for folder in ("out", "resumed"))
+        assert whole.keys() == resumed.keys()
+        assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+def test_a_run_goes_on_with_other_stages_and_residency(run: Run, workplace: Path) -> None:
+    train(run)
+    resume("out/checkpoint-3", "--save_dir", "resumed", "--num_stages", "4", "--resident_stages", "2")
+
+    whole, resumed = (load_file(f"{folder}/adapter_model.safetensors") for folder in ("out", "resumed"))
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
+def test_residency_changes_no_bit_of_what_is_trained(run: Run, workplace: Path) -> None:
+    for number, options in enumerate(("", "--resident_stages 1", "--no_offload")):
+        train(run, "--save_dir", f"out{number}", "--save_results", f"{number}.txt", "--dtype", "bf16", *options.split())
+    first, *others = (load_file(f"out{number}/adapter_model.safetensors") for number in range(3))
+    assert first["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"].dtype == torch.bfloat16
+    for other in others:
+        assert all(torch.equal(value, other[name]) for name, value in first.items())
+
+
+def test_an_adapter_is_trained_on(run: Run, workplace: Path) -> None:
+    train(run)
+    more = ["--adapter_path", "out", "--save_dir", "more", "--save_results", "more.txt", "--learning_rate", "1e-30"]
+    train(run, *more)
+
+    before, after = (load_file(f"{folder}/adapter_model.safetensors") for folder in ("out", "more"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--lora_rank", "8"], "has lora_rank 4, the run has 8"),
+        (["--use_rslora"], "use_rslora"),
+        (["--lora_target", "q_proj"], "its targets are"),
+        (["--additional_target", "norms"], "its targets are"),
+    ],
+)
+def test_an_adapter_of_another_shape_is_refused(run: Run, workplace: Path, options: list[str], told: str) -> None:
+    train(run)
+    with pytest.raises(CheckpointError, match=f"(?i){told}"):
+        train(run, "--adapter_path", "out", "--save_dir", "more", "--save_results", "more.txt", *options)
+    assert not Path("more").exists()
+
+
+def test_an_adapter_of_another_base_is_refused(run: Run, workplace: Path) -> None:
+    shutil.copytree("model", "own")
+    train(run, "--model_path", "own")
+    file = next(Path("own").glob("*.safetensors"))
+    tensors = {name: value + 1 for name, value in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    with pytest.raises(CheckpointError, match="trained on other weights"):
+        train(run, "--model_path", "own", "--adapter_path", "out", "--save_dir", "b", "--save_results", "b.txt")
+    with pytest.raises(CheckpointError, match="trained on other weights"):
+        resume("out/checkpoint-3", "--save_dir", "resumed")
+    assert merge(["out", "merged"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"peft_type": "IA3"}, "only LORA"),
+        ({"use_dora": True}, "DoRA"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"bias": "all"}, "bias"),
+        ({"r": 0}, "above 0"),
+        ({"lora_alpha": "x"}, "above 0"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(run: Run, workplace: Path, change: dict[str, object], told: str) -> None:
+    train(run)
+    path = Path("out/adapter_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(MobiusError, match=told):
+        train(run, "--adapter_path", "out", "--save_dir", "more", "--save_results", "more.txt")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--lora_target", "q_porj"], "did you mean q_proj"),
+        (["--lora_target", "lm_head"], "--additional_target"),
+        (["--lora_target", ".*attention.*"], "matches no whole name"),
+        (["--lora_target", "(q_proj"], "no regular expression"),
+        (["--lora_rank", "17"], "use at most 16"),
+        (["--additional_target", "q_proj"], "use embedding, head, norms"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused(run: Run, workplace: Path, options: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        train(run, *options)
+    assert not Path("out").exists()
+
+
+def test_merge_into_a_folder_in_use_is_refused_before_training(run: Run, workplace: Path) -> None:
+    Path("out/merged").mkdir(parents=True)
+    Path("out/merged/notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="merged is in use"):
+        train(run, "--merge")
+    assert Path("out/merged/notes.txt").read_text() == "mine"
+
+
+def test_answers_are_those_of_the_merged_model(run: Run, workplace: Path) -> None:
+    train(run, "--merge", "--do_predict", "--val_size", "2", "--max_new_tokens", "2", "--num_iterations", "1")
+    assert Path("out/generated_predictions.jsonl").is_file()
+
+
+def test_frozen_parts_stay_as_they_were_and_the_run_goes_on_to_the_bit(run: Run, workplace: Path) -> None:
+    options = LORA.replace("--use_lora --lora_rank 4", "--freeze embedding,layers.0-1").split()
+    run(*options)
+    resume("out/checkpoint-3", "--save_dir", "resumed")
+
+    before, after, resumed = (tensors_of(Path(folder)) for folder in ("model", "out", "resumed"))
+    for name, value in after.items():
+        is_frozen = name.startswith(("model.embed_tokens", "model.layers.0.", "model.layers.1."))
+        assert torch.equal(value, before[name]) == is_frozen, name
+        assert torch.equal(value, resumed[name]), name
