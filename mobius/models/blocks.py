@@ -32,7 +32,7 @@ from mobius.models.linear import TappedLinear, linears_called_once, tap_linears,
 from mobius.models.loss import LogitsLoss
 from mobius.models.seam import Attention, cut_layer
 from mobius.models.sliced_attention.sliceable import sliceable
-from mobius.plan.partition import ModelShape
+from mobius.plan.partition import ModelShape, TrainedParameters
 
 LayerArguments = Sequence[Arguments]
 """Keyword arguments of each of the model's layers beside its hidden states."""
@@ -190,7 +190,15 @@ class ModelParts:
             head_size=_head_size(self.config),
             num_key_heads=getattr(self.config, "num_key_value_heads", None),
             is_sliceable=sliceable(self.config) is None,
+            trained=self._trained_parameters(),
         )
+
+    def _trained_parameters(self) -> TrainedParameters | None:
+        blocks = (self.embedding, *self.layers, self.norm, self.head)
+        if not any(block.frozen for block in blocks):
+            return None
+        layers, ends = tuple(layer.num_trained for layer in self.layers), self.norm.num_trained + self.head.num_trained
+        return TrainedParameters(self.embedding.num_trained, layers, ends, stay=self.adapters.is_lora)
 
     def halves(self, index: int) -> HalfBlocks:
         """The layer `index` cut at its attention; layers of one template share the halves' code and graphs.

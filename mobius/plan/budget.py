@@ -102,15 +102,20 @@ def host_need(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostNe
     at a time comes on top; the buffers that a step takes later are not there yet.
     """
     streamed = streamed_bytes = resident = resident_bytes = 0
+    shape, sizes = request.shape, request.sizes
     for cut in plan.cuts:
-        count = cut.num_parameters(request.shape)
-        if cut.stage not in plan.resident:
-            streamed += count
+        trained, is_streamed = cut.num_trained(shape), cut.stage not in plan.resident
+        frozen = cut.num_parameters(shape) - trained
+        # What is trained beside a streamed stage that is frozen stays on the device.
+        travels = is_streamed and not shape.keeps_trained
+        if is_streamed:
+            streamed += frozen + trained * travels
             in_rounds = plan.sums_travel(cut.stage % plan.num_ranks)
-            streamed_bytes += count * replace(request.sizes, in_rounds=in_rounds).host
-        elif request.machine.on_cpu:
-            resident += count
-            resident_bytes += count * request.sizes.resident(keeps_gradients=cut.stage in request.waiting)
+            streamed_bytes += frozen * sizes.weight + trained * travels * replace(sizes, in_rounds=in_rounds).host
+        if request.machine.on_cpu and not travels:
+            resident += trained + frozen * (not is_streamed)
+            resident_bytes += trained * sizes.resident(keeps_gradients=cut.stage in request.waiting)
+            resident_bytes += frozen * (not is_streamed) * sizes.weight
     each = process_bytes(request, plan)
     if not request.machine.on_cpu:
         each = max(each, own_bytes)
@@ -195,9 +200,14 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
     """
     shape, sizes, waiting = request.shape, request.sizes, request.waiting
     own = [plan.cuts[stage] for stage in plan.stages_of(rank)]
-    streamed = [cut.num_parameters(shape) for cut in own if cut.stage not in plan.resident]
-    resident = {cut.stage: cut.num_parameters(shape) for cut in own if cut.stage in plan.resident}
-    slots = plan.slots[rank] * max(streamed, default=0)
+    slots = plan.slots[rank] * max(
+        (cut.num_travelling(shape) for cut in own if cut.stage not in plan.resident), default=0
+    )
+    whole = sum(cut.num_parameters(shape) for cut in own if cut.stage in plan.resident)
+    streamed = [cut.num_trained(shape) for cut in own if cut.stage not in plan.resident and not shape.keeps_trained]
+    # Trained on this GPU, wherever the stage's other parameters are.
+    resident = {cut.stage: cut.num_trained(shape) for cut in own if cut.stage in plan.resident or shape.keeps_trained}
+    beside = sum(count for stage, count in resident.items() if stage not in plan.resident)
     kept = sum(count * sizes.kept(keeps_gradients=stage in waiting) for stage, count in resident.items())
     # Gradients add up in one fp32 sum, of which there are two where streamed ones leave from it, and come back.
     in_place = {stage for stage in resident if sizes.in_rounds or (stage in waiting and sizes.gradient == 4)}
@@ -207,7 +217,7 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
     ends = any(cut.is_first or cut.is_last for cut in own)
     return GpuNeed(
         rank,
-        weights=(slots + sum(resident.values())) * sizes.weight,
+        weights=(slots + whole + beside) * sizes.weight,
         gradients=summed * 4 * num_sums + kept,
         optimizer=sum(resident.values()) * sizes.optimizer,
         inputs=most.inputs,

@@ -73,15 +73,20 @@ class CheckpointNeed:
 def checkpoint_need(request: PlanRequest, plan: Plan, *, has_optimizer: bool) -> CheckpointNeed:
     """The need of `plan`; small files are left out."""
     sizes = request.sizes
-    per_parameter = sizes.weight + (sizes.optimizer if has_optimizer else 0)
-    on_gpu = frozenset() if request.machine.on_cpu else plan.resident
+    shape, per_trained = request.shape, sizes.optimizer if has_optimizer else 0
+    on_gpu = frozenset(range(plan.num_stages)) if shape.keeps_trained else plan.resident
+    on_gpu = frozenset() if request.machine.on_cpu else on_gpu
 
     def bytes_of(rank: int) -> dict[int, int]:
-        return {stage: plan.cuts[stage].num_parameters(request.shape) * per_parameter for stage in plan.stages_of(rank)}
+        cuts = [plan.cuts[stage] for stage in plan.stages_of(rank)]
+        saved = [cut.num_trained(shape) if shape.keeps_trained else cut.num_parameters(shape) for cut in cuts]
+        both = zip(cuts, saved, strict=True)
+        return {cut.stage: count * sizes.weight + cut.num_trained(shape) * per_trained for cut, count in both}
 
     copies = [bytes_of(rank) for rank in range(plan.num_ranks)]
+    saved_parameters = shape.num_trained if shape.keeps_trained else shape.num_parameters
     return CheckpointNeed(
-        disk_bytes=request.shape.num_parameters * per_parameter,
+        disk_bytes=saved_parameters * sizes.weight + shape.num_trained * per_trained,
         rank_bytes=tuple(sum(own.values()) for own in copies),
         largest_stage=tuple(max(1, *own.values()) for own in copies),
         least=tuple(max(own.values()) if own.keys() & on_gpu else 0 for own in copies),

@@ -28,7 +28,7 @@ from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import ALIKE, by_score, by_simulation, closed_form
 from mobius.plan.partition import most_stages
 from mobius.plan.plan import KeptLevel, Plan
-from mobius.plan.profile import MessageRates, Profile
+from mobius.plan.profile import MessageRates, Profile, with_frozen
 from mobius.plan.request import PlanRequest
 from mobius.plan.simulation import Forecast, Prediction, forecast, plan_seconds, without_collector
 
@@ -81,13 +81,13 @@ class Answer:
     def mfu(self) -> float:
         """Operations of the model without recompute, over what the cards' data sheets give in a step.
 
-        Six for each parameter but the embedding's and per token, and those of causal attention within documents.
+        Six for each parameter but the embedding's and per token, four for frozen ones, and those of causal attention
+        within documents.
         """
         shape, machine = self.request.shape, self.request.machine
         assert machine.card is not None
-        parameters = sum(shape.layer_parameters) + shape.head_parameters
         attention = shape.num_layers * shape.hidden_size * self.request.attention_length
-        operations = 6 * (parameters + attention) * self.tokens_per_second
+        operations = (shape.product_operations + 6 * attention) * self.tokens_per_second
         return operations / (machine.card.tera_flops * TERA * machine.num_ranks)
 
 
@@ -142,6 +142,7 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
         compiled=request.compiles,
         attention_length=None if request.packed is None else request.attention_length,
     )
+    profile = with_frozen(profile, request.shape)
     if machine.num_nodes == 1:
         return profile
     between = min(machine.node_link * GIGA, profile.messages.bandwidth)

@@ -52,27 +52,42 @@ class Rates:
         turns = plan.stages_per_rank * plan.round_size
         kinds = [profile.of_layer(layer) for layer in range(shape.num_layers)]
         layers = sum(kind.forward + kind.backward for kind in kinds) * (turns + plan.num_ranks - 1) / turns
+        head = shape.head_parameters if shape.trained is None else shape.trained.head
+        operations = shape.product_operations - 4 * shape.head_parameters - 2 * head
         return cls(
-            flops=6 * sum(shape.layer_parameters) * profile.microbatch_tokens / layers,
+            flops=operations * profile.microbatch_tokens / layers,
             updates_in_step=profile.cpu_adamw_beside_copies,
             updates_behind_step=profile.cpu_adamw_together,
         )
 
 
-def estimated_seconds(use: MemoryUse, parameters: Sequence[int], *, tokens: int, clips: bool, rates: Rates) -> float:
+def estimated_seconds(
+    use: MemoryUse,
+    parameters: Sequence[int],
+    *,
+    tokens: int,
+    clips: bool,
+    rates: Rates,
+    trained: Sequence[int] | None = None,
+    updated: Sequence[int] | None = None,
+) -> float:
     """Estimate one rank's step; `parameters` are those of its stages, `tokens` those of a step.
 
-    Compute is 6 FLOP per parameter and token, 2 more where a forward is run again. The CPU updates streamed stages one
-    after the other. Without clipping it does so while the GPU computes, and the first streamed stage, the last whose
-    gradients arrive, has the time that the resident ones before it take in backward and forward. With clipping it
-    begins when the step ends, and a streamed stage has the time of the forwards before it. Copies and neighbours are
-    left out.
+    Compute is 6 FLOP per parameter and token, 2 more where a forward is run again, 2 less for each that is not
+    `trained` (None: all are). The CPU updates what of streamed stages is `updated` there (None: what is trained), one
+    stage after the other. Without clipping it does so while the GPU computes, and the first streamed stage, the last
+    whose gradients arrive, has the time that the resident ones before it take in backward and forward. With clipping
+    it begins when the step ends, and a streamed stage has the time of the forwards before it. Copies and neighbours
+    are left out.
     """
     num_stages, resident = len(parameters), use.num_resident
     forward = 2 * sum(parameters) / num_stages * tokens / rates.flops
     compute = forward * (4 * num_stages - use.num_kept)
-    streamed = parameters[resident:]
-    if not streamed:
+    if trained is not None:
+        compute -= 2 * (sum(parameters) - sum(trained)) * tokens / rates.flops
+    on_host = updated if updated is not None else parameters if trained is None else trained
+    streamed = on_host[resident:]
+    if not any(streamed):
         return compute
     updates = rates.updates_behind_step if clips else rates.updates_in_step
     all_updates, first_update = (count / updates for count in (sum(streamed), streamed[0]))
@@ -85,14 +100,16 @@ def estimated_seconds(use: MemoryUse, parameters: Sequence[int], *, tokens: int,
 def closed_form(request: PlanRequest, profile: Profile | None = None) -> Score:
     """Seconds of one rank by `estimated_seconds`, its neighbours left out, at the rates of `profile` or the default."""
     plan, rates = request.plan, Rates() if profile is None else Rates.of(profile, request)
-    counts = [
-        [plan.cuts[stage].num_parameters(request.shape) for stage in plan.stages_of(rank)]
-        for rank in range(plan.num_ranks)
-    ]
+    shape, own = request.shape, [[plan.cuts[stage] for stage in plan.stages_of(rank)] for rank in range(plan.num_ranks)]
+    counts = [[cut.num_parameters(shape) for cut in cuts] for cuts in own]
+    trained = [[cut.num_trained(shape) for cut in cuts] for cuts in own]
 
     def score(rank: int, use: MemoryUse) -> float:
         tokens, clips = request.step_tokens, request.rules.clips
-        return estimated_seconds(use, counts[rank], tokens=tokens, clips=clips, rates=rates)
+        own, updated = trained[rank], [0] * len(trained[rank]) if shape.keeps_trained else None
+        return estimated_seconds(
+            use, counts[rank], tokens=tokens, clips=clips, rates=rates, trained=own, updated=updated
+        )
 
     return score
 

@@ -12,6 +12,18 @@ OUTER_STAGES = 2
 
 
 @dataclass(frozen=True)
+class TrainedParameters:
+    """Counts of the parameters of a model that are trained, where others are frozen."""
+
+    embedding: int
+    layers: tuple[int, ...]
+    head: int
+    """Of norm and head."""
+    stay: bool
+    """Whether they are always on the GPU, as adapters are, also those of streamed stages."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Parameter counts and dimensions of one causal language model."""
 
@@ -35,6 +47,8 @@ class ModelShape:
     """Heads of keys and of values of a layer; None: not known, as many as queries."""
     is_sliceable: bool = False
     """Whether attention of a sequence can be computed slice by slice (`models/sliced_attention`)."""
+    trained: TrainedParameters | None = None
+    """None: all are trained."""
 
     @property
     def attention_width(self) -> int:
@@ -56,9 +70,49 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Trainable parameters, shared ones counted once."""
-        shared = self.vocab_size * self.hidden_size if self.is_tied else 0
-        return self.embedding_parameters + sum(self.layer_parameters) + self.head_parameters - shared
+        """All parameters, shared ones counted once."""
+        return self.embedding_parameters + sum(self.layer_parameters) + self.head_parameters - self._shared
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that are trained, shared ones counted once."""
+        if self.trained is None:
+            return self.num_parameters
+        shared = self._shared if self.trained.embedding else 0
+        return self.trained.embedding + sum(self.trained.layers) + self.trained.head - shared
+
+    def describe(self) -> str:
+        """Number of parameters, and of those that are trained where others are not."""
+        text = f"{self.num_parameters:.3g} parameters"
+        return text if self.trained is None else f"{text}, of which {self.num_trained:.3g} are trained"
+
+    @property
+    def _shared(self) -> int:
+        return self.vocab_size * self.hidden_size if self.is_tied else 0
+
+    @property
+    def keeps_trained(self) -> bool:
+        """Whether what is trained is always on the GPU."""
+        return self.trained is not None and self.trained.stay
+
+    @property
+    def first_backward(self) -> int:
+        """The first layer that has a backward: nothing is trained before it."""
+        if self.trained is None or self.trained.embedding:
+            return 0
+        return next((index for index, count in enumerate(self.trained.layers) if count), self.num_layers)
+
+    @property
+    def product_operations(self) -> int:
+        """Operations of a token's products with parameters: 2 forward, 2 for gradients of inputs, 2 for parameters'.
+
+        The last for those that are trained, the second where anything before them is; the embedding has none.
+        """
+        if self.trained is None:
+            return 6 * (sum(self.layer_parameters) + self.head_parameters)
+        forward = sum(self.layer_parameters) + self.head_parameters
+        back = sum(self.layer_parameters[self.first_backward :]) + self.head_parameters
+        return 2 * (forward + back + sum(self.trained.layers) + self.trained.head)
 
 
 @dataclass(frozen=True)
@@ -77,10 +131,20 @@ class StageCut:
 
     def num_parameters(self, shape: ModelShape) -> int:
         """Parameters that this stage holds, a tied head counted where it is used."""
-        layers = sum(shape.layer_parameters[self.first_layer : self.end_layer])
-        embedding = shape.embedding_parameters if self.is_first else 0
-        head = shape.head_parameters if self.is_last else 0
-        return embedding + layers + head
+        return self._sum(shape.embedding_parameters, shape.layer_parameters, shape.head_parameters)
+
+    def num_trained(self, shape: ModelShape) -> int:
+        """The parameters among them that are trained."""
+        own = shape.trained
+        return self.num_parameters(shape) if own is None else self._sum(own.embedding, own.layers, own.head)
+
+    def num_travelling(self, shape: ModelShape) -> int:
+        """The parameters among them that are loaded if the stage is streamed."""
+        return self.num_parameters(shape) - (self.num_trained(shape) if shape.keeps_trained else 0)
+
+    def _sum(self, embedding: int, layers: Sequence[int], head: int) -> int:
+        own = sum(layers[self.first_layer : self.end_layer])
+        return own + (embedding if self.is_first else 0) + (head if self.is_last else 0)
 
 
 def most_stages(num_layers: int, num_ranks: int) -> int:

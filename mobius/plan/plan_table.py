@@ -122,8 +122,8 @@ def _describe_rounds(found: Answer, profile: Profile) -> str:
     """Compare with the same plan with all microbatches at once, as if there were the memory for it."""
     plan = found.plan
     at_once = plan_seconds(replace(plan, num_rounds=1), found.request, profile)
+    sums = f", their fp32 sums {plan.num_rounds - 1} times each way" * (not found.request.shape.keeps_trained)
     return (
         f"{plan.num_rounds} rounds of {plan.round_size} microbatches cost {found.step_seconds - at_once:.3f} s of it: "
-        f"weights of streamed stages travel {plan.num_rounds} times, their fp32 sums {plan.num_rounds - 1} times each "
-        "way"
+        f"weights of streamed stages travel {plan.num_rounds} times{sums}"
     )

@@ -179,6 +179,32 @@ class Profile:
         return profile
 
 
+def with_frozen(profile: Profile, shape: ModelShape) -> Profile:
+    """An estimate of all parameters' training without what the frozen ones of `shape` spare.
+
+    That is their gradients' products, a third of all products of layers and head, and all of backward before the first
+    layer that is trained. What adapters take beside their operations, passes over memory, is left out.
+    """
+    trained = shape.trained
+    if trained is None:
+        return profile
+    kinds: list[LayerSeconds] = []
+    for layer, (parameters, own) in enumerate(zip(shape.layer_parameters, trained.layers, strict=True)):
+        seconds, attention = profile.of_layer(layer), (profile.attention_length or 0) * shape.hidden_size
+        spared = (1 - own / parameters) / 2 * parameters / (parameters + attention)
+        backward = seconds.backward * (1 - spared) if layer >= shape.first_backward else 0.0
+        again = (seconds.recomputed_backward - seconds.backward + backward) if backward else 0.0
+        kinds.append(LayerSeconds(seconds.forward, backward, again))
+    unique = list(dict.fromkeys(kinds))
+    return dataclasses.replace(
+        profile,
+        layer_kinds=tuple(unique),
+        kind_of_layer=tuple(map(unique.index, kinds)),
+        embedding_backward=profile.embedding_backward if trained.embedding else 0.0,
+        loss=profile.loss * (2 + trained.head / shape.head_parameters) / 3,
+    )
+
+
 def _numbers(kind: type[Any], fields: Mapping[str, Any]) -> Any:
     """A dataclass of numbers from its JSON object; raises TypeError for missing, unknown or wrong fields."""
     result = kind(**fields)

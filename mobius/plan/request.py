@@ -14,7 +14,7 @@ from mobius.limits import INCOMING_EDGES, NUM_MAILBOXES
 from mobius.plan.cards import Card, Host
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import KeptLevel, Plan, level_of, make_plan
-from mobius.plan.step_tasks import StepRules
+from mobius.plan.tasks import StepRules
 from mobius.units import GIB
 
 MOMENTS_BYTES = 8
@@ -249,7 +249,7 @@ class PlanRequest:
     def sizes(self) -> ByteSizes:
         return ByteSizes.of(
             self.config.model.dtype,
-            has_fp32_gradients=self.config.pipeline.fp32_gradients,
+            has_fp32_gradients=self.config.pipeline.fp32_gradients or self.shape.keeps_trained,
             in_rounds=(self.num_rounds or 1) > 1,
         )
 
@@ -321,12 +321,12 @@ class PlanRequest:
         """The stages whose gradients are kept until all of the step's are known.
 
         Clipping and loss scaling wait for every stage's norm, the two halves of a tied matrix for each other. The other
-        stages are updated behind their backward.
+        stages are updated behind their backward; adapters keep theirs in any case.
         """
         assert self.num_stages is not None
-        if self.rules.clips:
+        if self.rules.clips or self.shape.keeps_trained:
             return frozenset(range(self.num_stages))
-        return frozenset((0, self.num_stages - 1)) if self.shape.is_tied else frozenset()
+        return frozenset((0, self.num_stages - 1)) if self.rules.is_tied else frozenset()
 
     @cached_property
     def rules(self) -> StepRules:
@@ -338,7 +338,7 @@ class PlanRequest:
             overlaps_optimizer=config.pipeline.overlap_optimizer,
             weight_bytes=self.sizes.weight,
             gradient_bytes=self.sizes.gradient,
-            is_tied=self.shape.is_tied,
+            is_tied=self.shape.is_tied and (self.shape.trained is None or self.shape.trained.embedding > 0),
             attention_bytes=self.attention_bytes,
         )
 

@@ -10,7 +10,7 @@ from mobius.limits import MAX_LEAVING, PIECE_ELEMENTS
 from mobius.plan.partition import ModelShape, StageCut
 from mobius.plan.plan import KeptLevel, Plan
 from mobius.plan.profile import Profile
-from mobius.plan.tasks import Flow, SharedRates, Task
+from mobius.plan.tasks import Flow, SharedRates, StepRules, Task
 from mobius.schedule.action import Action, ActionKind, incoming, outgoing
 from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.schedule import Schedule, take_turns
@@ -46,6 +46,10 @@ class StageCost:
     """Part of `forward` that goes with the keys before a slice, on average over the slices of a sequence."""
     backward_attention: float = 0.0
     keeps_attention: bool = False
+    loaded: int | None = None
+    """Parameters that are loaded if the stage is streamed, `parameters` being those that are trained; None: as many."""
+    keeps_trained: bool = False
+    """Whether what is trained stays on the GPU, which updates it, though the others are streamed."""
 
     def slice_seconds(self, action: Action, num_slices: int) -> float:
         """Seconds of an action on the compute lane; later slices attend to more keys.
@@ -59,28 +63,6 @@ class StageCost:
             seconds, attention = self.backward, self.backward_attention
         place = (action.microbatch or 0) % num_slices
         return seconds + attention * ((2 * place + 1) / num_slices - 1)
-
-
-@dataclass(frozen=True)
-class StepRules:
-    """How the runtime goes about a step."""
-
-    clips: bool
-    """Updates wait for the norm over all ranks."""
-    message_bytes: int
-    """Bytes of an activation [B, L, H]."""
-    overlaps_optimizer: bool = True
-    weight_bytes: int = 2
-    gradient_bytes: int = 2
-    """Bytes per parameter on their way to the host."""
-    is_tied: bool = False
-    """Whether the first and the last stage are updated after the step also without clipping."""
-    attention_bytes: int = 0
-    """Bytes of attention's result for a layer and microbatch, where that is kept."""
-
-    def kept_bytes(self, cost: StageCost) -> int:
-        """Bytes that the layers of a stage keep of a microbatch for recomputing."""
-        return cost.num_layers * (self.message_bytes + (self.attention_bytes if cost.keeps_attention else 0))
 
 
 def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
@@ -117,7 +99,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
             StageCost(
                 forward + (0.0 if cut.is_last else ACTION_GAP),
                 backward + ACTION_GAP,
-                cut.num_parameters(shape),
+                cut.num_trained(shape),
                 cut.stage in plan.resident,
                 0.0 if cut.is_last else forward_launch,
                 backward_launch + (forward_launch if cut.is_last else 0.0),
@@ -125,6 +107,8 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
                 keys + ACTION_GAP,
                 *attention,
                 cut.stage in plan.attention_kept,
+                loaded=cut.num_travelling(shape),
+                keeps_trained=shape.keeps_trained,
             )
         )
     return tuple(costs)
@@ -231,15 +215,16 @@ class StepTasks:
 
     def _add(self, rank: int, action: Action) -> None:
         is_resident = self.costs[action.stage].is_resident
+        has_travelling_sums = not is_resident and not self.costs[action.stage].keeps_trained
         if action.kind.computes:
             self._add_compute(rank, action)
         elif action.kind is ActionKind.LOAD and not is_resident:
             self._add_load(rank, action.stage)
         elif action.kind is ActionKind.OFFLOAD and not is_resident:
             self._add_offload(rank, action.stage)
-        elif action.kind is ActionKind.OFFLOAD_SUMS and not is_resident:
+        elif action.kind is ActionKind.OFFLOAD_SUMS and has_travelling_sums:
             self._add_sums_offload(rank, action.stage)
-        elif action.kind is ActionKind.LOAD_SUMS and not is_resident:
+        elif action.kind is ActionKind.LOAD_SUMS and has_travelling_sums:
             self._add_sums_load(rank, action.stage)
         elif action.kind is ActionKind.STASH:
             self._add_stash(rank, action)
@@ -276,7 +261,7 @@ class StepTasks:
         if ends_stage:
             task = self._compute(rank, f"seal {stage}", SEAL_BYTES * cost.parameters / self.profile.gpu_bandwidth, {})
         state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
-        if ends_stage and cost.is_resident and self._updates_at_once(stage):
+        if ends_stage and (cost.is_resident or cost.keeps_trained) and self._updates_at_once(stage):
             self._update_on_gpu(rank, stage)
 
     def _compute(
@@ -310,7 +295,9 @@ class StepTasks:
             slot = _Slot()
             state.slots.append(slot)
         needs = [task for task in (slot.free, state.begin, state.updates.get(stage)) if task is not None]
-        flow = self.flows.load(rank, self.costs[stage].parameters * self.rules.weight_bytes)
+        cost = self.costs[stage]
+        loaded = cost.parameters if cost.loaded is None else cost.loaded
+        flow = self.flows.load(rank, loaded * self.rules.weight_bytes)
         slot.stage = stage
         state.loads[stage] = self._task((Lane.LOAD, rank), flow, needs, name=f"L{stage}")
 
@@ -319,7 +306,7 @@ class StepTasks:
         slot = next(slot for slot in state.slots if slot.stage == stage)
         last = state.last_of_stage[stage]
         slot.stage, slot.free = None, last
-        if not self._has_gradients(rank, stage):
+        if not self._has_gradients(rank, stage) or self.costs[stage].keeps_trained:
             return
         flow = self.flows.offload(rank, self.costs[stage].parameters * self.rules.gradient_bytes)
         home = slot.free = self._task((Lane.OFFLOAD, rank), flow, [last], name=f"O{stage}")
@@ -369,7 +356,7 @@ class StepTasks:
         for rank, state in enumerate(self.ranks):
             state.begin, state.enqueued, state.computed = end, 0.0, 0.0
             for stage in self.schedule.local_stages(rank):
-                if self.costs[stage].is_resident:
+                if self.costs[stage].is_resident or self.costs[stage].keeps_trained:
                     if not self._updates_at_once(stage):
                         self._update_on_gpu(rank, stage)
                 elif not self._updates_at_once(stage) or not self.rules.overlaps_optimizer:

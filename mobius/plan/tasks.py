@@ -17,6 +17,28 @@ from mobius.plan.profile import Profile
 _NEGLIGIBLE = 1e-12
 
 
+@dataclass(frozen=True)
+class StepRules:
+    """How the runtime goes about a step."""
+
+    clips: bool
+    """Updates wait for the norm over all ranks."""
+    message_bytes: int
+    """Bytes of an activation [B, L, H]."""
+    overlaps_optimizer: bool = True
+    weight_bytes: int = 2
+    gradient_bytes: int = 2
+    """Bytes per parameter on their way to the host."""
+    is_tied: bool = False
+    """Whether the first and the last stage are updated after the step also without clipping."""
+    attention_bytes: int = 0
+    """Bytes of attention's result for a layer and microbatch, where that is kept."""
+
+    def kept_bytes(self, cost: StageCost) -> int:
+        """Bytes that the layers of a stage keep of a microbatch for recomputing."""
+        return cost.num_layers * (self.message_bytes + (self.attention_bytes if cost.keeps_attention else 0))
+
+
 @dataclass(frozen=True, slots=True)
 class Flow:
     """Work that moves `amount`: at most at rate `limit`, with `weight` against the others, each unit using `uses`."""

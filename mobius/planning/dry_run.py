@@ -62,7 +62,7 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
         if (warning := unseen_positions(model_config, config.data.seq_length)) is not None:
             logger.warning("%s", warning)
     shape, dtype = parts.shape(), config.model.dtype
-    logger.info("plan of %s: %.3g parameters, %s", config.model.model_path, shape.num_parameters, dtype)
+    logger.info("plan of %s: %s, %s", config.model.model_path, shape.describe(), dtype)
     if not machine.on_cpu:
         _log_devices(config, machine.num_ranks)
     try:

@@ -288,7 +288,8 @@ class _LayerBench:
         """Bytes that `play` reads at its moment, and the most at any, both beside those of what it is given."""
         shapes, dtype, device = self.parts.layers[self.index].full_shapes(), self.dtype, self.device
         weights = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in shapes.items()}
-        sums = {name: torch.zeros(size, device=device) for name, size in shapes.items()}
+        frozen = self.parts.layers[self.index].frozen_names()
+        sums = {name: torch.zeros(size, device=device) for name, size in shapes.items() if name not in frozen}
         inputs = torch.zeros(shape, dtype=dtype, device=device)
         gradient = torch.zeros_like(inputs)
         held = peak = 0

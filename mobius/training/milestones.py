@@ -22,7 +22,7 @@ _ENOUGH_HUGE_PAGES = 0.5
 def log_model(blueprint: Blueprint, folder: Path) -> None:
     """The milestone of the model; its weights follow when the stages are filled, each rank's own."""
     family, dtype = blueprint.parts.config.model_type, blueprint.config.model.dtype.value
-    logger.info("model loaded: %s (%s), %.3g parameters, %s", folder, family, blueprint.shape.num_parameters, dtype)
+    logger.info("model loaded: %s (%s), %s, %s", folder, family, blueprint.shape.describe(), dtype)
     warning = unseen_positions(blueprint.parts.config, blueprint.config.data.seq_length)
     if warning is not None:
         logger.warning("%s", warning, extra=SAID_ONCE)

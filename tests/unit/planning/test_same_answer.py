@@ -124,7 +124,7 @@ def as_run(
         "choose_device": lambda *_: torch.device("cuda", ranks.rank),
         "check_dtype": lambda *_: None,
         "cap_gpu_memory": lambda *_: free if limit is None else min(free, int(limit * GIB)),
-        "ModelParts": lambda config, device, compiled, packed=None: Parts(shape, compiled=compiled),
+        "ModelParts": lambda config, device, compiled, packed=None, adapters=None: Parts(shape, compiled=compiled),
         "unpackable": lambda config: None,
         "measure_layer_bytes": measured_as_estimated,
         "cpu_share": lambda num_ranks: 16,
@@ -164,7 +164,7 @@ def as_dry_run(
             refused.append(record.getMessage().removeprefix("does not fit: "))
 
     patch.setattr(dry_run, "load_planned_config", lambda options: (None, None))
-    patch.setattr(dry_run, "ModelParts", lambda config, device: Parts(shape))
+    patch.setattr(dry_run, "ModelParts", lambda config, device, adapters=None: Parts(shape))
     patch.setattr(dry_run, "_save", saved.append)
     patch.setattr(dry_run, "planned", partial(planned, packed=packed))
     handler = Refusals(logging.ERROR)

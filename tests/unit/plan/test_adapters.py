@@ -1,0 +1,139 @@
+"""Bytes and seconds of runs that train adapters, or a part of the parameters, are those of what is trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from harness.plan_requests import known_shape, request_of
+from transformers import LlamaConfig
+
+from mobius.config.adapters import AdapterConfig, FinetuningType
+from mobius.config.config import ModelConfig
+from mobius.memory.adapted import AdaptedStage
+from mobius.models.blocks import ModelParts
+from mobius.models.families import load_planned_config
+from mobius.plan.budget import gpu_need, host_need
+from mobius.plan.checkpoint_need import checkpoint_need
+from mobius.plan.choice import Answer, answer, settle
+from mobius.plan.partition import ModelShape
+from mobius.plan.step_tasks import StepTasks, stage_costs
+from mobius.schedule.build import build_schedule
+from mobius.schedule.lanes import Lane
+from mobius.training.stages import RankStages
+
+CPU = torch.device("cpu")
+LORA = AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=8)
+FROZEN = AdapterConfig(freeze="embedding,layers.0-1")
+WIDE = LlamaConfig(  # so that no parameter is padded
+    hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=256
+)
+
+
+def shape_of_7b(adapters: AdapterConfig) -> ModelShape:
+    config = load_planned_config(ModelConfig(model_path="7b"))[0]
+    return ModelParts(config, CPU, adapters=adapters).shape()
+
+
+@pytest.mark.parametrize("num_resident", [0, 1])
+@pytest.mark.parametrize("adapters", [LORA, FROZEN], ids=["adapters", "frozen parts"])
+def test_bytes_of_the_states_are_those_that_a_run_takes(adapters: AdapterConfig, num_resident: int) -> None:
+    parts = ModelParts(WIDE, CPU, adapters=adapters)
+    request = request_of(parts.shape(), num_stages=4)
+    plan = request.plan
+    plan = replace(plan, resident=frozenset(range(num_resident)))
+    host = gpu = 0
+    for rank in range(4):
+        stages = RankStages.take(
+            parts,
+            plan,
+            rank,
+            device=CPU,
+            dtype=torch.bfloat16,
+            gradient_dtype=torch.bfloat16,
+            loss_chunk_tokens=64,
+            waiting=request.waiting,
+        )
+        host += 0 if stages.arena is None else stages.arena.num_bytes
+        on_gpu = [own.trained if isinstance(own, AdaptedStage) else own for own in stages.memory.values()]
+        gpu += sum(
+            tensor.nbytes
+            for stage, own in zip(stages.memory, on_gpu, strict=True)
+            if stage in plan.resident or adapters.is_lora
+            for tensor in own.state.tensors
+        )
+    slots = [
+        plan.slots[rank]
+        * max((plan.cuts[s].num_travelling(request.shape) for s in plan.streamed_stages(rank)), default=0)
+        for rank in range(4)
+    ]
+    needs = [gpu_need(request, plan, rank=rank) for rank in range(4)]
+    sums = 0 if adapters.is_lora else sum(4 * plan.cuts[rank].num_trained(request.shape) for rank in range(4))
+
+    assert host_need(request, plan).streamed == host
+    assert sum(need.weights + need.gradients + need.optimizer for need in needs) == gpu + 2 * sum(slots) + sums
+
+
+def test_a_frozen_base_takes_two_bytes_of_the_host_and_adapters_none() -> None:
+    base, shape = known_shape("7b"), shape_of_7b(LORA)
+    assert shape.num_trained == sum(shape.trained.layers) == shape.num_parameters - base.num_parameters  # type: ignore[union-attr]
+    assert shape.num_trained == 32 * 8 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+    request = request_of(shape)
+    need = host_need(request, request.plan)
+    assert need.streamed == 2 * base.num_parameters
+    assert need.streamed_parameters == base.num_parameters
+
+
+def test_a_checkpoint_of_adapters_has_what_is_trained() -> None:
+    request = request_of(shape_of_7b(LORA))
+    need = checkpoint_need(request, request.plan, has_optimizer=True)
+    assert need.disk_bytes == 12 * request.shape.num_trained == sum(need.rank_bytes)
+    whole = request_of(shape_of_7b(FROZEN))
+    need = checkpoint_need(whole, whole.plan, has_optimizer=True)
+    assert need.disk_bytes == 2 * whole.shape.num_parameters + 10 * whole.shape.num_trained
+
+
+def answered(shape: ModelShape, **options: object) -> Answer:
+    return answer(settle(request_of(shape, **options)))
+
+
+def lanes_of(found: Answer) -> set[Lane]:
+    """The lanes that have anything to do in the predicted step."""
+    assert found.profile is not None
+    costs = stage_costs(found.plan, found.request.shape, found.profile)
+    plan = found.plan
+    schedule = build_schedule(plan.num_ranks, plan.stages_per_rank, plan.num_microbatches, plan.slots, plan.resident)
+    tasks = StepTasks(schedule, costs, found.profile, found.request.rules)
+    tasks.add_step()
+    return {lane for _, lane, *_ in tasks.names.values()}
+
+
+def test_frozen_parameters_spare_their_gradients_products_copies_and_updates() -> None:
+    options = {"resident_stages": "0"}
+    full, lora = (answered(shape, **options) for shape in (known_shape("7b"), shape_of_7b(LORA)))
+    assert full.profile is not None
+    assert lora.profile is not None
+    ours, theirs = lora.profile.of_layer(5), full.profile.of_layer(5)
+    assert ours.forward == pytest.approx(theirs.forward, rel=0.02)
+    assert 0.5 < ours.backward / theirs.backward < 0.6
+    assert lora.profile.embedding_backward == 0
+    assert lora.profile.loss == pytest.approx(full.profile.loss * 2 / 3)
+    assert lora.step_seconds < 0.8 * full.step_seconds
+    lanes = [lanes_of(found) for found in (full, lora)]
+    assert lanes[0] - lanes[1] == {Lane.OFFLOAD, Lane.OPTIMIZER}
+    assert Lane.LOAD in lanes[1]
+
+
+def test_layers_before_the_first_trained_one_have_no_backward() -> None:
+    found = answered(shape_of_7b(FROZEN))
+    assert found.profile is not None
+    assert [found.profile.of_layer(layer).backward > 0 for layer in range(4)] == [False, False, True, True]
+    assert found.profile.of_layer(31) == answered(known_shape("7b")).profile.of_layer(31)  # type: ignore[union-attr]
+
+
+def test_mfu_counts_what_is_computed() -> None:
+    shape = known_shape("7b")
+    assert shape.product_operations == 6 * (sum(shape.layer_parameters) + shape.head_parameters)
+    lora = shape_of_7b(LORA)
+    assert lora.product_operations == 4 * (sum(lora.layer_parameters) + lora.head_parameters) + 2 * lora.num_trained
