@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.packed_rows import documents_alone
 from harness.pipelines import make_model, plain_step
 from harness.sessions import in_sessions
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -81,7 +82,8 @@ def give(model: PeftModel, values: dict[str, Tensor]) -> PeftModel:
     """Set the model's parameters, which `values` has by our names."""
     with torch.no_grad():
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            parameter.copy_(values[our_name(name)])
+            if ".original_module" not in name:
+                parameter.copy_(values[our_name(name)])
     return model
 
 
@@ -120,7 +122,10 @@ def train_by_peft(model: PeftModel, batches: list[Batch], *, num_microbatches: i
         ids, labels = torch.from_numpy(given.input_ids), torch.from_numpy(given.labels)
         batch = StepBatch(ids, labels, given.num_targets, given.num_tokens, given.num_samples)
         model.zero_grad()
-        loss, _ = plain_step(model, batch, num_microbatches)
+        if given.documents is None:
+            loss, _ = plain_step(model, batch, num_microbatches)
+        else:
+            loss, _ = documents_alone(model, given.documents, batch)
         torch.nn.utils.clip_grad_norm_(trained, 0.2)
         optimizer.step()
         losses.append(float(loss))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,16 @@ from harness.adapted_models import (
     train,
     train_by_peft,
 )
-from harness.pipelines import Pipeline, make_batch, plain_step
+from harness.packed_rows import LENGTH, ROWS, documents_alone, make_packed_batch
+from harness.pipelines import CPU, Pipeline, make_batch, plain_step
 from harness.runs import make_checkpoint
 from harness.sessions import random_samples
 from peft import PeftModel
 
 from mobius.config.adapters import AdapterConfig, FinetuningType
 from mobius.models.adapters.lora import FreshAdapters
+from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.graph import recomputed_backward
 from mobius.runtime.executor import StepBatch
 
 LORA = AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=4, lora_alpha=8.0)
@@ -69,24 +74,126 @@ def test_loss_and_gradients_are_those_of_peft_bit_by_bit(num_ranks: int, stages_
             check(pipeline, batch, model, num_microbatches, f"M={num_microbatches} {case}")
 
 
+OTHERS = ("gemma3", "gemma3-softcap", "llama-tied", "mistral", "qwen2", "qwen3")
+TURNS = ((2, 2, 1, 3), (1, 3, 2, 2), (2, 1, None, 1))
+"""Ranks, stages of each, slots, microbatches."""
+
+
+@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("kind", ["", "rslora"])
+def test_other_families_gradients_are_those_of_peft(family: str, kind: str) -> None:
+    config = replace(LORA, use_rslora=bool(kind), lora_target="q_proj,v_proj,down_proj" if kind else "all")
+    model = adapted(family, config, num_layers=6)
+    source = GivenValues(parameters_of(model))
+    for num_ranks, stages_per_rank, num_slots, num_microbatches in TURNS:
+        batch = make_batch(num_microbatches)
+        pipeline = Pipeline(
+            model.base_model.model,
+            num_ranks,
+            stages_per_rank,
+            num_microbatches,
+            num_slots,
+            adapters=config,
+            source=source,
+        )
+        check(pipeline, batch, model, num_microbatches, f"N={num_ranks} v={stages_per_rank} M={num_microbatches}")
+
+
+@pytest.mark.parametrize("options", [{"num_slices": 2}, {"tile_tokens": 5}, {"num_rounds": 2}])
+def test_slices_tiles_and_rounds_leave_the_gradients(options: dict[str, Any]) -> None:
+    model, batch = adapted("llama", LORA), make_batch(4)
+    model.zero_grad()
+    expected_loss, _ = plain_step(model, batch, 4)
+    expected = gradients_of(model)
+    pipeline = Pipeline(
+        model.base_model.model,
+        2,
+        2,
+        4 * options.get("num_slices", 1),
+        1,
+        adapters=LORA,
+        source=GivenValues(parameters_of(model)),
+        **options,
+    )
+    assert pipeline.run(batch) == pytest.approx(float(expected_loss), abs=1e-6)
+    assert pipeline.gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (pipeline.gradients[name] - gradient).abs().max() <= 5e-6 * gradient.abs().max(), name
+
+
+def test_a_compiled_layers_gradients_are_those_of_peft() -> None:
+    model = adapted("llama", LORA, num_layers=1)
+    values = parameters_of(model)
+    generator = torch.Generator().manual_seed(4)
+    inputs, gradient = torch.randn(2, 1, 8, 32, generator=generator)
+    found = []
+    for compiled in (False, True):
+        parts = ModelParts(model.config, CPU, compiled=compiled, adapters=LORA)
+        layer, arguments = parts.layers[0], LayerInputs(parts, device=CPU, dtype=torch.float32)(8)[0]
+        sums = {name: torch.zeros_like(values[name]) for name in layer.full_shapes() if "lora_" in name}
+        back = recomputed_backward(layer, values, inputs, arguments, sums, gradient)
+        assert not compiled or (layer.graphs is not None and not layer.graphs._is_broken)
+        found.append({**sums, "inputs": back})
+    for name, expected in found[0].items():
+        assert (found[1][name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
+def test_packed_rows_give_what_each_document_gives_alone(family: str) -> None:
+    model = adapted(family, LORA, num_layers=6)
+    batch = make_packed_batch(ROWS, LENGTH, 2)
+    expected_loss, _ = documents_alone(model, ROWS, batch)
+    expected = gradients_of(model)
+    source = GivenValues(parameters_of(model))
+    pipeline = Pipeline(model.base_model.model, 2, 2, 2, 1, adapters=LORA, source=source)
+
+    assert torch.allclose(pipeline.run(batch), expected_loss, rtol=1e-6)
+    assert pipeline.gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (pipeline.gradients[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("part", ["head", "embedding", "norms"])
+def test_parts_that_are_trained_in_full_beside_adapters_have_their_gradients(part: str) -> None:
+    config = replace(LORA, additional_target=part, lora_target="q_proj,up_proj")
+    saved = {"head": ["lm_head"], "embedding": ["embed_tokens"], "norms": ["norm"]}[part]
+    model, batch = adapted("llama", config, modules_to_save=saved), make_batch(2)
+    pipeline = Pipeline(model.base_model.model, 2, 2, 2, 1, adapters=config, source=GivenValues(parameters_of(model)))
+    check(pipeline, batch, model, 2, part)
+    kind = {"head": "lm_head", "embedding": "embed_tokens", "norms": "norm"}[part]
+    assert any(kind in name for name in pipeline.gradients)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
-    [(1, "--num_stages 1 --no_offload"), (1, "--num_stages 2 --resident_stages 1"), (2, "--num_stages 4")],
+    [
+        (1, "--num_stages 1 --no_offload"),
+        (1, "--num_stages 2 --resident_stages 1"),
+        (2, "--num_stages 4"),
+        (2, "--num_stages 2 --packing on --seq_length 32"),
+        (1, "--num_stages 2 --additional_target norms --num_rounds 3"),
+    ],
 )
 def test_twenty_clipped_steps_are_those_of_peft(tmp_path: Path, num_ranks: int, options: str) -> None:
     base = make_checkpoint(tmp_path)
     samples = random_samples(30, 24)
     losses, ours, batches = train(num_ranks, tmp_path, f"{OPTIONS} {options}", samples)
-    before = parameters_of(adapt_by_peft(base, LORA))
+    has_norms = "norms" in options
+    model = adapt_by_peft(base, LORA, modules_to_save=["norm"] if has_norms else None)
+    before = parameters_of(model)
     fresh = FreshAdapters(GivenValues(before), seed=3)
-    model = give(adapt_by_peft(base, LORA), {name: fresh.read(name, each.shape) for name, each in before.items()})
+    give(model, {name: fresh.read(name, each.shape) for name, each in before.items()})
     expected = train_by_peft(model, batches)
 
-    assert losses == pytest.approx(expected, abs=1e-6)
+    # Documents alone are added up in another order than in their rows.
+    assert losses == (
+        pytest.approx(expected, rel=1e-6) if "packing on" in options else pytest.approx(expected, abs=1e-6)
+    )
     assert expected[-1] < expected[0]
     for name, value in parameters_of(model).items():
         difference = (ours[name] - value).abs().max()
         assert difference <= 1e-5 * value.abs().max(), f"{name}: {difference / value.abs().max()}"
-        assert torch.equal(value, before[name]) == ("lora_" not in name), name
-        if "lora_" not in name:
+        is_frozen = "lora_" not in name and not (has_norms and "norm" in name)
+        assert torch.equal(value, before[name]) == is_frozen, name
+        if is_frozen:
             assert torch.equal(ours[name], value), f"{name} is frozen"

@@ -210,6 +210,14 @@ def test_merge_into_a_folder_in_use_is_refused_before_training(run: Run, workpla
     assert Path("out/merged/notes.txt").read_text() == "mine"
 
 
+def test_an_evaluation_is_that_of_the_merged_model(run: Run, workplace: Path) -> None:
+    evaluation = ["--do_eval", "--val_size", "4"]
+    train(run, "--merge", *evaluation)
+    run("--no_do_train", *evaluation, "--model_path", "out/merged", "--save_dir", "judged", "--save_params", "none")
+    losses = [json.loads(Path(folder, "eval_results.json").read_text())["eval_loss"] for folder in ("out", "judged")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
 def test_answers_are_those_of_the_merged_model(run: Run, workplace: Path) -> None:
     train(run, "--merge", "--do_predict", "--val_size", "2", "--max_new_tokens", "2", "--num_iterations", "1")
     assert Path("out/generated_predictions.jsonl").is_file()
