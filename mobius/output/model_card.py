@@ -24,6 +24,9 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("num_layers", "dtype"),
     "data": ("seq_length", "packing", "max_samples", "train_on_prompt", "mask_history"),
     "pipeline": ("batch_size",),
+    "adapters": (
+        *("finetuning_type", "lora_rank", "lora_alpha", "lora_target", "use_rslora", "additional_target", "freeze"),
+    ),
     "optim": (
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"),
         *("adam_epsilon", "max_grad_norm", "seed"),
@@ -41,6 +44,7 @@ class CardFacts:
     is_pretrained: bool
     """Whether the model had weights before."""
     num_parameters: int
+    num_trained: int
     first_loss: float
     last_loss: float
     state: TrainerState
@@ -51,14 +55,17 @@ class CardFacts:
 def model_card(facts: CardFacts) -> str:
     """Markdown with the front matter that the Hugging Face Hub reads."""
     config, state, optim = facts.config, facts.state, facts.config.optim
+    adapters = config.adapters
     base, entries = config.model.model_path, config.data.dataset
-    head: dict[str, object] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["mobius"]}
+    library = "peft" if adapters.is_lora else "transformers"
+    head: dict[str, object] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["mobius"]}
     if _is_on_hub(base) and facts.is_pretrained:
         head["base_model"] = base
     if hub := [entry.name for entry in entries if _is_on_hub(entry.name)]:
         head["datasets"] = hub
     results = {
         "parameters": f"{facts.num_parameters:,}",
+        "trained parameters": f"{facts.num_trained:,}",
         "steps": f"{state.global_step:,}",
         "epochs": f"{state.epoch:.3f}",
         "tokens without padding": f"{state.num_input_tokens_seen:,}",
@@ -67,10 +74,14 @@ def model_card(facts: CardFacts) -> str:
     }
     judged = [*(config.data.eval_dataset or ()), *entries]
     rows = [*results.items(), *_evaluation_rows(facts.evaluation, [entry.name for entry in judged])]
-    options = {name: getattr(getattr(config, section), name) for section, names in _OPTIONS.items() for name in names}
+    listed = {section: names for section, names in _OPTIONS.items() if section != "adapters" or adapters.is_lora}
+    options = {name: getattr(getattr(config, section), name) for section, names in listed.items() for name in names}
+    options["freeze"] = adapters.freeze
     options |= {"num_iterations": optim.num_steps, "num_train_epochs": optim.num_train_epochs}
     versions = {"mobius": mobius.__version__, **{name: metadata.version(name) for name in _PACKAGES}}
-    start = "All parameters fine-tuned from" if facts.is_pretrained else "Trained from fresh weights in the shape of"
+    trained = "LoRA adapters of" if adapters.is_lora else "A part of the parameters fine-tuned from"
+    trained = trained if adapters.is_lora or adapters.freeze else "All parameters fine-tuned from"
+    start = trained if facts.is_pretrained else "Trained from fresh weights in the shape of"
     data = ", ".join(_shown(entry.name) + (f" x {entry.weight:g}" if entry.weight != 1 else "") for entry in entries)
     return "\n\n".join(
         (

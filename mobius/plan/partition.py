@@ -18,7 +18,7 @@ class TrainedParameters:
     embedding: int
     layers: tuple[int, ...]
     head: int
-    """Of norm and head."""
+    """Norm's and head's together."""
     stay: bool
     """Whether they are always on the GPU, as adapters are, also those of streamed stages."""
 

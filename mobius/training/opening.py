@@ -77,6 +77,10 @@ def base_of(sketch: Blueprint, model_folder: Path, resume: Resume | None) -> Bas
     if adapters.merge and not sketch.config.output.overwrite_output_dir:
         check_free(merged_folder(sketch.config))
     base = Base.of(sketch.config.model.model_path, model_folder)
+    if base.fingerprint is None and adapters.merge:
+        raise CheckpointError(f"`--merge`: {model_folder} has no weights, so there is nothing to merge adapters into.")
+    if base.fingerprint is None:
+        logger.warning("%s has no weights: adapters are for fresh ones, which nothing else will load", model_folder)
     if resume is not None:
         check_base(resume.reader.path, base)
     elif adapters.adapter_path is not None:

@@ -67,6 +67,7 @@ def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, model_fold
         config=blueprint.config,
         is_pretrained=folder_has_weights(model_folder),
         num_parameters=blueprint.shape.num_parameters,
+        num_trained=blueprint.shape.num_trained,
         first_loss=_first_loss(history),
         last_loss=_first_loss(reversed(history)),
         state=log.state,

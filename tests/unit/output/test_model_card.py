@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from mobius.config.adapters import AdapterConfig, FinetuningType
 from mobius.config.config import Config, DataConfig, DatasetEntry, ModelConfig, OptimConfig, OutputConfig
 from mobius.output.model_card import CardFacts, model_card
 from mobius.output.run_log import TrainerState
@@ -26,6 +27,7 @@ def facts(model: str = "Qwen/Qwen3-0.6B", *datasets: DatasetEntry, name: str = "
         config=config,
         is_pretrained=True,
         num_parameters=596_049_920,
+        num_trained=596_049_920,
         first_loss=4.0,
         last_loss=1.25,
         state=state,
@@ -55,6 +57,22 @@ def test_the_text_tells_options_results_and_versions() -> None:
         assert f"\n| {row} |\n" in text, row
     for package in ("mobius", "torch", "transformers"):
         assert f"\n| {package} | " in text
+
+
+def test_a_card_of_adapters_tells_what_they_are_beside() -> None:
+    given = facts()
+    lora = AdapterConfig(finetuning_type=FinetuningType.LORA, lora_target="q_proj")
+    text = model_card(replace(given, config=replace(given.config, adapters=lora), num_trained=1024))
+
+    assert "LoRA adapters of `Qwen/Qwen3-0.6B`" in text
+    assert ModelCard(text).data.library_name == "peft"
+    for row in ("trained parameters | 1,024", "lora_rank | 8", "lora_target | q_proj"):
+        assert f"\n| {row} |\n" in text, row
+    frozen = replace(given.config, adapters=AdapterConfig(freeze="layers.0-3"))
+    text = model_card(replace(given, config=frozen))
+    assert "A part of the parameters fine-tuned from" in text
+    assert "\n| freeze | layers.0-3 |\n" in text
+    assert "lora" not in text
 
 
 def test_a_local_model_and_data_are_told_by_their_last_name_and_are_no_ids_of_the_hub(
