@@ -28,8 +28,8 @@ from functools import lru_cache
 from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile
 from mobius.plan.request import PlanRequest
-from mobius.plan.step_tasks import ComputeTask, StageCost, StepTasks, stage_costs
-from mobius.plan.tasks import StepRules, run
+from mobius.plan.step_tasks import ComputeTask, StepTasks, stage_costs
+from mobius.plan.tasks import StageCost, StepRules, run
 from mobius.schedule.build import rank_actions
 from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
 from mobius.schedule.schedule import Schedule

@@ -10,7 +10,7 @@ from mobius.limits import MAX_LEAVING, PIECE_ELEMENTS
 from mobius.plan.partition import ModelShape, StageCut
 from mobius.plan.plan import KeptLevel, Plan
 from mobius.plan.profile import Profile
-from mobius.plan.tasks import Flow, SharedRates, StepRules, Task
+from mobius.plan.tasks import Flow, SharedRates, StageCost, StepRules, Task
 from mobius.schedule.action import Action, ActionKind, incoming, outgoing
 from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.schedule import Schedule, take_turns
@@ -23,46 +23,6 @@ LAUNCH_BESIDE_UPDATES = 1.25
 SEAL_BYTES = 14
 """GPU memory traffic per parameter behind a stage's last backward, when its message has left: norm 4, rounded to the
 format in which gradients travel 6, sums cleared 4."""
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """Costs of a stage: seconds per microbatch, and parameters."""
-
-    forward: float
-    """0 for the model's last stage, whose forward runs in its backward."""
-    backward: float
-    """With recompute where it recomputes; in the last stage also forward and loss, in the first the embedding's."""
-    parameters: int
-    is_resident: bool = False
-    """Whether its state stays on the GPU, which updates it."""
-    forward_launch: float = 0.0
-    """Seconds of the host to enqueue the forward of a microbatch."""
-    backward_launch: float = 0.0
-    num_layers: int = 0
-    keys: float = 0.0
-    """Seconds per microbatch to make keys and values of a slice anew."""
-    forward_attention: float = 0.0
-    """Part of `forward` that goes with the keys before a slice, on average over the slices of a sequence."""
-    backward_attention: float = 0.0
-    keeps_attention: bool = False
-    loaded: int | None = None
-    """Parameters that are loaded if the stage is streamed, `parameters` being those that are trained; None: as many."""
-    keeps_trained: bool = False
-    """Whether what is trained stays on the GPU, which updates it, though the others are streamed."""
-
-    def slice_seconds(self, action: Action, num_slices: int) -> float:
-        """Seconds of an action on the compute lane; later slices attend to more keys.
-
-        Slice i of n has (2 i + 1) / n of the average number.
-        """
-        if action.kind is ActionKind.KEYS:
-            return self.keys
-        seconds, attention = self.forward, self.forward_attention
-        if action.kind.is_backward:
-            seconds, attention = self.backward, self.backward_attention
-        place = (action.microbatch or 0) % num_slices
-        return seconds + attention * ((2 * place + 1) / num_slices - 1)
 
 
 def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:

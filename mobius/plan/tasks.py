@@ -3,6 +3,8 @@
 lane      works on one task at a time: of those that are ready, the lowest priority, then the one ready longest
 Work      a fixed number of seconds
 Flow      an amount that runs at a rate; flows that use the same resource share it by their weights (max-min fair)
+
+What a stage costs, and how the runtime goes about a step, is here too: tasks are made of that (`step_tasks.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +15,49 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mobius.plan.profile import Profile
+from mobius.schedule.action import Action, ActionKind
 
 _NEGLIGIBLE = 1e-12
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Costs of a stage: seconds per microbatch, and parameters."""
+
+    forward: float
+    """0 for the model's last stage, whose forward runs in its backward."""
+    backward: float
+    """With recompute where it recomputes; in the last stage also forward and loss, in the first the embedding's."""
+    parameters: int
+    is_resident: bool = False
+    """Whether its state stays on the GPU, which updates it."""
+    forward_launch: float = 0.0
+    """Seconds of the host to enqueue the forward of a microbatch."""
+    backward_launch: float = 0.0
+    num_layers: int = 0
+    keys: float = 0.0
+    """Seconds per microbatch to make keys and values of a slice anew."""
+    forward_attention: float = 0.0
+    """Part of `forward` that goes with the keys before a slice, on average over the slices of a sequence."""
+    backward_attention: float = 0.0
+    keeps_attention: bool = False
+    loaded: int | None = None
+    """Parameters that are loaded if the stage is streamed, `parameters` being those that are trained; None: as many."""
+    keeps_trained: bool = False
+    """Whether what is trained stays on the GPU, which updates it, though the others are streamed."""
+
+    def slice_seconds(self, action: Action, num_slices: int) -> float:
+        """Seconds of an action on the compute lane; later slices attend to more keys.
+
+        Slice i of n has (2 i + 1) / n of the average number.
+        """
+        if action.kind is ActionKind.KEYS:
+            return self.keys
+        seconds, attention = self.forward, self.forward_attention
+        if action.kind.is_backward:
+            seconds, attention = self.backward, self.backward_attention
+        place = (action.microbatch or 0) % num_slices
+        return seconds + attention * ((2 * place + 1) / num_slices - 1)
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,9 @@ from mobius.plan.simulation import (
 from mobius.plan.step_tasks import (
     LAUNCH_BESIDE_UPDATES,
     SEAL_BYTES,
-    StageCost,
-    StepRules,
     stage_costs,
 )
-from mobius.plan.tasks import SharedRates, share_rates
+from mobius.plan.tasks import SharedRates, StageCost, StepRules, share_rates
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane, WaitCause
 
