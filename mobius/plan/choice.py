@@ -201,27 +201,25 @@ def settle(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequ
         best.profile.describe(),
     )
     plan = best.plan
-    return replace(
-        request,
-        num_stages=plan.num_stages,
-        num_chunks=plan.num_chunks,
-        num_rounds=plan.num_rounds,
-        num_slices=plan.num_slices,
-    )
+    chosen = replace(request, num_stages=plan.num_stages, num_chunks=plan.num_chunks)
+    sliced = _with_slices(chosen)
+    rounds = plan.num_rounds if sliced.num_slices == plan.num_slices else None
+    return _with_rounds(replace(sliced, num_rounds=request.num_rounds or rounds), measured)
 
 
-def _with_slices(request: PlanRequest) -> PlanRequest:
+def _with_slices(request: PlanRequest, *, is_quick: bool = False) -> PlanRequest:
     """The request with a number of slices: whole sequences, or the fewest of long ones that fit and fill all ranks.
 
-    More where attention's results then fit, too, if that is faster by an estimate. It goes by the card's memory, as
-    `settle` says.
+    More where attention's results then fit, too, if that is faster by an estimate, which is not looked at if
+    `is_quick`. It goes by the card's memory, as `settle` says.
     """
     if request.num_slices is not None:
         return request
     if request.config.data.seq_length < LEAST_SLICED or request.recompute.keeps_all or not request.shape.is_sliceable:
         return replace(request, num_slices=1)
     number = _fewest_slices(request)
-    if number == 1 or request.recompute is not Recompute.AUTO or request.card is None or request.machine.on_cpu:
+    has_choice = not is_quick and number > 1 and request.recompute is Recompute.AUTO
+    if not has_choice or request.card is None or request.machine.on_cpu:
         return replace(request, num_slices=number)
     like_all = replace(request, machine=replace(request.machine, free_bytes=None))
     keeping = replace(like_all, num_attention_kept=request.plan.stages_per_rank)
@@ -324,7 +322,7 @@ def quick_settings(request: PlanRequest, *, measured: Profile | None = None) -> 
 
 def _simulated(request: PlanRequest, measured: Profile | None, *, is_quick: bool = False) -> Setting:
     """Simulate numbers that are given, memory used as the simulation finds best, or quickly by a closed form."""
-    request = _with_rounds(_with_slices(request), measured)
+    request = _with_rounds(_with_slices(request, is_quick=True), measured)
     profile = estimated_profile(request) if measured is None else _checked(measured, request)
     assert profile is not None, "without rates nothing is chosen"
     layer = estimated_layer(request)

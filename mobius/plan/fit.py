@@ -52,6 +52,8 @@ SMALLEST_CHUNK = 128
 LEAST_SLICE = 4096
 """Tokens of a slice: fewer leave a GPU too little to do at a time."""
 SEQUENCE_STEP = 64
+SEQUENCE_TRIES = 64
+"""Shorter sequences that a refusal looks at, about: each takes milliseconds."""
 
 
 def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, choose: Choose | None = None) -> Plan:
@@ -377,6 +379,7 @@ def _offload(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 
 
 def _sequences(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    longest = (request.config.data.seq_length - 1) // SEQUENCE_STEP * SEQUENCE_STEP
-    for length in range(longest, 0, -SEQUENCE_STEP):
+    now = request.config.data.seq_length
+    step = max(1, now // SEQUENCE_TRIES // SEQUENCE_STEP) * SEQUENCE_STEP
+    for length in range((now - 1) // step * step, 0, -step):
         yield f"--seq_length {length}", request.with_seq_length(length)

@@ -45,7 +45,7 @@ def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> Evaluation
     packed = None if batch.documents is None and case.num_slices == 1 else torch.float32
 
     def work(transport: LocalTransport) -> EvaluationSums:
-        own = _parts(model.config, CPU, transport.rank, packed, compiled=False)
+        own = _parts(model.config, CPU, transport.rank, packed, compiled=False, adapters=settings.adapters)
         plan = settings._plan(len(own.layers))
         stages = RankStages.take(
             own,
