@@ -160,6 +160,11 @@ class ModelParts:
         return (f"{self.anatomy.embedding}.weight", self.head.prefix + "weight") if self.is_tied else None
 
     @property
+    def blocks(self) -> tuple[Block, ...]:
+        """All parts in forward order."""
+        return self.embedding, *self.layers, self.norm, self.head
+
+    @property
     def trained_tied_names(self) -> tuple[str, str] | None:
         """`tied_names` of a matrix that is trained."""
         return self.tied_names if self.embedding.num_trained else None
@@ -194,8 +199,7 @@ class ModelParts:
         )
 
     def _trained_parameters(self) -> TrainedParameters | None:
-        blocks = (self.embedding, *self.layers, self.norm, self.head)
-        if not any(block.frozen for block in blocks):
+        if not any(block.frozen for block in self.blocks):
             return None
         layers, ends = tuple(layer.num_trained for layer in self.layers), self.norm.num_trained + self.head.num_trained
         return TrainedParameters(self.embedding.num_trained, layers, ends, stay=self.adapters.is_lora)

@@ -149,8 +149,7 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
         return
     checkpoint = CheckpointWeights(folder, parts.stored_names)
     stored = checkpoint.stored
-    blocks = (parts.embedding, *parts.layers, parts.norm, parts.head)
-    named = (item for block in blocks for item in block.full_shapes().items())
+    named = (item for block in parts.blocks for item in block.full_shapes().items())
     shapes = {name: shape for name, shape in named if adapted_linear(name) is None}
     unknown = [name for name in stored if name not in shapes]
     _refuse_quantized(folder, filter(None, map(checkpoint.find, shapes)), unknown)

@@ -119,10 +119,12 @@ def host_need(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostNe
     each = process_bytes(request, plan)
     if not request.machine.on_cpu:
         each = max(each, own_bytes)
-    places = sum(len(plan.cuts[stage].layers) for stage in plan.stashed) * plan.round_size
-    kept = sum(len(plan.cuts[stage].layers) for stage in plan.stashed & plan.attention_kept) * plan.round_size
-    attention = kept * request.attention_bytes
-    stash = places * request.message_bytes + attention
+    inputs, results = (
+        plan.round_size * sum(len(plan.cuts[stage].layers) for stage in stages)
+        for stages in (plan.stashed, plan.stashed & plan.attention_kept)
+    )
+    attention = results * request.attention_bytes
+    stash = inputs * request.message_bytes + attention
     return HostNeed(plan.num_ranks, streamed, streamed_bytes, resident, resident_bytes, each, stash, attention)
 
 

@@ -248,7 +248,7 @@ def _fewest_slices(request: PlanRequest) -> int:
     for number in enough:
         rounds = numbers_of_rounds(replace(like_all, num_slices=number))
         if request.num_rounds is not None:
-            rounds = [each for each in rounds if each <= request.num_rounds][:1] and [request.num_rounds]
+            rounds = [request.num_rounds] if any(each <= request.num_rounds for each in rounds) else []
         if rounds:
             in_a_round[number] = min(wanted, number * chunks / rounds[0])
         if in_a_round.get(number) == wanted:

@@ -60,9 +60,8 @@ def file_name_of(name: str) -> str:
 
 def trained_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter that is trained, in forward order."""
-    blocks = (parts.embedding, *parts.layers, parts.norm, parts.head)
-    named = {name: shape for block in blocks for name, shape in block.full_shapes().items()}
-    frozen = frozenset[str]().union(*(block.frozen_names() for block in blocks))
+    named = {name: shape for block in parts.blocks for name, shape in block.full_shapes().items()}
+    frozen = frozenset[str]().union(*(block.frozen_names() for block in parts.blocks))
     return {name: shape for name, shape in named.items() if name not in frozen}
 
 

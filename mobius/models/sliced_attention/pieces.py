@@ -26,7 +26,6 @@ from mobius.errors import PlanError
 from mobius.limits import KEYS_PER_CALL
 from mobius.models.sliced_attention.kernels import LIMITS, Kernel, why_not
 
-"""Keys of a rectangle at most; FlashAttention's backward makes gradients of them for each query head."""
 TILE = 512
 _LEAST_CUDNN_KEYS = 2
 

@@ -89,7 +89,7 @@ def merge_adapter(
 
 def _base_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the base's parameters as they are stored: a tied head is not."""
-    blocks = (parts.embedding, *parts.layers, parts.norm, *(() if parts.is_tied else (parts.head,)))
+    blocks = parts.blocks[:-1] if parts.is_tied else parts.blocks
     named = {name: shape for block in blocks for name, shape in block.full_shapes().items()}
     return {name: shape for name, shape in named.items() if adapted_linear(name) is None}
 
