@@ -1,0 +1,35 @@
+"""On a GPU in bf16: small models of families beyond the five of the other tests train as by transformers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness.family_training import losses_beside_transformers
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS = """--device cuda --num_stages 4 --resident_stages 0 --num_chunks 2 --batch_size 8 --seq_length 256
+    --num_iterations 20 --learning_rate 1e-3"""
+
+
+@pytest.mark.parametrize(
+    ("family", "packing"),
+    [
+        ("cohere2", "auto"),  # attention beside the feed-forward part, scaled logits, two kinds of layers
+        ("gemma2", "auto"),  # scores and logits with a cap, norms on both sides
+        ("gemma2", "off"),  # the same by the family's own attention
+        ("glm4", "auto"),  # rotary embeddings on half of each head, norms on both sides
+        ("granite", "auto"),  # scaled embeddings, residuals, scores and logits
+        ("olmo2", "auto"),  # norms of queries, keys and results
+        ("phi3", "auto"),  # one linear for queries, keys and values, a window
+    ],
+)
+def test_twenty_steps_lose_what_transformers_loses(tmp_path: Path, family: str, packing: str) -> None:
+    losses = losses_beside_transformers(tmp_path, family, f"{OPTIONS} --packing {packing}", width=256)
+
+    print(f"{family}, packing {packing}: {losses}, at most {losses.furthest:.2e} apart")  # shown by `-rP`
+    assert len(losses.run) == 20
+    assert losses.plain[-1] < 0.9 * losses.plain[0], "nothing was learned that could differ"
+    assert losses.run[0] == pytest.approx(losses.plain[0], rel=1e-3), "nothing is updated yet"
+    assert losses.furthest < 5e-3
