@@ -61,7 +61,7 @@ def losses_beside_transformers(folder: Path, family: str, options: str, *, width
     make_family_checkpoint(folder / "model", family, width=width)
     data = ROOT / "assets" / "docstrings" / "train.jsonl"
     shared = f"--model_path model --dataset {data} --bf16 {options}".split()
-    outputs = "--save_dir out --save_params p.pt --save_results r.txt --save_strategy no".split()
+    outputs = ["--save_dir", "out", "--save_params", "p.pt", "--save_results", "r.txt", "--save_strategy", "no"]
     for module, words in (("plain_training", ["--output", "plain.json", *shared]), ("main", [*shared, *outputs])):
         variables = environment(folder / "cache")
         ranks = Ranks(module, "main", words, num_ranks=1, folder=folder, environment=variables)
