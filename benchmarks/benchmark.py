@@ -20,6 +20,7 @@ import dataclasses
 import datetime
 import importlib.util
 import json
+import math
 import os
 import platform
 import shlex
@@ -27,6 +28,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scri
 
 from launch import end_runs_when_terminated, run_ranks, split_words
 from make_model import SIZES, num_parameters, write_config
+from predicted import remarks
 from rows import (
     Measurement,
     Row,
@@ -75,6 +78,11 @@ class Peer:
     is_one_process: bool = False
     """Whether one process drives all GPUs, with all cores."""
 
+    @property
+    def has_accumulations(self) -> bool:
+        """Whether --peer_accumulations are for it: one process has none, and those with adapters choose."""
+        return not (self.is_one_process or self.script.startswith("lora_"))
+
 
 PEERS = {
     "fsdp2": Peer("fsdp2.py"),
@@ -84,7 +92,16 @@ PEERS = {
     "deepspeed-zero2": Peer("deepspeed_offload.py", "--zero_stage 2", package="deepspeed"),
     "deepspeed-zero3": Peer("deepspeed_offload.py", "--zero_stage 3", package="deepspeed"),
     "roundpipe": Peer("roundpipe_async.py", package="roundpipe", is_one_process=True),
+    "lora-zero3": Peer("lora_deepspeed.py", package="deepspeed"),
+    "lora-zero3-chunked": Peer("lora_deepspeed.py", "--loss_chunk_tokens 2048", package="deepspeed"),
+    "lora-fsdp2": Peer("lora_fsdp2.py"),
+    "lora-fsdp2-compile": Peer("lora_fsdp2.py", "--compile"),
+    "lora-fsdp2-chunked": Peer("lora_fsdp2.py", "--loss_chunk_tokens 2048"),
+    "lora-fsdp2-compile-chunked": Peer("lora_fsdp2.py", "--compile --loss_chunk_tokens 2048"),
+    "lora-fsdp2-offload": Peer("lora_fsdp2.py", "--offload"),
+    "lora-fsdp2-offload-chunked": Peer("lora_fsdp2.py", "--offload --loss_chunk_tokens 2048"),
 }
+"""Those with adapters choose their microbatch themselves (peers/microbatch_search.py); chunked: their loss is."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +142,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peer_accumulations", type=int, default=1, help="of the peers with one process per GPU")
     parser.add_argument("--env", type=setting, action="append", default=[], help="NAME=VALUE for all runs")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a run is ended")
+    parser.add_argument("--total_seconds", type=float, default=math.inf, help="seconds after which all of it is")
     parser.add_argument(
         "--same_processes", action="store_true", help="make Mobius's rows one after the other without starting anew"
     )
@@ -171,7 +189,7 @@ def plan_runs(arguments: argparse.Namespace, *, model: Path, output: Path, num_c
     for name in arguments.peer:
         peer = PEERS[name]
         options = peer.options
-        if not peer.is_one_process and arguments.peer_accumulations > 1:
+        if peer.has_accumulations and arguments.peer_accumulations > 1:
             options = f"{options} --accumulations {arguments.peer_accumulations}".strip()
         command = [sys.executable, str(FOLDER / "peers" / peer.script), str(model), "--output", str(output)]
         command += ["--steps", str(arguments.steps), *shared, *shlex.split(options)]
@@ -181,20 +199,32 @@ def plan_runs(arguments: argparse.Namespace, *, model: Path, output: Path, num_c
 
 
 def measure(
-    run: Run, workload: Workload, arguments: argparse.Namespace, output: Path, service: Service | None = None
+    run: Run,
+    workload: Workload,
+    arguments: argparse.Namespace,
+    output: Path,
+    service: Service | None = None,
+    *,
+    ends: float = math.inf,
 ) -> Row:
-    """Run it, by `service` if there is one; its last lines are printed if it fails."""
+    """Run it, by `service` if there is one, no longer than may be; its last lines are printed if it fails."""
+    timeout_seconds = min(arguments.timeout, ends - time.monotonic())
+    problem = None
     if run.package is not None and importlib.util.find_spec(run.package) is None:
-        return Row(name=run.name, options=run.options, measurement=None, problem="not installed", run_seconds=0.0)
+        problem = "not installed"
+    elif timeout_seconds <= 0:
+        problem = "no time left"
+    if problem is not None:
+        return Row(name=run.name, options=run.options, measurement=None, problem=problem, run_seconds=0.0)
     if service is not None:
-        result = service.run(run.command[WORKER_WORDS:], timeout_seconds=arguments.timeout)
+        result = service.run(run.command[WORKER_WORDS:], timeout_seconds=timeout_seconds)
     else:
         result = run_ranks(
             run.command,
             num_ranks=run.num_processes,
             environment=environment_of(run, arguments),
             output=output,
-            timeout_seconds=arguments.timeout,
+            timeout_seconds=timeout_seconds,
         )
     if result.problem is not None:
         print(result.log_end, flush=True)
@@ -249,6 +279,7 @@ def main() -> None:
         warmup=arguments.warmup,
     )
     end_runs_when_terminated()
+    ends = time.monotonic() + arguments.total_seconds
     print("\n".join(facts.values()), header(), sep="\n", flush=True)
     rows: list[Row] = []
     reference: float | None = None
@@ -264,7 +295,7 @@ def main() -> None:
             elif not is_own and service is not None:
                 kept.close()  # a peer has the machine to itself
                 service = None
-            row = measure(run, workload, arguments, output, service)
+            row = measure(run, workload, arguments, output, service, ends=ends)
             if row.measurement is not None:
                 rate = row.measurement.tokens_per_second
                 reference = rate if run.name == "Mobius" else reference
@@ -274,7 +305,7 @@ def main() -> None:
             if arguments.output is not None:
                 with arguments.output.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(record(row, facts), allow_nan=False) + "\n")
-    print("", markdown(rows), sep="\n")
+    print("", markdown(rows), "", *remarks(rows, workload.num_parameters), sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from mobius.plan.cards import card_of_device
 from mobius.units import GIB
 
 CAUSES = ("weights", "optimizer", "neighbours")
+MICROBATCH = ("rows_per_microbatch", "trial_seconds_per_row")
+"""What a peer tells that chooses its microbatch."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Measurement:
     """Parts of `load_seconds` on rank 0; recorded, and no column."""
     plan: Mapping[str, Any] | None = None
     """Mobius's plan and predictions; recorded, and no column."""
+    microbatch: Mapping[str, Any] | None = None
+    """Microbatch that a peer chose, and those it tried; recorded, and no column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +109,7 @@ def peer_measurement(output: Mapping[str, Any], workload: Workload, machine_byte
         machine_gib=machine_bytes / GIB,
         load_seconds=output["load_seconds"],
         loss=output["loss"],
+        microbatch={key: output[key] for key in MICROBATCH} if MICROBATCH[0] in output else None,
     )
 
 

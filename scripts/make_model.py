@@ -1,4 +1,4 @@
-"""Makes a Llama-shaped model folder for tests and benchmarks: random weights, or the configuration only.
+"""Makes a model folder of a known shape for tests and benchmarks: random weights, or the configuration only.
 
     python scripts/make_model.py 1b /tmp/llama-1b                # sharded safetensors
     python scripts/make_model.py 7b /tmp/llama-7b --config_only   # training starts from fresh weights
@@ -17,26 +17,32 @@ SIZES = {  # hidden, intermediate, layers, heads, key-value heads, tokens
     "7b": (4096, 11008, 32, 32, 32, 32000),
     "8b": (4096, 14336, 32, 32, 8, 128256),
     "13b": (5120, 13824, 40, 40, 40, 32000),
+    "14b": (5120, 13824, 48, 40, 8, 152064),
     "30b": (6656, 17920, 60, 52, 52, 32000),
+    "70b": (8192, 28672, 80, 64, 8, 32000),
 }
-"""Llama-2's shapes, a 1B one of the same kind, and that of Llama-3.1-8B."""
+"""Llama-2's shapes, a 1B one of the same kind, that of Llama-3.1-8B, and that of Qwen2.5-14B (14b)."""
+QWEN2_SIZES = ("14b",)
+"""Those of the family qwen2, whose queries, keys and values have biases."""
 TOKENIZER = Path(__file__).parents[1] / "assets" / "tiny-llama"
 
 
 def num_parameters(size: str, num_layers: int | None = None) -> int:
-    """Parameters of such a model: attention and feed-forward matrices, norms, embedding and head."""
+    """Parameters of such a model: attention and feed-forward matrices, biases, norms, embedding and head."""
     hidden, intermediate, layers, heads, key_heads, tokens = SIZES[size]
     attention = 2 * hidden**2 + 2 * hidden**2 * key_heads // heads
-    per_layer = attention + 3 * hidden * intermediate + 2 * hidden
+    biases = hidden + 2 * hidden * key_heads // heads if size in QWEN2_SIZES else 0
+    per_layer = attention + biases + 3 * hidden * intermediate + 2 * hidden
     return (num_layers or layers) * per_layer + 2 * tokens * hidden + hidden
 
 
 def write_config(folder: Path, size: str, num_layers: int | None = None) -> None:
     """Make `folder` with the configuration and the tokenizer; needs no torch and no transformers."""
     hidden, intermediate, layers, heads, key_heads, tokens = SIZES[size]
+    is_qwen2 = size in QWEN2_SIZES
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["Qwen2ForCausalLM" if is_qwen2 else "LlamaForCausalLM"],
+        "model_type": "qwen2" if is_qwen2 else "llama",
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": num_layers or layers,
