@@ -30,14 +30,15 @@ MOBIUS=${MOBIUS:-}                                         # more options of Mob
 ONE_MOBIUS=${ONE_MOBIUS:---num_stages 10 --num_chunks 8 --host_memory_limit 31.5}
 ONE_PEERS=${ONE_PEERS-lora-fsdp2-offload lora-zero3}
 CHUNKED_PEERS=${CHUNKED_PEERS-lora-fsdp2-offload-chunked lora-zero3-chunked}
-TWO_MOBIUS=${TWO_MOBIUS:---num_stages 10 --num_chunks 8}
-TWO_PEERS=${TWO_PEERS-lora-fsdp2 lora-fsdp2-compile lora-fsdp2-compile-chunked}
-SEVENTY_MOBIUS=${SEVENTY_MOBIUS:---num_stages 80 --num_chunks 8}
+TWO_MOBIUS=${TWO_MOBIUS:---num_stages 10 --num_chunks 8 --host_memory_limit 64} # all of the base stays on the GPUs
+TWO_VARIANT=${TWO_VARIANT:---num_stages 26}                # half of it streamed, activations kept in its place
+TWO_PEERS=${TWO_PEERS-lora-fsdp2 lora-fsdp2-chunked lora-fsdp2-compile-chunked}
+SEVENTY_MOBIUS=${SEVENTY_MOBIUS:---num_stages 80 --num_chunks 8 --host_memory_limit 180}
 
 # peers NAME...: the words that ask benchmark.py for them
 peers() { for name in $1; do printf -- '--peer %s ' "$name"; done; }
 
-# benchmark SIZE RANKS "OPTIONS OF MOBIUS" OPTIONS...
+# benchmark SIZE RANKS "OPTIONS OF MOBIUS" OPTIONS...   Peers get the allocator's setting that Mobius gives itself.
 benchmark() {
     local size=$1 ranks=$2 mobius=$3
     shift 3
@@ -45,13 +46,13 @@ benchmark() {
     # shellcheck disable=SC2086 # options are words
     $PYTHON benchmarks/benchmark.py "$size" --ranks "$ranks" --batch_size "$BATCH_SIZE" --seq_length "$SEQ_LENGTH" \
         --steps "$STEPS" --warmup "$WARMUP" --max_grad_norm 1 --timeout "$RUN_SECONDS" \
-        --total_seconds "$TOTAL_SECONDS" --output "$ROWS" "$@" $BENCHMARK -- --use_lora --lora_rank 8 $mobius $MOBIUS
+        --env PYTORCH_ALLOC_CONF=expandable_segments:True --total_seconds "$TOTAL_SECONDS" --output "$ROWS" "$@" $BENCHMARK -- --use_lora --lora_rank 8 $mobius $MOBIUS
 }
 
 # shellcheck disable=SC2046 # so are the words of peers
 part_one() { benchmark "$SIZE" 1 "$ONE_MOBIUS" $(peers "$ONE_PEERS"); }
 part_chunked() { benchmark "$SIZE" 1 "$ONE_MOBIUS" $(peers "$CHUNKED_PEERS"); }
-part_two() { benchmark "$SIZE" 2 "$TWO_MOBIUS" $(peers "$TWO_PEERS"); }
+part_two() { benchmark "$SIZE" 2 "$TWO_MOBIUS" --variant "26 stages=$TWO_VARIANT" $(peers "$TWO_PEERS"); }
 part_seventy() { benchmark "$SIZE_70B" 2 "$SEVENTY_MOBIUS" --timeout "$TOTAL_SECONDS"; }
 
 [ $# -gt 0 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }

@@ -33,7 +33,9 @@ def _predictions(measured: Measurement, num_parameters: int) -> Iterator[str]:
 def _microbatch(measured: Measurement) -> Iterator[str]:
     if measured.microbatch is None:
         return
-    tried = ", ".join(f"{rows}: {seconds:.3f}" for rows, seconds in measured.microbatch["trial_seconds_per_row"].items())
+    tried = ", ".join(
+        f"{rows}: {seconds:.3f}" for rows, seconds in measured.microbatch["trial_seconds_per_row"].items()
+    )
     yield f"{measured.microbatch['rows_per_microbatch']} rows per microbatch; tried, s per row: {tried}"
 
 

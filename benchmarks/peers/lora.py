@@ -4,6 +4,7 @@ Adapters are as peft makes them, beside every linear layer but the head. microba
 """
 
 import argparse
+from typing import Any
 
 import torch
 from peer import STANDARD_DEVIATION, make_parser, read_config
@@ -34,7 +35,8 @@ class ModelWithLoss(nn.Module):
     def __init__(self, model: PreTrainedModel, loss_chunk_tokens: int = 0) -> None:
         """`model` may have adapters."""
         super().__init__()
-        self.model, self._chunk_tokens = model, loss_chunk_tokens
+        self.model: Any = model
+        self._chunk_tokens = loss_chunk_tokens
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The mean loss of the next tokens of [rows, length]."""
@@ -59,7 +61,7 @@ def adapt(model: PreTrainedModel, arguments: argparse.Namespace, *, has_fp32_ada
     settings = LoraConfig(
         r=arguments.lora_rank, lora_alpha=arguments.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    adapted = get_peft_model(model, settings, autocast_adapter_dtype=has_fp32_adapters).get_base_model()
+    adapted: Any = get_peft_model(model, settings, autocast_adapter_dtype=has_fp32_adapters).get_base_model()
     adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     adapted.train()
     return ModelWithLoss(adapted, arguments.loss_chunk_tokens)

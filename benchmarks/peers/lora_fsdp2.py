@@ -1,6 +1,6 @@
 """A peer for benchmark.py: peft's adapters with torch's FSDP2, on random weights and tokens; run by torchrun.
 
-    torchrun --nproc_per_node 2 benchmarks/peers/lora_fsdp2.py FOLDER --batch_size 16 --seq_length 2048 --output row.json
+    torchrun --nproc_per_node 2 benchmarks/peers/lora_fsdp2.py FOLDER --batch_size 16 --seq_length 2048 ...
 
 The frozen base is bf16; adapters are fp32, as peft makes them, and compute in bf16. Layers and the embedding are
 sharded one by one; the head is gathered once per microbatch. With --offload all of it is in page-locked memory.
@@ -8,6 +8,7 @@ sharded one by one; the head is gathered once per microbatch. With --offload all
 
 import argparse
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ def main() -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    model = build_model(arguments, device)
+    model: Any = build_model(arguments, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
 

@@ -160,10 +160,12 @@ def test_the_fastest_microbatch_that_fits_is_trained_with(
 def test_two_ranks_of_fsdp2_train_adapters(tmp_path: Path) -> None:
     write_config(tmp_path / "model", "tiny", 1)
     output = tmp_path / "output.json"
-    words = "--batch_size 4 --seq_length 8 --steps 2 --max_grad_norm 1 --rows_per_microbatch 1 2 --loss_chunk_tokens 8"
+    words = f"{tmp_path / 'model'} --output {output}"
+    words += (
+        " --batch_size 4 --seq_length 8 --steps 2 --max_grad_norm 1 --rows_per_microbatch 1 2 --loss_chunk_tokens 8"
+    )
     result = run_ranks(
-        [sys.executable, str(BENCHMARKS / "peers" / "lora_fsdp2.py"), str(tmp_path / "model"), *words.split()]
-        + ["--output", str(output)],
+        [sys.executable, str(BENCHMARKS / "peers" / "lora_fsdp2.py"), *words.split()],
         num_ranks=2,
         environment={"OMP_NUM_THREADS": "1"},
         output=output,
