@@ -46,7 +46,8 @@ benchmark() {
     # shellcheck disable=SC2086 # options are words
     $PYTHON benchmarks/benchmark.py "$size" --ranks "$ranks" --batch_size "$BATCH_SIZE" --seq_length "$SEQ_LENGTH" \
         --steps "$STEPS" --warmup "$WARMUP" --max_grad_norm 1 --timeout "$RUN_SECONDS" \
-        --env PYTORCH_ALLOC_CONF=expandable_segments:True --total_seconds "$TOTAL_SECONDS" --output "$ROWS" "$@" $BENCHMARK -- --use_lora --lora_rank 8 $mobius $MOBIUS
+        --env PYTORCH_ALLOC_CONF=expandable_segments:True --total_seconds "$TOTAL_SECONDS" --output "$ROWS" "$@" \
+        $BENCHMARK -- --use_lora --lora_rank 8 $mobius $MOBIUS
 }
 
 # shellcheck disable=SC2046 # so are the words of peers
