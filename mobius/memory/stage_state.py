@@ -90,4 +90,7 @@ class StageState:
         if self.layout.is_trained(name):
             self.write_master(part, value.reshape(-1))
         else:
-            self.weights[part].copy_(value.reshape(-1))
+            # In chunks: torch makes a copy in the value's dtype of all that comes from a GPU at once.
+            chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (value.reshape(-1), self.weights[part]))
+            for chunk, weights in zip(*chunks, strict=True):
+                weights.copy_(chunk)
