@@ -23,6 +23,8 @@ from typing import IO, Any
 POLL_SECONDS = 0.2
 PORTS = range(20000, 32000)
 """Ports to listen on; Linux gives those from 32768 on to connections."""
+STARTER = "BENCHMARK_STARTER"
+"""Variable with the number of the process that started a rank."""
 PARENT_SECONDS = 1.0
 """Time between two looks at whether the parent is there."""
 GRACE_SECONDS = 5.0
@@ -98,6 +100,7 @@ def start_ranks(
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
+        STARTER: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a process that crashes tells where
         "PYTHONWARNINGS": "ignore",  # they would fill the end of the log
@@ -115,7 +118,11 @@ def end_ranks(ranks: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process, whatever it does by then, once its parent has gone."""
+    """End this process, whatever it does by then, once its parent has gone.
+
+    A process that is to end with whoever started it names that one's number, STARTER: a rank imports for seconds first,
+    and after them its parent may be another one already.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:

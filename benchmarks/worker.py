@@ -33,7 +33,7 @@ prepare_environment()  # before torch is imported
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from checkpointing import Saves, TakenUp  # noqa: E402
-from launch import end_with  # noqa: E402
+from launch import STARTER, end_with  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import PretrainedConfig  # noqa: E402
 
@@ -83,7 +83,7 @@ def serve(folder: Path) -> None:
 
 def orders(folder: Path) -> Iterator[tuple[Path, list[str]]]:
     """Where each run's output goes, and its options: 0.json, 1.json, ... when they appear, while the parent lives."""
-    end_with(os.getppid())
+    end_with(int(os.environ[STARTER]))
     for number in itertools.count():
         order = folder / f"{number}.json"
         while not order.exists():
