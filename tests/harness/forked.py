@@ -44,9 +44,13 @@ class Ranks:
         folder: Path,
         environment: Mapping[str, str],
         program: str = "main.py",
+        output_file: Path | None = None,
     ) -> None:
-        """Start them in `folder`; what they print goes to one file there. `program` is their sys.argv[0]."""
-        self.output_file = folder / f"output-{time.monotonic_ns()}.txt"
+        """Start them in `folder`; what they print goes to one file there or to `output_file`, which is there.
+
+        `program` is their sys.argv[0].
+        """
+        self.output_file = output_file or folder / f"output-{time.monotonic_ns()}.txt"
         self.output_file.touch()
         self.processes: list[ForkServerProcess] = []
         port = str(free_port())

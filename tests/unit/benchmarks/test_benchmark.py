@@ -253,28 +253,26 @@ def test_every_part_of_the_gpu_benchmarks_is_a_command_that_benchmark_understand
     assert (len(arguments.peer) > 0) == (part not in ("ablation", "stages", "30b"))
 
 
-def test_the_smallest_model_is_measured_beside_a_peer_on_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_starts")
+def test_the_smallest_model_is_measured_beside_a_peer_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = tmp_path / "rows.jsonl"
     options = "tiny --layers 2 --ranks 2 --same_processes --batch_size 4 --seq_length 16 --steps 3"
     options += " --peer fsdp2-offload --peer roundpipe"
     mobius = "--device cpu --num_stages 2 --num_chunks 2 --compile off"
-    more = ["--variant", "wrong=--no_such_option", "--output", rows]
-    finished = subprocess.run(
-        [sys.executable, BENCHMARKS / "benchmark.py", *options.split(), *more, "--", *mobius.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_SECONDS,
-    )
+    more = ["--variant", "wrong=--no_such_option", "--output", str(rows)]
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *options.split(), *more, "--", *mobius.split()])
+    benchmark.main()
 
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    printed = capsys.readouterr().out
     written = [json.loads(text) for text in rows.read_text().splitlines()]
     assert [(row["name"], row["problem"]) for row in written[:3]] == [
         ("Mobius", None),
         ("wrong", "failed"),
         ("fsdp2-offload", None),
-    ], finished.stdout
-    assert "unknown option `--no_such_option`" in finished.stdout
+    ], printed
+    assert "unknown option `--no_such_option`" in printed
     first, peer = written[0], written[2]
     assert first["ratio"] == 1
     rates = [row["measurement"]["tokens_per_second"] for row in (first, peer)]

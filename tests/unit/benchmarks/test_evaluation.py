@@ -35,6 +35,7 @@ def test_nothing_that_is_timed_is_refused(words: str, capsys: pytest.CaptureFixt
     assert "are needed for one that is timed" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_starts")
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_small_model_is_timed_by_two_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], is_packed: bool

@@ -109,6 +109,7 @@ def test_longer_samples_are_cut_as_everywhere(tmp_path: Path) -> None:
     assert read_lengths(file, 16) == [3, 16, 16]
 
 
+@pytest.mark.usefixtures("forked_starts")
 def test_two_ranks_of_fsdp2_train_on_packed_rows(tmp_path: Path) -> None:
     write_config(tmp_path / "model", "tiny", 2)
     lengths = np.random.default_rng(5).integers(2, 33, 60).tolist()

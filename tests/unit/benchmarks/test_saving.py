@@ -111,6 +111,7 @@ def test_a_checkpoint_that_only_got_no_name_is_told_as_not_saved(
         in_sessions(1, tmp_path / "model", f"{options} --num_iterations 2 --save_steps 1", random_samples(8, 8), train)
 
 
+@pytest.mark.usefixtures("forked_starts")
 @pytest.mark.parametrize("kind", ["", "--no_room --resume"])
 def test_a_small_model_saves_beside_its_steps_in_two_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
