@@ -61,6 +61,8 @@ def in_sessions(
             model_config = load_model_config(folder, config.model)
             blueprint = draw_blueprint(config, ranks, model_config, packed=packed_rows(batches))
         session = open_session(blueprint, folder, transport=transport)
+        # A rank alone would take a thread on every core for matrices that take one less time.
+        torch.set_num_threads(threads)
         try:
             return work(session, batches)
         finally:
