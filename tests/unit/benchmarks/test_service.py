@@ -128,9 +128,9 @@ def test_a_run_that_takes_too_long_is_ended(play: Path) -> None:
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, play: Path) -> None:
     """One of them while it plays, and one that still imports when that process ends."""
-    held = "import time\nwhile os.environ['RANK'] == '1' and os.getppid() == int(os.environ[STARTER]): time.sleep(0.01)\n"
+    held = "while os.environ['RANK'] == '1' and os.getppid() == int(os.environ[STARTER]):\n    time.sleep(0.01)\n"
     play.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\n"
+        f"import os, sys, time\nsys.path.insert(0, {str(BENCHMARKS)!r})\n"
         f"from launch import STARTER, end_with\n{held}end_with(int(os.environ[STARTER]))\n{play.read_text()}"
     )
     script = f"""
