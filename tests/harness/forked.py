@@ -23,7 +23,14 @@ from launch import free_port
 from mobius.ranks import prepare_environment
 
 ROOT = Path(__file__).parents[2]
-IMPORTED = ("main", "mobius.training.run", "mobius.planning.dry_run", "transformers.models.llama.modeling_llama")
+IMPORTED = (
+    "main",
+    "mobius.training.run",
+    "mobius.planning.dry_run",
+    "transformers.models.llama.modeling_llama",
+    "matplotlib.figure",  # for the picture at a run's end
+    "matplotlib.backends.backend_agg",
+)
 HANG_SECONDS = 1200.0
 """After which something hangs: ten times what the slowest test takes on the slowest machine that ran them."""
 

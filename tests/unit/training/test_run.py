@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mobius.activity import Activity
 from mobius.errors import ConfigError, PlanError
+from mobius.output.curves_picture import draw_training
 from mobius.output.metrics import StepMetrics
 from mobius.schedule.build import build_schedule
 
@@ -265,6 +266,7 @@ def test_trackers_state_and_card_are_left_and_no_secret_of_the_environment_is_to
 def test_a_picture_that_cannot_be_drawn_costs_a_warning_not_the_model(
     run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("mobius.training.records.draw_training", draw_training)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
     run()
