@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from mobius.errors import CheckpointError, first_line
 from mobius.excerpt import excerpt
+from mobius.models.text_parts.taken import text_part
 
 _COPIED_FILES = (
     "generation_config.json",
@@ -37,7 +38,7 @@ class BaseFiles:
     """Files of the base for the export, whatever happens to its folder in the meantime; some 20 to 40 MB."""
 
     config: Mapping[str, Any]
-    """config.json as it is."""
+    """config.json as it is; for the text part of a larger model, as it is for that alone."""
     copied: Mapping[str, bytes]
     """Path within the folder -> contents: generation defaults, tokenizer, chat template."""
 
@@ -66,7 +67,9 @@ def read_base_files(folder: Path) -> BaseFiles:
         copied = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}.") from error
-    return BaseFiles(read_json_object(folder / "config.json"), copied)
+    fields = read_json_object(folder / "config.json")
+    part = text_part(fields)
+    return BaseFiles(fields if part is None else part.fields, copied)
 
 
 def read_json_object(path: Path, *, may_repeat: bool = False) -> dict[str, Any]:

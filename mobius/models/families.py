@@ -19,6 +19,7 @@ from mobius.models.base_files import read_json_object, shown, told
 from mobius.models.by_plan.checked import checked_families
 from mobius.models.config_rules import disagreements, wrong_fields
 from mobius.models.known_shapes import LLAMA_SHAPES, SHAPES_ON_HUB, llama_fields
+from mobius.models.text_parts.taken import checked_text_parts, text_part
 from mobius.models.weights import folder_has_weights, has_own_head
 
 logger = logging.getLogger(__name__)
@@ -134,18 +135,17 @@ def changed_fields(base: Mapping[str, Any], config: PretrainedConfig) -> dict[st
 
 def _read_config(path: Path) -> PretrainedConfig:
     """The configuration of a supported family whose fields are right, each and together. Raises CheckpointError."""
-    fields = read_json_object(path)
-    _refuse_foreign(path, fields)
+    fields = _fields_of_text(path)
     family = fields.get("model_type")
     checked = checked_families()
     supported = f"Supported: {checked.names}."
     if not isinstance(family, str):
         raise CheckpointError(f"{path} names no family ('model_type' is {shown(family)}). {supported}")
-    if (reason := checked.why_not(family)) is not None:
-        text = fields.get("text_config")
-        if isinstance(text, dict) and text.get("model_type") in checked.supported:
+    reason = checked.why_not(family)
+    if reason is not None and family not in checked_text_parts():
+        if (text := _family_of_text(fields)) in checked.supported:
             reason = (
-                f"it is more than a text model. Its text part ('text_config') is of the family {text['model_type']!r}, "
+                f"it is more than a text model. Its text part ('text_config') is of the family {text!r}, "
                 "which is supported: save that part alone with transformers, and give its folder"
             )
         raise CheckpointError(f"{path} is of the family {family!r}, which is not supported: {reason}. {supported}")
@@ -166,6 +166,39 @@ def _read_config(path: Path) -> PretrainedConfig:
     if problems:
         raise CheckpointError(f"{path}: {'; '.join(problems)}. Mend it, or get the file anew.")
     return config
+
+
+def _fields_of_text(path: Path) -> dict[str, Any]:
+    """What is in the file; of a model that takes more than text, the fields that its text part has by itself.
+
+    Raises CheckpointError.
+    """
+    fields = read_json_object(path)
+    _refuse_foreign(path, fields)
+    try:
+        part = text_part(fields)
+    except Exception as error:  # transformers and its validators raise whatever a value makes them stumble over
+        raise CheckpointError(f"{path} is refused by transformers: {told(error)}") from error
+    if part is None:
+        if fields.get("model_type") in checked_text_parts().keys() & CONFIG_MAPPING.keys():
+            raise CheckpointError(
+                f"{path} describes more than a text model ({fields['model_type']}), and its 'text_config' is of the "
+                f"family {shown(_family_of_text(fields))}, which is no causal language model by itself. Supported: "
+                f"{checked_families().names}."
+            )
+        return fields
+    logger.warning(
+        "%s describes more than a text model (%s): its text part (%s) is trained, and saved as a text model by itself; "
+        "what is described by %s is neither trained nor saved",
+        *(path, part.whole, part.fields["model_type"], ", ".join(part.left_out) or "its other parts"),
+        extra=SAID_ONCE,
+    )
+    return part.fields
+
+
+def _family_of_text(fields: Mapping[str, Any]) -> object:
+    text = fields.get("text_config")
+    return text.get("model_type") if isinstance(text, dict) else None
 
 
 def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:

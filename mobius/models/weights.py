@@ -25,6 +25,7 @@ from mobius.log import SAID_ONCE
 from mobius.models.adapters.lora import adapted_linear
 from mobius.models.base_files import read_json_object, shown
 from mobius.models.blocks import ModelParts
+from mobius.models.text_parts.names import text_names
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,13 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Tensors of the checkpoint in `folder`, those of a text part by the names that it has alone."""
+    tensors = _read_stored(folder)
+    renamed = text_names(tensors)
+    return {renamed.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _read_stored(folder: Path) -> dict[str, StoredTensor]:
     """Tensors of the checkpoint in `folder`, by name; the files are those that transformers would take."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not single.is_file() and index.is_file():

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 NUM_LAYERS, WINDOW = 4, 4
 
-_FIELDS: Mapping[str, Any] = {
+FIELDS: Mapping[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": NUM_LAYERS,
@@ -91,7 +91,7 @@ def tiny_config(family: str, **more: Any) -> PretrainedConfig:
     """The tiny configuration of `family`, with whatever else is given."""
     kind = CONFIG_MAPPING[family]
     declared = {field.name for field in dataclasses.fields(kind)}
-    fields = {name: value for name, value in _FIELDS.items() if name in declared}
+    fields = {name: value for name, value in FIELDS.items() if name in declared}
     if "kv_lora_rank" in declared:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     config = kind(**fields | dict(_OVERRIDES.get(family, {})) | more)
