@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -20,9 +21,11 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from harness.family_checks import check_family, why_no_plan  # noqa: E402
 from harness.family_table import DOCUMENT, written_table  # noqa: E402
+from harness.text_parts import check_text_part, families_with_text  # noqa: E402
 from harness.tiny_families import causal_families, planned_families  # noqa: E402
 
 from mobius.models.by_plan.checked import PATH, CheckedFamilies  # noqa: E402
+from mobius.models.text_parts import taken  # noqa: E402
 
 
 def main() -> int:
@@ -34,20 +37,36 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     planned = planned_families()
-    found = {family: check_family(family) for family in named or planned}
-    for family, results in found.items():
-        print(f"{family:24}", ", ".join(f"{name}: {result}" for name, result in results.items()))
+    larger = taken.checked_text_parts().keys()
+    found = {family: (check_text_part if family in larger else check_family)(family) for family in named or planned}
+    _tell(found)
     if named:
         return int(any("refused" in results for results in found.values()))
     supported = {family: results for family, results in found.items() if "refused" not in results}
     refused = {family: results["refused"] for family, results in found.items() if "refused" in results}
-    for family in sorted(set(causal_families()) - set(planned)):
+    parts = _check_text_parts(supported)
+    taken_apart = {family for family, results in parts.items() if "parity" in results}
+    for family in sorted(set(causal_families()) - set(planned) - taken_apart):
         refused[family] = why_no_plan(family, supported)
     checked = CheckedFamilies(transformers.__version__, supported, dict(sorted(refused.items())))
     PATH.write_text(json.dumps(vars(checked), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (ROOT / DOCUMENT).write_text(written_table(checked), encoding="utf-8")
+    taken.PATH.write_text(json.dumps(parts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (ROOT / DOCUMENT).write_text(written_table(checked, parts), encoding="utf-8")
     print(f"{len(supported)} families are supported, {len(refused)} are not: {PATH}, {DOCUMENT}")
     return 0
+
+
+def _check_text_parts(supported: Mapping[str, object]) -> dict[str, dict[str, str]]:
+    """What is found for each family of larger models whose text part is of a supported family."""
+    families = families_with_text(supported)
+    parts = {family: {"text": text, **check_text_part(family)} for family, text in families.items()}
+    _tell(parts)
+    return parts
+
+
+def _tell(found: Mapping[str, Mapping[str, str]]) -> None:
+    for family, results in found.items():
+        print(f"{family:24}", ", ".join(f"{name}: {result}" for name, result in results.items()), flush=True)
 
 
 if __name__ == "__main__":

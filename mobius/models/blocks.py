@@ -26,6 +26,7 @@ from mobius.models.adapters.targets import PartNames, adapt
 from mobius.models.attention import IMPLEMENTATION, BlockMasks, DocumentAttention, Documents, choose_attention, register
 from mobius.models.base_files import told
 from mobius.models.by_plan.anatomy import NotByPlanError, find_anatomy, without_parameters
+from mobius.models.by_plan.constants import keep_constants
 from mobius.models.by_plan.scalings import Scaled, Steps
 from mobius.models.compiled import Arguments, CompiledFunction, ModuleGraphs
 from mobius.models.linear import TappedLinear, linears_called_once, tap_linears, weight_name
@@ -132,6 +133,7 @@ class ModelParts:
             )
         # Dropout would draw other numbers in the recomputed forward; fine-tuning models ship with 0.
         self.model = model.eval()
+        keep_constants(model)
         tap_linears(model)
         with _described_by(config):
             self._make_buffers_real(device)

@@ -19,7 +19,7 @@ from mobius.models.base_files import read_json_object, shown, told
 from mobius.models.by_plan.checked import checked_families
 from mobius.models.config_rules import disagreements, wrong_fields
 from mobius.models.known_shapes import LLAMA_SHAPES, SHAPES_ON_HUB, llama_fields
-from mobius.models.text_parts.taken import checked_text_parts, text_part
+from mobius.models.text_parts.taken import checked_text_parts, is_taken, text_part
 from mobius.models.weights import folder_has_weights, has_own_head
 
 logger = logging.getLogger(__name__)
@@ -141,13 +141,7 @@ def _read_config(path: Path) -> PretrainedConfig:
     supported = f"Supported: {checked.names}."
     if not isinstance(family, str):
         raise CheckpointError(f"{path} names no family ('model_type' is {shown(family)}). {supported}")
-    reason = checked.why_not(family)
-    if reason is not None and family not in checked_text_parts():
-        if (text := _family_of_text(fields)) in checked.supported:
-            reason = (
-                f"it is more than a text model. Its text part ('text_config') is of the family {text!r}, "
-                "which is supported: save that part alone with transformers, and give its folder"
-            )
+    if (reason := _why_not(family, fields)) is not None:
         raise CheckpointError(f"{path} is of the family {family!r}, which is not supported: {reason}. {supported}")
     if family not in CONFIG_MAPPING:
         raise CheckpointError(
@@ -168,6 +162,22 @@ def _read_config(path: Path) -> PretrainedConfig:
     return config
 
 
+def _why_not(family: str, fields: Mapping[str, Any]) -> str | None:
+    """A clause that says why models of `family` cannot be trained, or None if they can."""
+    checked = checked_families()
+    reason = checked.why_not(family)
+    if reason is None or is_taken(family):
+        return None
+    if (of_part := checked_text_parts().get(family)) is not None:
+        return f"it is more than a text model, and its text part alone {of_part['refused']}"
+    if (text := _family_of_text(fields)) in checked.supported:
+        return (
+            f"it is more than a text model. Its text part ('text_config') is of the family {text!r}, which is "
+            "supported: save that part alone with transformers, and give its folder"
+        )
+    return reason
+
+
 def _fields_of_text(path: Path) -> dict[str, Any]:
     """What is in the file; of a model that takes more than text, the fields that its text part has by itself.
 
@@ -180,9 +190,9 @@ def _fields_of_text(path: Path) -> dict[str, Any]:
     except Exception as error:  # transformers and its validators raise whatever a value makes them stumble over
         raise CheckpointError(f"{path} is refused by transformers: {told(error)}") from error
     if part is None:
-        if fields.get("model_type") in checked_text_parts().keys() & CONFIG_MAPPING.keys():
+        if is_taken(family := fields.get("model_type")) and family in CONFIG_MAPPING:
             raise CheckpointError(
-                f"{path} describes more than a text model ({fields['model_type']}), and its 'text_config' is of the "
+                f"{path} describes more than a text model ({family}), and its 'text_config' is of the "
                 f"family {shown(_family_of_text(fields))}, which is no causal language model by itself. Supported: "
                 f"{checked_families().names}."
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from mobius.models.by_plan.checked import CheckedFamilies
 
@@ -35,10 +35,20 @@ done on CPUs. Families with a cap on scores (gemma2, vaultgemma) make all scores
 packed. Layers with a state (qwen3_5_text) are computed by transformers' own loop unless its kernels are installed.
 
 """
+_PARTS = """
+## Text parts of larger models
+
+A checkpoint that also takes images or sound is trained by its text part, and a line says so: what is saved is a text
+model by itself, which `AutoModelForCausalLM` loads, without the other parts. Weights are found by their names,
+whichever prefix they have (`model.language_model.`, `language_model.model.`, `model.text_model.`). A family is listed
+if a tiny model of it gives, for text alone, the loss and every gradient of its text part in the pipeline, to the bit,
+from both forms in which transformers may name the weights; by the family of its text part:
+
+"""
 _TRIED = ("packing", "tiles", "slices")
 
 
-def written_table(checked: CheckedFamilies) -> str:
+def written_table(checked: CheckedFamilies, parts: Mapping[str, Mapping[str, str]]) -> str:
     """The page in Markdown."""
     lines = [_HEAD.format(count=len(checked.supported), version=checked.transformers)]
     lines += ["| family | loss and gradients | packing | tiles | slices |\n", "|---|---|---|---|---|\n"]
@@ -47,13 +57,27 @@ def written_table(checked: CheckedFamilies) -> str:
         cells = [_cell(found[name], notes) for name in _TRIED]
         lines.append(f"| {' | '.join([family, found['parity'], *cells])} |\n")
     lines += ["\n", *(line for number, note in enumerate(notes, 1) for line in _wrapped(f"{number}. {note}"))]
+    lines += [_PARTS, *_text_parts(parts)]
     lines += ["\n## Not supported\n\n", "Each is refused by its name, with the reason.\n\n"]
     by_reason: dict[str, list[str]] = {}
-    for family, reason in checked.refused.items():
+    of_parts = {family: found["refused"] for family, found in parts.items() if "refused" in found}
+    told = {family: f"is more than a text model, and its text part alone {why}" for family, why in of_parts.items()}
+    for family, reason in sorted((dict(checked.refused) | told).items()):
         by_reason.setdefault(reason.partition(" (")[0], []).append(family)
     for reason, families in sorted(by_reason.items(), key=lambda item: -len(item[1])):
         lines += _wrapped(f"- {reason}: {', '.join(families)}")
     return "".join(lines)
+
+
+def _text_parts(parts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """A list of the text parts that are trained, by their family."""
+    by_text: dict[str, list[str]] = {}
+    for family, found in parts.items():
+        if "parity" in found:
+            near = "" if found["parity"] == "bit-equal" else f" ({found['parity']})"
+            by_text.setdefault(found["text"], []).append(f"{family}{near}")
+    for text, families in sorted(by_text.items()):
+        yield from _wrapped(f"- {text}: {', '.join(families)}")
 
 
 def _cell(found: str, notes: list[str]) -> str:

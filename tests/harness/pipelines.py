@@ -92,7 +92,7 @@ class ModelWeights:
     """The weights of a model that is there."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._values = dict(model.named_parameters(remove_duplicate=False))
+        self._values = model.state_dict()
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._values[name].detach()

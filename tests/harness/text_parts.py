@@ -20,9 +20,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from mobius.config.config import ModelConfig
-from mobius.models.base_files import told
-from mobius.models.families import load_model_config
+from mobius.models.base_files import read_json_object, told
 from mobius.models.text_parts import taken
 from mobius.models.text_parts.names import text_names
 from mobius.models.weights import CheckpointWeights
@@ -35,10 +33,16 @@ _SMALL: Mapping[str, Any] = {
     **dict.fromkeys(("encoder_ffn_dim", "projection_dim"), 32),
     **dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "encoder_layers"), 1),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "encoder_attention_heads"), 2),
-    **{"image_size": 28, "patch_size": 14, "head_dim": 16, "vocab_size": 96, "num_position_embeddings": 16},
-    **dict.fromkeys(("fullatt_block_indexes", "deepstack_visual_indexes"), [0]),
+    "image_size": 28,
+    "patch_size": 14,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "num_position_embeddings": 16,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
 }
 """Fields of the parts that are for images and sound."""
+EXACT, NEAR = "bit-equal", "to 2e-6"
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _AUTO_CLASSES = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM")
 
@@ -58,12 +62,13 @@ def families_with_text(supported: Mapping[str, object]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def check_text_part(family: str) -> str:
-    """`bit-equal`, how near, or the reason why the text part of the tiny model of `family` is not trained."""
+def check_text_part(family: str) -> dict[str, str]:
+    """What is found: `parity` of the text part of the tiny model of `family`, or why it is `refused`."""
     try:
-        return _compare(family)
+        found = _compare(family)
     except Exception as error:  # whatever the family's code raises is the reason
-        return f"makes no tiny model that can be tried ({told(error)[:120]})"
+        found = f"makes no tiny model that can be tried ({told(error)[:120]})"
+    return {"parity" if found in (EXACT, NEAR) else "refused": found}
 
 
 def tiny_whole(family: str, *, is_tied: bool) -> PreTrainedModel:
@@ -145,7 +150,7 @@ def _compare(family: str) -> str:
                 worst = max(worst, 0.0 if name in shared and off <= 1e-6 else off)
     if worst > 2e-6:
         return f"does not give what transformers gives for text alone: a gradient is {worst:.0e} of its largest off"
-    return "bit-equal" if worst == 0 else "2e-6"
+    return EXACT if worst == 0 else NEAR
 
 
 def _save_as_on_the_hub(model: PreTrainedModel, folder: Path) -> None:
@@ -162,7 +167,9 @@ def _save_as_named(model: PreTrainedModel, folder: Path) -> None:
 
 def _run_text_part(folder: Path, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """The pipeline on what the program reads from `folder`."""
-    config = load_model_config(folder, ModelConfig(model_path=str(folder)))
+    part = taken.taken_out(read_json_object(folder / "config.json"))
+    assert part is not None
+    config = CONFIG_MAPPING[part.fields["model_type"]].from_dict(part.fields)
     model = model_of(config)
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
     source = CheckpointWeights(folder, tied)

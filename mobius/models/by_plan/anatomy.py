@@ -151,7 +151,7 @@ def _check_names(model: PreTrainedModel, parts: list[str]) -> None:
         raise NotByPlanError(f"has layers with several experts, which are not run here (such as {experts[0]})")
     if constants := sorted(model.state_dict().keys() - trained):
         raise NotByPlanError(
-            f"stores constants among its weights, which are not trained and not saved here (such as {constants[0]})"
+            f"stores constants among its weights that are whole numbers or stay in fp32 (such as {constants[0]})"
         )
 
 

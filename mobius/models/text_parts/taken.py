@@ -42,11 +42,16 @@ class TextPart:
 
 @functools.cache
 def checked_text_parts() -> Mapping[str, Mapping[str, str]]:
-    """Family of a larger model -> `family` of its text part in the check and the `parity` that was found.
+    """Family of a larger model -> what was found: family of its `text` part, `parity` or why it is `refused`.
 
-    `scripts/check_families` writes the file; others are refused.
+    `scripts/check_families` writes the file.
     """
     return cast(Mapping[str, Mapping[str, str]], json.loads(PATH.read_text(encoding="utf-8")))
+
+
+def is_taken(family: object) -> bool:
+    """Whether the text part of models of this family is trained."""
+    return isinstance(family, str) and "parity" in checked_text_parts().get(family, {})
 
 
 def text_part(fields: Mapping[str, Any]) -> TextPart | None:
@@ -55,7 +60,7 @@ def text_part(fields: Mapping[str, Any]) -> TextPart | None:
     Raises whatever the family's configuration class raises for wrong values.
     """
     whole = fields.get("model_type")
-    if whole not in checked_text_parts() or whole not in CONFIG_MAPPING:
+    if not is_taken(whole) or whole not in CONFIG_MAPPING:
         return None
     return taken_out(fields)
 
@@ -77,7 +82,9 @@ def taken_out(fields: Mapping[str, Any]) -> TextPart | None:
         getattr(config, "tie_word_embeddings", False) or given.get("tie_word_embeddings", False)
     )
     made["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
-    others = [name for name in getattr(kind, "sub_configs", {}) if name != "text_config" and getattr(config, name, None)]
+    others = [
+        name for name in getattr(kind, "sub_configs", {}) if name != "text_config" and getattr(config, name, None)
+    ]
     return TextPart(str(fields["model_type"]), made, tuple(others))
 
 
