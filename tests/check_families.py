@@ -20,11 +20,12 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from harness.family_checks import check_family, why_no_plan  # noqa: E402
-from harness.family_table import DOCUMENT, written_table  # noqa: E402
+from harness.family_table import DOCUMENT, VERSIONS, other_versions, written_table  # noqa: E402
 from harness.text_parts import check_text_part, families_with_text  # noqa: E402
 from harness.tiny_families import causal_families, planned_families  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
-from mobius.models.by_plan.checked import PATH, CheckedFamilies  # noqa: E402
+from mobius.models.by_plan.checked import PATH, CheckedFamilies, checked_families  # noqa: E402
 from mobius.models.text_parts import taken  # noqa: E402
 
 
@@ -32,10 +33,14 @@ def main() -> int:
     """Check all families, or those that are named, which writes nothing; 1 if a named one is refused."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("families", nargs="*", help="check these only and write nothing")
-    named = parser.parse_args().families
+    parser.add_argument("--beside", action="store_true", help="check what is supported with another transformers")
+    given = parser.parse_args()
+    named = given.families
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
+    if given.beside:
+        return _check_beside()
     planned = planned_families()
     larger = taken.checked_text_parts().keys()
     found = {family: (check_text_part if family in larger else check_family)(family) for family in named or planned}
@@ -51,7 +56,7 @@ def main() -> int:
     checked = CheckedFamilies(transformers.__version__, supported, dict(sorted(refused.items())))
     PATH.write_text(json.dumps(vars(checked), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     taken.PATH.write_text(json.dumps(parts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (ROOT / DOCUMENT).write_text(written_table(checked, parts), encoding="utf-8")
+    (ROOT / DOCUMENT).write_text(written_table(checked, parts, other_versions()), encoding="utf-8")
     print(f"{len(supported)} families are supported, {len(refused)} are not: {PATH}, {DOCUMENT}")
     return 0
 
@@ -62,6 +67,26 @@ def _check_text_parts(supported: Mapping[str, object]) -> dict[str, dict[str, st
     parts = {family: {"text": text, **check_text_part(family)} for family, text in families.items()}
     _tell(parts)
     return parts
+
+
+def _check_beside() -> int:
+    """Check what is supported with the installed transformers, and note how it differs from what was found."""
+    checked, parts = checked_families(), taken.checked_text_parts()
+    expected = dict(checked.supported) | {name: found for name, found in parts.items() if "parity" in found}
+    known = [family for family in expected if family in CONFIG_MAPPING]
+    different = {}
+    for family in known:
+        found = (check_text_part if family in parts else check_family)(family)
+        _tell({family: found})
+        if off := {name: value for name, value in found.items() if expected[family].get(name) != value}:
+            different[family] = off
+    unknown = [family for family in expected if family not in known]
+    results = {"num_same": len(known) - len(different), "different": different, "unknown": unknown}
+    versions = {**other_versions(), transformers.__version__: results}
+    VERSIONS.write_text(json.dumps(versions, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (ROOT / DOCUMENT).write_text(written_table(checked, parts, versions), encoding="utf-8")
+    print(f"transformers {transformers.__version__}: {len(known) - len(different)} families as before, {different}")
+    return 0
 
 
 def _tell(found: Mapping[str, Mapping[str, str]]) -> None:

@@ -14,7 +14,8 @@ from mobius.config.yaml_file import to_yaml
 from mobius.errors import CheckpointError
 from mobius.interruption import Standing
 from mobius.models.adapters.files import AdapterFolder, Base, check_base
-from mobius.models.base_files import BaseFiles
+from mobius.models.base_files import BaseFiles, read_json_object
+from mobius.models.text_parts.taken import text_part
 from mobius.output.adapters.merged import check_free
 from mobius.output.output_folder import OutputFolder
 from mobius.planning.blueprint import Blueprint
@@ -76,6 +77,12 @@ def base_of(sketch: Blueprint, model_folder: Path, resume: Resume | None) -> Bas
     adapters = sketch.config.adapters
     if adapters.merge and not sketch.config.output.overwrite_output_dir:
         check_free(merged_folder(sketch.config))
+    if (part := text_part(read_json_object(model_folder / "config.json"))) is not None:
+        raise CheckpointError(
+            f"--model_path {sketch.config.model.model_path} is more than a text model ({part.whole}), and adapters of "
+            "its text part would fit no model that peft loads. Write that part as a model of its own first, and give "
+            f"its folder:\n    python scripts/take_text_part.py {sketch.config.model.model_path} FOLDER"
+        )
     base = Base.of(sketch.config.model.model_path, model_folder)
     if base.fingerprint is None and adapters.merge:
         raise CheckpointError(f"`--merge`: {model_folder} has no weights, so there is nothing to merge adapters into.")

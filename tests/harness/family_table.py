@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from mobius.models.by_plan.checked import CheckedFamilies
 
 DOCUMENT = "docs/families.md"
+VERSIONS = Path(__file__).with_name("family_versions.json")
 _COLUMNS = 120
 _HEAD = """\
 # Families
@@ -45,10 +49,24 @@ if a tiny model of it gives, for text alone, the loss and every gradient of its 
 from both forms in which transformers may name the weights; by the family of its text part:
 
 """
+_VERSIONS = """
+## With other versions of transformers
+
+`bash scripts/check_transformers VERSION` makes an environment with that version beside the installed one, compares all
+that is supported there, and runs the tests of models:
+
+"""
 _TRIED = ("packing", "tiles", "slices")
 
 
-def written_table(checked: CheckedFamilies, parts: Mapping[str, Mapping[str, str]]) -> str:
+def other_versions() -> dict[str, dict[str, Any]]:
+    """Version of transformers -> what `scripts/check_transformers` has found with it."""
+    return dict(json.loads(VERSIONS.read_text(encoding="utf-8")))
+
+
+def written_table(
+    checked: CheckedFamilies, parts: Mapping[str, Mapping[str, str]], versions: Mapping[str, Mapping[str, Any]]
+) -> str:
     """The page in Markdown."""
     lines = [_HEAD.format(count=len(checked.supported), version=checked.transformers)]
     lines += ["| family | loss and gradients | packing | tiles | slices |\n", "|---|---|---|---|---|\n"]
@@ -58,6 +76,11 @@ def written_table(checked: CheckedFamilies, parts: Mapping[str, Mapping[str, str
         lines.append(f"| {' | '.join([family, found['parity'], *cells])} |\n")
     lines += ["\n", *(line for number, note in enumerate(notes, 1) for line in _wrapped(f"{number}. {note}"))]
     lines += [_PARTS, *_text_parts(parts)]
+    if versions:
+        lines += [
+            _VERSIONS,
+            *(line for version in sorted(versions) for line in _of_version(version, versions[version])),
+        ]
     lines += ["\n## Not supported\n\n", "Each is refused by its name, with the reason.\n\n"]
     by_reason: dict[str, list[str]] = {}
     of_parts = {family: found["refused"] for family, found in parts.items() if "refused" in found}
@@ -67,6 +90,16 @@ def written_table(checked: CheckedFamilies, parts: Mapping[str, Mapping[str, str
     for reason, families in sorted(by_reason.items(), key=lambda item: -len(item[1])):
         lines += _wrapped(f"- {reason}: {', '.join(families)}")
     return "".join(lines)
+
+
+def _of_version(version: str, results: Mapping[str, Any]) -> Iterator[str]:
+    """How the families of the table do with another transformers."""
+    text = f"- {version}: {results['num_same']} families and text parts as in the table"
+    if results["unknown"]:
+        text += f"; not known to it: {', '.join(results['unknown'])}"
+    for family, found in results["different"].items():
+        text += f"; {family}: {', '.join(f'{name} {value}' for name, value in found.items())}"
+    yield from _wrapped(text)
 
 
 def _text_parts(parts: Mapping[str, Mapping[str, str]]) -> Iterator[str]:

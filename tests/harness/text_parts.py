@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import transformers
 from harness.family_checks import MICROBATCHES, NUM_RANKS, SLOTS, STAGES_PER_RANK
-from harness.pipelines import Pipeline, make_batch, model_of
+from harness.pipelines import VOCAB, Pipeline, make_batch, model_of
 from harness.tiny_families import FIELDS, tiny_config
 from safetensors.torch import save_file
 from torch import Tensor
@@ -71,12 +71,12 @@ def check_text_part(family: str) -> dict[str, str]:
     return {"parity" if found in (EXACT, NEAR) else "refused": found}
 
 
-def tiny_whole(family: str, *, is_tied: bool) -> PreTrainedModel:
+def tiny_whole(family: str, *, is_tied: bool, vocab_size: int = VOCAB) -> PreTrainedModel:
     """A tiny model of `family` with random weights, its text part with all features on."""
     kind = cast(Any, CONFIG_MAPPING[family])
     default = kind()
     own = default.text_config
-    text = _tiny_text(own, is_tied=is_tied)
+    text = {**_tiny_text(own, is_tied=is_tied), "vocab_size": vocab_size}
     others = {}
     for name in kind.sub_configs:
         if name != "text_config" and (other := getattr(default, name, None)) is not None:

@@ -9,6 +9,7 @@ import pytest
 from harness.family_checks import parity_of
 
 FAMILIES = {
+    "apertus": "constants among its weights",
     "cohere2": "attention beside the feed-forward part, scaled logits",
     "exaone4": "norms behind attention and feed-forward part, a kind of layer without rotary embeddings",
     "gemma2": "scores and logits with a cap",

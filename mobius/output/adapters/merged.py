@@ -57,7 +57,7 @@ def merge_adapter(
     check_free(folder)
     if not folder_has_weights(base_folder):
         raise CheckpointError(f"{base_folder} has no weights, so there is nothing to merge an adapter into.")
-    shapes = _base_shapes(parts)
+    shapes = base_shapes(parts)
     added = _factors(adapter, shapes)
     base = CheckpointWeights(base_folder, parts.stored_names)
 
@@ -71,6 +71,22 @@ def merge_adapter(
         factors = (adapter.stored[f"{added[name]}.{kind}.weight"].read().float() for kind in (LORA_B, LORA_A))
         return weight.float().add_(torch.mm(*factors), alpha=adapter.scale).to(dtype)
 
+    write_whole(folder, parts, shapes, read, base_files or read_base_files(base_folder), dtype=dtype)
+
+
+def write_whole(
+    folder: Path,
+    parts: ModelParts,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    base_files: BaseFiles,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Write a model of `shapes`, whose tensors `read` gives in `dtype`, to `folder`, which appears whole.
+
+    Raises CheckpointError.
+    """
     parameters = [SavedParameter(name, shape, 0) for name, shape in shapes.items()]
     shards = plan_shards(parameters, dtype.itemsize, _SHARD_BYTES)
     partial = folder.with_name(f"{folder.name}.partial")
@@ -79,7 +95,7 @@ def merge_adapter(
         partial.mkdir(parents=True)
     write_shards(partial, shards, 0, read)
     write_index(partial, shards, parameters, dtype.itemsize)
-    write_model_files(partial, base_files or read_base_files(base_folder), parts.config, dtype=dtype)
+    write_model_files(partial, base_files, parts.config, dtype=dtype)
     verify_folder(partial, ())
     with told_as("rename", partial):
         if folder.is_dir():
@@ -87,7 +103,7 @@ def merge_adapter(
         partial.rename(folder)
 
 
-def _base_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
+def base_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the base's parameters as they are stored: a tied head is not."""
     blocks = parts.blocks[:-1] if parts.is_tied else parts.blocks
     named = {name: shape for block in blocks for name, shape in block.full_shapes().items()}

@@ -10,7 +10,9 @@ from harness.tiny_families import tiny_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from mobius.models.blocks import ModelParts
 from mobius.models.by_plan.anatomy import NotByPlanError, find_anatomy
+from mobius.models.by_plan.constants import keep_constants
 from mobius.models.by_plan.scalings import Kind, Scaled, Step, Watch, scale, scale_with_slope
 
 START = torch.tensor([[-2.0, -0.3], [0.5, 3.0]])
@@ -105,13 +107,34 @@ def test_a_scaled_module_keeps_the_names_of_its_parameters() -> None:
     ("family", "reason"),
     [
         ("mixtral", "has layers with several experts"),
-        ("apertus", r"stores constants among its weights.*act_fn\.beta"),
         ("hrm_text", "has no embedding, layers and norm by the names of its pipeline plan"),
     ],
 )
 def test_a_family_that_is_not_of_the_plan_is_told_why(family: str, reason: str) -> None:
     with pytest.raises(NotByPlanError, match=reason):
         find_anatomy(buffers_on_cpu(model_of(family)))
+
+
+def test_stored_constants_become_parameters_that_are_not_trained() -> None:
+    parts = ModelParts(tiny_config("apertus"), torch.device("cpu"))
+
+    for layer in parts.layers:
+        assert layer.frozen == {"mlp.act_fn.beta", "mlp.act_fn.eps"}
+        assert layer.num_trained == layer.num_parameters - 2
+    assert parts.embedding.frozen == parts.norm.frozen == parts.head.frozen == frozenset()
+
+
+@pytest.mark.parametrize(("dtype", "in_fp32"), [(torch.long, ()), (torch.float32, ("counted",))])
+def test_stored_whole_numbers_and_constants_that_stay_in_fp32_are_told(
+    dtype: torch.dtype, in_fp32: tuple[str, ...]
+) -> None:
+    model = buffers_on_cpu(model_of("llama"))
+    model.model.layers[0].register_buffer("counted", torch.zeros(2, dtype=dtype))
+    model._keep_in_fp32_modules_strict = set(in_fp32)
+    keep_constants(model)
+
+    with pytest.raises(NotByPlanError, match=r"stores constants .* \(such as model.layers.0.counted\)"):
+        find_anatomy(model)
 
 
 def test_parameters_outside_of_the_parts_are_told() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
-from harness.family_table import DOCUMENT, written_table
+from harness.family_table import DOCUMENT, other_versions, written_table
 from harness.pipelines import CPU
 from harness.tiny_families import causal_families, planned_families, tiny_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -16,10 +17,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
 from mobius.models import families
+from mobius.models.base_files import read_base_files
 from mobius.models.blocks import ModelParts
 from mobius.models.by_plan.checked import checked_families
 from mobius.models.config_rules import wrong_fields
-from mobius.models.families import load_model_config
+from mobius.models.families import changed_fields, load_model_config
+from mobius.models.text_parts import taken
+from mobius.models.text_parts.taken import checked_text_parts, is_taken
 from mobius.models.weights import InitialWeights
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +38,8 @@ def load(folder: Path) -> transformers.PretrainedConfig:
 
 
 def test_the_page_is_what_the_check_has_found() -> None:
-    assert (ROOT / DOCUMENT).read_text(encoding="utf-8") == written_table(CHECKED), "run scripts/check_families"
+    page = written_table(CHECKED, checked_text_parts(), other_versions())
+    assert (ROOT / DOCUMENT).read_text(encoding="utf-8") == page, "run scripts/check_families"
 
 
 def test_at_least_thirty_families_are_bit_equal_and_five_of_them_in_everything() -> None:
@@ -46,7 +51,8 @@ def test_at_least_thirty_families_are_bit_equal_and_five_of_them_in_everything()
 
 @OWN_VERSION
 def test_every_family_of_transformers_is_either_supported_or_refused_with_a_reason() -> None:
-    assert sorted([*CHECKED.supported, *CHECKED.refused]) == causal_families()
+    taken_apart = set(filter(is_taken, checked_text_parts())) & set(causal_families())
+    assert sorted([*CHECKED.supported, *CHECKED.refused, *taken_apart]) == causal_families()
     assert CHECKED.supported.keys() <= set(planned_families())
     assert all(CHECKED.refused.values())
 
@@ -93,7 +99,6 @@ def test_the_defaults_of_a_supported_family_break_no_rule(family: str) -> None:
         ("gpt2", "it has learned positions"),
         ("mamba", "it has layers that carry a state from token to token"),
         ("bart", "it has an encoder"),
-        ("apertus", "it stores constants among its weights"),
         ("llava", "it was not compared with transformers"),
     ],
 )
@@ -118,7 +123,51 @@ def test_a_family_that_an_older_transformers_does_not_know_is_told(
         load(tmp_path)
 
 
-def test_the_text_part_of_a_larger_model_is_named(tmp_path: Path) -> None:
+@OWN_VERSION
+def test_the_text_part_of_a_larger_model_is_taken_with_the_fields_of_a_text_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 3, "vocab_size": 500, "rope_theta": 5e5}
+    fields = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "eos_token_id": [1, 106]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+
+    config = load(tmp_path)
+
+    assert type(config) is CONFIG_MAPPING["gemma3_text"]
+    assert (config.num_hidden_layers, config.vocab_size, config.eos_token_id) == (3, 500, [1, 106])
+    assert config.tie_word_embeddings, "as the larger model has it"
+    assert "its text part (gemma3_text) is trained" in caplog.text
+    assert "vision_config is neither trained nor saved" in caplog.text
+    written = read_base_files(tmp_path).config
+    assert "architectures" in written
+    assert not {"text_config", "vision_config"} & written.keys()
+    assert changed_fields(written, config) == {}
+
+
+@OWN_VERSION
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"model_type": "llava", "text_config": {"model_type": "clip_text_model"}}, "'clip_text_model', which is no"),
+        ({"model_type": "llava", "text_config": {"model_type": "mixtral"}}, "'mixtral', which is not supported: it"),
+        ({"model_type": "cohere2_vision"}, "its text part alone does not give what transformers gives"),
+        ({"model_type": "gemma3", "text_config": {"hidden_size": "x"}}, "is refused by transformers"),
+        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 0}}, "'num_hidden_layers' is 0"),
+        ({"model_type": "gemma3", "quantization_config": {"quant_method": "awq"}}, "a quantized model"),
+    ],
+)
+def test_a_text_part_that_cannot_be_taken_is_refused(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+
+    with pytest.raises(CheckpointError, match=reason):
+        load(tmp_path)
+
+
+def test_the_text_part_of_a_model_that_was_not_compared_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (taken, families):
+        monkeypatch.setattr(module, "checked_text_parts", dict)
     fields = {"model_type": "mistral3", "text_config": {"model_type": "mistral"}, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
 

@@ -1,0 +1,103 @@
+"""The text part of a larger model is trained, and what is saved is a text model that transformers loads by itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import take_text_part
+import torch
+from harness.runs import TOKENIZER, make_dataset, run_main
+from harness.text_parts import tiny_whole
+from harness.tiny_families import tiny_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mobius.models.text_parts.names import text_names
+
+OPTIONS = """--model_path model --dataset data.jsonl --fp32 --num_stages 2 --num_chunks 1 --batch_size 2 --seq_length 32
+    --num_iterations 1 --save_dir out"""
+STILL = "--learning_rate 1e-30"
+"""Too small to change a number."""
+
+
+def make_whole(folder: Path, family: str) -> PreTrainedModel:
+    """Save a tiny model of `family` with the quickstart's tokenizer."""
+    model = tiny_whole(family, is_tied=False, vocab_size=4096 + 64)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / name)
+    return model
+
+
+def text_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Tensors of the text part, by the names that it has alone."""
+    stored = model.state_dict()
+    names = text_names(stored) | {"lm_head.weight": "lm_head.weight"}
+    return {own: stored[name] for name, own in names.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "class_name"),
+    [("gemma3", "gemma3_text", "Gemma3ForCausalLM"), ("qwen2_5_vl", "qwen2", "Qwen2ForCausalLM")],
+)
+def test_a_run_saves_the_text_part_as_a_text_model(tmp_path: Path, family: str, text: str, class_name: str) -> None:
+    whole = make_whole(tmp_path / "model", family)
+    make_dataset(tmp_path / "data.jsonl")
+
+    result = run_main(1, tmp_path, *OPTIONS.split(), *STILL.split())
+
+    assert result.returncode == 0, result.stdout
+    assert f"describes more than a text model ({family}): its text part ({text}) is trained" in result.stdout
+    assert "vision_config is neither trained nor saved" in result.stdout
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (fields["model_type"], fields["architectures"]) == (text, [class_name])
+    assert not {"text_config", "vision_config"} & fields.keys()
+    saved, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert type(saved).__name__ == class_name
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    expected = text_tensors(whole)
+    assert saved.state_dict().keys() == expected.keys()
+    assert all(torch.equal(saved.state_dict()[name], value) for name, value in expected.items())
+
+
+def test_adapters_ask_for_the_text_part_as_a_model_of_its_own_which_a_script_writes(tmp_path: Path) -> None:
+    whole = make_whole(tmp_path / "model", "mistral3")
+    make_dataset(tmp_path / "data.jsonl")
+    lora = ["--use_lora", "--lora_rank", "2"]
+
+    refused = run_main(1, tmp_path, *OPTIONS.split(), *lora)
+
+    assert refused.returncode == 1
+    assert "is more than a text model (mistral3)" in refused.stdout
+    assert "python scripts/take_text_part.py model FOLDER" in refused.stdout
+    assert take_text_part.main([str(tmp_path / "model"), str(tmp_path / "text"), "--dtype", "fp32"]) == 0
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "text").state_dict()
+    expected = text_tensors(whole)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    assert take_text_part.main([str(tmp_path / "text"), str(tmp_path / "again")]) == 1, "it is a text model already"
+
+
+def test_constants_among_the_weights_are_read_and_saved_unchanged(tmp_path: Path) -> None:
+    config = tiny_config("apertus", vocab_size=4096 + 64)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for number, layer in enumerate(model.model.layers):
+            layer.mlp.act_fn.beta.fill_(0.5 + number / 16)
+    model.save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, tmp_path / "model" / name)
+    make_dataset(tmp_path / "data.jsonl")
+
+    result = run_main(1, tmp_path, *OPTIONS.split(), "--learning_rate", "1e-2")
+
+    assert result.returncode == 0, result.stdout
+    saved, before = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), model.state_dict()
+    constants = [name for name in before if name.endswith((".beta", ".eps"))]
+    assert len(constants) == 2 * len(model.model.layers)
+    assert all(torch.equal(saved[name], before[name]) for name in constants)
+    assert not torch.equal(saved["model.layers.0.mlp.act_fn.alpha_p"], before["model.layers.0.mlp.act_fn.alpha_p"])
