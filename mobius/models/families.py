@@ -179,7 +179,7 @@ def _why_not(family: str, fields: Mapping[str, Any]) -> str | None:
 
 
 def _fields_of_text(path: Path) -> dict[str, Any]:
-    """What is in the file; of a model that takes more than text, the fields that its text part has by itself.
+    """Contents of the file; of a model that takes more than text, the fields that its text part has by itself.
 
     Raises CheckpointError.
     """

@@ -34,7 +34,7 @@ add in another order, too: their gradients are within 2e-6 of the norm.
 compares it for some families.
 
 Known weaknesses: a dry run takes every feed-forward part for one of three matrices, so it tells the activations of
-those with two (arcee, jais2, phi, starcoder2) some 20 % too low; a run on GPUs measures a layer instead. The check is
+those with two (apertus, arcee, jais2, phi, starcoder2) some 20 % too low; a run on GPUs measures a layer instead. The check is
 done on CPUs. Families with a cap on scores (gemma2, vaultgemma) make all scores of a sequence where rows are not
 packed. Layers with a state (qwen3_5_text) are computed by transformers' own loop unless its kernels are installed.
 
@@ -45,8 +45,9 @@ _PARTS = """
 A checkpoint that also takes images or sound is trained by its text part, and a line says so: what is saved is a text
 model by itself, which `AutoModelForCausalLM` loads, without the other parts. Weights are found by their names,
 whichever prefix they have (`model.language_model.`, `language_model.model.`, `model.text_model.`). A family is listed
-if a tiny model of it gives, for text alone, the loss and every gradient of its text part in the pipeline, to the bit,
-from both forms in which transformers may name the weights; by the family of its text part:
+if a tiny model of it gives, for text alone, the loss and every gradient of its text part in the pipeline, to the bit
+unless something else is said, from both forms in which transformers may name the weights. Those of Qwen2-VL and
+Qwen3-VL become Qwen2 and Qwen3, which compute the same for text. By the family of the text part:
 
 """
 _VERSIONS = """

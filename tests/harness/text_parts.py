@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from mobius.models.base_files import read_json_object, told
 from mobius.models.text_parts import taken
 from mobius.models.text_parts.names import text_names
-from mobius.models.weights import CheckpointWeights
+from mobius.models.weights import CheckpointWeights, has_own_head
 from mobius.runtime.executor import StepBatch
 
 MOST_PARAMETERS = 20_000_000
@@ -43,6 +44,7 @@ _SMALL: Mapping[str, Any] = {
 }
 """Fields of the parts that are for images and sound."""
 EXACT, NEAR = "bit-equal", "to 2e-6"
+_FOLDER = re.compile(r"/\S*/tmp\w+")
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _AUTO_CLASSES = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM")
 
@@ -67,7 +69,7 @@ def check_text_part(family: str) -> dict[str, str]:
     try:
         found = _compare(family)
     except Exception as error:  # whatever the family's code raises is the reason
-        found = f"makes no tiny model that can be tried ({told(error)[:120]})"
+        found = f"makes no tiny model that can be tried ({_FOLDER.sub('its checkpoint', told(error))[:120].strip()})"
     return {"parity" if found in (EXACT, NEAR) else "refused": found}
 
 
@@ -161,8 +163,8 @@ def _save_as_named(model: PreTrainedModel, folder: Path) -> None:
     """By the names that the model itself has, as transformers 5 may write them."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    named = dict(model.named_parameters())  # a tied matrix once
-    save_file({name: value.detach().clone() for name, value in named.items()}, folder / "model.safetensors")
+    once = {id(value): (name, value) for name, value in reversed(model.state_dict(keep_vars=True).items())}
+    save_file({name: value.detach().clone() for name, value in once.values()}, folder / "model.safetensors")
 
 
 def _run_text_part(folder: Path, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -170,6 +172,8 @@ def _run_text_part(folder: Path, batch: StepBatch) -> tuple[Tensor, dict[str, Te
     part = taken.taken_out(read_json_object(folder / "config.json"))
     assert part is not None
     config = CONFIG_MAPPING[part.fields["model_type"]].from_dict(part.fields)
+    if config.tie_word_embeddings and has_own_head(folder):  # as in a run
+        config.tie_word_embeddings = False
     model = model_of(config)
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
     source = CheckpointWeights(folder, tied)
