@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from harness.packed_rows import LENGTH, ROWS, documents_alone, make_packed_batch
@@ -17,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mobius.errors import MobiusError, first_line
 from mobius.models.blocks import ModelParts
+from mobius.models.config_rules import wrong_fields
 from mobius.models.sliced_attention.sliceable import sliceable
 from mobius.models.weights import CheckpointWeights
 
@@ -32,6 +35,9 @@ def check_family(family: str) -> dict[str, str]:
     try:
         model = model_of(tiny_config(family))
         ModelParts(model.config, CPU)
+        declared = {field.name for field in dataclasses.fields(cast(Any, model.config))}
+        if wrong := wrong_fields(type(model.config)().to_dict(), declared):
+            return {"refused": f"has what is not run here in its default configuration ({wrong[0]})"}
     except Exception as error:  # whatever the family's code raises is the reason
         return {"refused": _reason(error)}
     found = {"parity": parity_of(family)}

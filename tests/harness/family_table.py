@@ -34,9 +34,9 @@ add in another order, too: their gradients are within 2e-6 of the norm.
 compares it for some families.
 
 Known weaknesses: a dry run takes every feed-forward part for one of three matrices, so it tells the activations of
-those with two (apertus, arcee, jais2, phi, starcoder2) some 20 % too low; a run on GPUs measures a layer instead. The check is
-done on CPUs. Families with a cap on scores (gemma2, vaultgemma) make all scores of a sequence where rows are not
-packed. Layers with a state (qwen3_5_text) are computed by transformers' own loop unless its kernels are installed.
+those with two (apertus, arcee, jais2, phi, starcoder2) some 20 % too low; a run on GPUs measures a layer instead. The
+check is done on CPUs. Families with a cap on scores (gemma2, vaultgemma) make all scores of a sequence where rows are
+not packed. Layers with a state (qwen3_5_text) are computed by transformers' own loop unless its kernels are installed.
 
 """
 _PARTS = """
@@ -99,7 +99,8 @@ def _of_version(version: str, results: Mapping[str, Any]) -> Iterator[str]:
     if results["unknown"]:
         text += f"; not known to it: {', '.join(results['unknown'])}"
     for family, found in results["different"].items():
-        text += f"; {family}: {', '.join(f'{name} {value}' for name, value in found.items())}"
+        told = ", ".join(f"{name} ({value.partition(' (')[0]})" for name, value in found.items())
+        text += f"; otherwise {family}: {told}"
     yield from _wrapped(text)
 
 
