@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mobius.models.text_parts.names import text_names
 
 OPTIONS = """--model_path model --dataset data.jsonl --fp32 --num_stages 2 --num_chunks 1 --batch_size 2 --seq_length 32
-    --num_iterations 1 --save_dir out"""
+    --num_iterations 2 --warmup_steps 0 --save_dir out"""
 STILL = "--learning_rate 1e-30"
 """Too small to change a number."""
 
