@@ -32,6 +32,7 @@ _FAMILIES: Mapping[str, str] = {
     "doge": "a mask that is computed from its values and added to the scores",
     "diffllama": "the difference of two attentions, whose values are wider than their keys",
     **dict.fromkeys(("rwkv", "xlstm", "mamba", "mamba2", "falcon_mamba", "falcon_h1", "bamba", "jamba"), _STATE),
+    "recurrent_gemma": _STATE,  # transformers 5.17 names no kinds of its layers
 }
 
 

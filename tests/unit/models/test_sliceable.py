@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -52,7 +53,12 @@ def test_causal_attention_in_windows_or_not_can_be_sliced(family: str) -> None:
 def test_other_attention_is_refused_with_its_family_the_reason_and_a_way_out(
     family: str, fields: dict[str, Any], reason: str
 ) -> None:
-    message = sliceable(CONFIG_MAPPING[family](**fields))
+    try:
+        config = CONFIG_MAPPING[family](**fields)
+    except StrictDataclassError:
+        assert family == "musicgen"
+        pytest.skip("transformers 5.17 has no default configuration of it")
+    message = sliceable(config)
     assert message is not None
     assert re.search(f"'{family}'.*{reason}", message), message
     assert "--seq_length" in message
