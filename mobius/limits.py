@@ -11,13 +11,21 @@ NUM_MAILBOXES = 2
 
 MAX_SUMS = 2
 """Stages of a rank whose fp32 sums are on the GPU at a time where sums travel: one that adds up, one on its way."""
-MAX_LEAVING = 2
-"""Microbatches of a rank whose layers' inputs are still on the GPU while their copies to the host run: compute waits
-for the copy before those."""
-MAX_FETCHED = 2
-"""Microbatches of a rank whose layers' inputs have come back: the one in its backward, and the next."""
 KEYS_PER_CALL = 32768
 """Keys that a slice of a sequence attends to at a time: bounds the shapes that come up, and their gradients."""
+
+
+def max_leaving(reach: int) -> int:
+    """Microbatches of a rank whose layers' inputs are still on the GPU while their copies to the host run.
+
+    Compute waits for the copy before those. `reach` is the number of computations that a copy may take.
+    """
+    return reach + 1
+
+
+def max_fetched(reach: int) -> int:
+    """Microbatches of a rank whose layers' inputs have come back: the one in its backward, and the next ones."""
+    return reach + 1
 
 
 def max_sends_under_way(round_size: int) -> int:

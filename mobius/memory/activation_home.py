@@ -6,7 +6,7 @@ microbatches of one round take the places of the round before. Nothing is ever f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,21 +17,20 @@ from mobius.memory.host_arena import lock_pages, map_zeros, unlock_pages
 class ActivationHome:
     """Owns the memory; where it is page-locked it must be given back by `close` before the process ends."""
 
-    def __init__(self, place_bytes: Mapping[int, int], *, round_size: int, register: bool) -> None:
-        """Take `round_size` places of so many bytes for each stage.
+    def __init__(self, place_bytes: Mapping[int, Sequence[int]], *, register: bool) -> None:
+        """Take a place of so many bytes for each stage and microbatch of a round.
 
         `register` page-locks them for asynchronous copies. Raises HostMemoryError.
         """
-        self._round_size = round_size
         self._registered: list[Tensor] = []
-        self._places: dict[int, Tensor] = {}
+        self._places: dict[int, Sequence[Tensor]] = {}
         try:
-            for stage, num_bytes in place_bytes.items():
-                flat = map_zeros(round_size * num_bytes, torch.uint8)
+            for stage, sizes in place_bytes.items():
+                flat = map_zeros(sum(sizes), torch.uint8)
                 if register and flat.numel() > 0:
                     lock_pages(flat)
                     self._registered.append(flat)
-                self._places[stage] = flat.view(round_size, num_bytes)
+                self._places[stage] = flat.split([*sizes])
         except BaseException:
             self.close()
             raise
@@ -39,11 +38,12 @@ class ActivationHome:
     @property
     def num_bytes(self) -> int:
         """Memory of all stages."""
-        return sum(places.nbytes for places in self._places.values())
+        return sum(place.nbytes for places in self._places.values() for place in places)
 
     def place(self, stage: int, microbatch: int) -> Tensor:
         """The place, uint8 [bytes], of a microbatch of the step, which is that of one of another round too."""
-        return self._places[stage][microbatch % self._round_size]
+        places = self._places[stage]
+        return places[microbatch % len(places)]
 
     def close(self) -> None:
         """Unregister all memory; copies to and from it must have ended. Safe to call twice."""

@@ -86,6 +86,7 @@ class KeptActivations:
     """A forward until `backward` consumes it: its outputs, and what backward needs."""
 
     outputs: Tensors
+    """Empty where backward goes on from `LayerProducts`, whose outputs have gone their way."""
     _known: list[Tensor]
     """Tensors of the call, and what the forward kept beside them."""
     _graphs: _SplitGraphs
@@ -96,13 +97,24 @@ class KeptActivations:
 
     def backward(self, gradients: Tensors) -> tuple[Gradients, Tensors]:
         """Gradients of the leaves, and those of the inputs; `gradients` are those of `outputs`. Only once."""
-        for gradient, output in zip(gradients, self.outputs, strict=True):
+        for gradient, output in zip(gradients, self.outputs, strict=bool(self.outputs)):
             assert (gradient.shape, gradient.dtype) == (output.shape, output.dtype)
         with torch.no_grad():
             self._known.extend(gradient.contiguous() for gradient in gradients)
             taken = [self._known[position] for position in self._graphs.taken]
             self._known.clear()  # what is kept is freed as soon as it is used
             return _named(self._graphs.leaves, self._graphs.backward(taken))
+
+
+@dataclass(frozen=True)
+class LayerProducts:
+    """Activations of a forward that its backward can go on from anywhere and at any time, given weights and arguments.
+
+    That is the input, and what the forward keeps of level `PRODUCTS`.
+    """
+
+    inputs: Tensor
+    made: list[Tensor]
 
 
 class ModuleGraphs:
@@ -151,12 +163,37 @@ class ModuleGraphs:
         """The forward, which keeps what `level` says; its backward needs the same `weights` where they are."""
         with torch.no_grad():
             call = self._call(weights, tapped, inputs, arguments)
-            graphs = self._graph(("split", level, call.key), lambda: _split(call, level))
+            graphs = self._split_graphs(call, level)
             if graphs is None:
                 return None
-            made = cast(Sequence[Tensor], graphs.forward(*call.tensors))
-            outputs, kept = tuple(made[: graphs.num_outputs]), made[graphs.num_outputs :]
+            outputs, kept = graphs.run(call)
             return KeptActivations(outputs, [*call.tensors, *kept], graphs)
+
+    def make_products(
+        self, weights: Weights, tapped: Sequence[str], inputs: Tensor, arguments: Mapping[str, Any]
+    ) -> tuple[Tensors, LayerProducts] | None:
+        """The outputs, and what `resume` needs: neither weights nor arguments are held."""
+        with torch.no_grad():
+            call = self._call(weights, tapped, (inputs,), arguments)
+            graphs = self._split_graphs(call, KeptLevel.PRODUCTS)
+            if graphs is None:
+                return None
+            outputs, kept = graphs.run(call)
+            return outputs, LayerProducts(inputs, [*kept])
+
+    def resume(
+        self, weights: Weights, tapped: Sequence[str], products: LayerProducts, arguments: Mapping[str, Any]
+    ) -> KeptActivations:
+        """Backward's part of what `make_products` gave, with equal weights and arguments; empties `products`."""
+        call = self._call(weights, tapped, (products.inputs,), arguments)
+        graphs = self._split_graphs(call, KeptLevel.PRODUCTS)
+        assert graphs is not None, "the forward had the graphs"
+        known = [*call.tensors, *products.made]
+        products.made.clear()
+        return KeptActivations((), known, graphs)
+
+    def _split_graphs(self, call: _Call, level: KeptLevel) -> _SplitGraphs | None:
+        return self._graph(("split", level, call.key), lambda: _split(call, level))
 
     def _call(self, weights: Weights, tapped: Sequence[str], inputs: Tensors, arguments: Mapping[str, Any]) -> _Call:
         tensors, kinds = (arguments if isinstance(arguments, Arguments) else Arguments(arguments)).flat
@@ -264,6 +301,11 @@ class _SplitGraphs:
     taken: tuple[int, ...]
     """Positions in [*tensors, *kept, *gradients] of what `backward` takes."""
     leaves: Sequence[str]
+
+    def run(self, call: _Call) -> tuple[Tensors, Sequence[Tensor]]:
+        """The outputs of the forward, and what it keeps beside the call's tensors."""
+        made = cast(Sequence[Tensor], self.forward(*call.tensors))
+        return tuple(made[: self.num_outputs]), made[self.num_outputs :]
 
 
 def _compile_function(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mobius.models.blocks import Block
 from mobius.models.cheap import keeping_products
-from mobius.models.compiled import Gradients, KeptActivations, Tensors, as_tuple
+from mobius.models.compiled import Gradients, KeptActivations, LayerProducts, Tensors, as_tuple
 from mobius.models.linear import add_product, make_leaves, tap_names, weight_name
 from mobius.plan.plan import KeptLevel
 
@@ -99,6 +99,22 @@ def run_many_with_graph(
     with torch.enable_grad():
         outputs = run_block(*inputs) if level is KeptLevel.EVERYTHING else _keep_products(run_block, inputs)
     return AutogradGraph(inputs, leaves, as_tuple(outputs))
+
+
+def run_with_products(
+    block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any]
+) -> tuple[Tensor, LayerProducts] | None:
+    """Run `block` on [..., H] for its output and what `resume` needs; None if it is not compiled."""
+    made = None
+    if block.graphs is not None:
+        made = block.graphs.make_products(_own_views(weights, block), block.tapped, inputs.detach(), arguments)
+    return None if made is None else (made[0][0], made[1])
+
+
+def resume(block: Block, weights: Views, products: LayerProducts, arguments: Mapping[str, Any]) -> BlockGraph:
+    """Graph of the forward that gave `products`, which are emptied; with equal weights and arguments."""
+    assert block.graphs is not None, "the forward was compiled"
+    return block.graphs.resume(_own_views(weights, block), block.tapped, products, arguments)
 
 
 def _keep_products(run_block: Callable[..., Tensor], inputs: Tensors) -> Tensor:

@@ -119,12 +119,13 @@ def host_need(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostNe
     each = process_bytes(request, plan)
     if not request.machine.on_cpu:
         each = max(each, own_bytes)
-    inputs, results = (
-        plan.round_size * sum(len(plan.cuts[stage].layers) for stage in stages)
+    layers, attending = (
+        sum(len(plan.cuts[stage].layers) for stage in stages)
         for stages in (plan.stashed, plan.stashed & plan.attention_kept)
     )
-    attention = results * request.attention_bytes
-    stash = inputs * request.message_bytes + attention
+    attention = attending * plan.round_size * request.attention_bytes
+    products = layers * plan.num_products_home * max(0, request.product_bytes - request.message_bytes)
+    stash = layers * plan.round_size * request.message_bytes + products + attention
     return HostNeed(plan.num_ranks, streamed, streamed_bytes, resident, resident_bytes, each, stash, attention)
 
 

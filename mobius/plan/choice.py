@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from mobius.config.config import PipelineConfig, Recompute
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
@@ -20,16 +19,15 @@ from mobius.plan.fit import (
     check_given_plan,
     fit_plan,
     fits_host,
-    levels_to_try,
-    most_attention_kept,
     numbers_of_rounds,
 )
 from mobius.plan.gpu_peak import LayerBytes
-from mobius.plan.memory_use import ALIKE, by_score, by_simulation, closed_form
+from mobius.plan.memory_use import by_score, closed_form
 from mobius.plan.partition import most_stages
-from mobius.plan.plan import KeptLevel, Plan
+from mobius.plan.plan import Plan
 from mobius.plan.profile import MessageRates, Profile, with_frozen
 from mobius.plan.request import PlanRequest
+from mobius.plan.search.levels import fit_by_simulation
 from mobius.plan.simulation import Forecast, Prediction, forecast, plan_seconds, without_collector
 
 logger = logging.getLogger(__name__)
@@ -118,7 +116,7 @@ def answer(
         plan = given
         check_given_plan(request, plan, layer=layer)
     else:
-        plan = _fit_by_simulation(request, layer, profile) if profile and simulates else fit_plan(request, layer=layer)
+        plan = fit_by_simulation(request, layer, profile) if profile and simulates else fit_plan(request, layer=layer)
     told, prediction = forecast(plan, request, profile) if profile and simulates else (None, None)
     needs, host = gpu_needs(request, plan, layer), host_need(request, plan, own_bytes=own_bytes)
     return Answer(request, plan, needs, host, layer, profile, told, prediction)
@@ -329,39 +327,8 @@ def _simulated(request: PlanRequest, measured: Profile | None, *, is_quick: bool
     if is_quick:
         plan = fit_plan(request, layer=layer, choose=by_score(closed_form(request, profile)))
         return Setting(request, plan, profile, plan_seconds(plan, request, profile, num_steps=QUICK_STEPS))
-    plan = _fit_by_simulation(request, layer, profile)
+    plan = fit_by_simulation(request, layer, profile)
     return Setting(request, plan, profile, plan_seconds(plan, request, profile))
-
-
-@lru_cache(maxsize=8)  # what is chosen for auto is then asked for by its numbers
-def _fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: Profile) -> Plan:
-    plans = list[Plan]()
-    if (request.num_slices or 1) > 1:
-        return _sliced_by_simulation(request, layer, profile)
-    for level in levels_to_try(request, layer):
-        if plans and len(plans[0].kept) == len(plans[0].resident) == plans[0].num_stages:
-            break  # nothing is left to gain
-        # What a refusal advises is of the request as it was asked.
-        asked = request if level is request.plan.kept_level else replace(request, kept_level=level)
-        plan = fit_plan(asked, layer=layer, choose=by_simulation(profile))
-        # The level of a plan that keeps nothing says nothing.
-        plans.append(plan if plan.kept else replace(plan, kept_level=KeptLevel.EVERYTHING))
-    seconds = [plan_seconds(plan, request, profile) for plan in plans]
-    return plans[0] if seconds[0] <= min(seconds) * (1 + ALIKE) else plans[seconds.index(min(seconds))]
-
-
-def _sliced_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: Profile) -> Plan:
-    """The fastest plan of slices: as many stages keep attention's results as there is room for, or none do."""
-    asked = fit_plan(request, layer=layer, choose=by_simulation(profile))
-    if request.recompute is not Recompute.AUTO or request.num_attention_kept is not None:
-        return asked
-    most = most_attention_kept(request, layer=layer, choose=by_score(closed_form(request, profile)))
-    if most == 0:
-        return asked
-    keeping = fit_plan(replace(request, num_attention_kept=most), layer=layer, choose=by_simulation(profile))
-    if not fits_host(request, keeping):
-        return asked
-    return min((asked, keeping), key=lambda plan: plan_seconds(plan, request, profile))
 
 
 def _best_of_each(tried: Sequence[Setting]) -> list[Setting]:

@@ -42,9 +42,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mobius.limits import KEYS_PER_CALL, MAX_FETCHED, MAX_LEAVING, RECEIVES_AHEAD, max_sends_under_way
+from mobius.limits import KEYS_PER_CALL, RECEIVES_AHEAD, max_fetched, max_leaving, max_sends_under_way
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import KeptLevel, Plan
+from mobius.schedule.stashing import goes_whole
 
 LOGIT_BYTES_COMPILED = 2
 """Two tensors that the compiled loss makes per logit, logits and their gradient: times the working format."""
@@ -216,7 +217,11 @@ class _Rank:
         inputs = [self._inputs(stage) for stage in self._stages if stage in plan.stashed]
         self._most_inputs = max(inputs, default=0)
         """Bytes of what a stashed stage's layers keep of a microbatch."""
-        self._under_way = min(MAX_FETCHED, len(inputs) * plan.round_size) * self._most_inputs
+        layers = max((len(plan.cuts[stage].layers) for stage in self._stages if stage in plan.stashed), default=0)
+        self._more = max(0, layers * (size.layer.kept(KeptLevel.PRODUCTS) - size.activation))
+        """Further bytes of one of which products leave."""
+        self._under_way = min(max_fetched(plan.reach), len(inputs) * plan.round_size) * self._most_inputs
+        self._under_way += self._more * self._most_whole(max_fetched(plan.reach))
         """Bytes of what leaves or has come back; while the model's last stage turns, it need not all be there."""
         self._graph = size.layer.kept(plan.kept_level)
         self._ahead = 0 if plan.num_ranks == 1 else RECEIVES_AHEAD * size.activation
@@ -239,14 +244,26 @@ class _Rank:
         stayed, kept = self._all_kept(before)
         # The stage before may still leave, which may be larger.
         stashed = [each for each in (*before, stage) if each in self._plan.stashed]
-        number = min(MAX_LEAVING + 1, self._plan.round_size)
+        most = max_leaving(self._plan.reach) + 1
+        number = min(most, self._plan.round_size)
         inputs = [self._inputs(each) for each in stashed for _ in range(number)]
         ends = range(len(inputs) - number + 1, len(inputs) + 1)
-        own = max(sum(inputs[max(0, end - MAX_LEAVING - 1) : end]) for end in ends)
+        own = max(sum(inputs[max(0, end - most) : end]) for end in ends)
+        own += self._more * self._most_whole(min(most, len(inputs)))
         messages = self._ahead + self._sent(0, self._outputs([*before, stage]))
         # A forward without a graph makes less than one with it, and in tiles less than backward does in them.
         work = min(self._size.layer.graph, self._size.layer.recomputed_peak)
+        if self._plan.num_products_home:
+            work = self._size.layer.graph
         return Held(stayed + own, kept, messages, work)
+
+    def _most_whole(self, number: int) -> int:
+        """Microbatches whose products go home among so many that follow one another; stages begin anew."""
+        size = self._plan.round_size
+        if self._plan.num_products_home == 0 or self._more == 0:
+            return 0
+        whole = [goes_whole(m, round_size=size, number=self._plan.num_products_home) for m in range(size + number)]
+        return max(sum(whole[first : first + number]) for first in range(size))
 
     def _turn(self, stage: int, waiting: list[int]) -> Iterator[Held]:
         """Forward, loss and backward of one microbatch of the model's last stage."""
@@ -256,7 +273,8 @@ class _Rank:
         stayed, kept = self._all_kept(waiting)
         # A single microbatch turns when all that left has gone, and the stage before is back, if that was stashed.
         is_back = self._plan.round_size == 1 and self._plan.stashed.issuperset(waiting[-1:])
-        stayed += min(self._under_way, self._most_inputs) if is_back else self._under_way
+        one = self._most_inputs + self._more * self._most_whole(1)
+        stayed += min(self._under_way, one) if is_back else self._under_way
         is_only = self._plan.cuts[stage].is_first
         gradients = 0 if is_only else self._plan.round_size - 1
         messages = self._ahead + self._sent(gradients, self._outputs(waiting))
@@ -307,6 +325,8 @@ class _Rank:
         if len(self._plan.cuts[stage].layers) == 0:
             return 0
         layer = self._size.layer
+        if stage in self._plan.stashed and self._plan.num_products_home:
+            return max(layer.recomputed_peak, layer.peak - layer.kept(KeptLevel.PRODUCTS))
         return layer.peak - self._graph if self._keeps(stage) else layer.recomputed_peak
 
     def _outputs(self, stages: Sequence[int]) -> int:

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from mobius.config.config import Recompute
 from mobius.plan.partition import ModelShape, StageCut, balanced_partition
+from mobius.schedule.stashing import goes_whole, reach
 
 
 class KeptLevel(StrEnum):
@@ -63,6 +64,18 @@ class Plan:
     """Activations of the `kept` stages that are kept; of importance only where there are such stages."""
     attention_kept: frozenset[int] = frozenset()
     """Stages whose layers keep attention's result of a slice beside their input: backward does not attend again."""
+    num_products_home: int = 0
+    """Microbatches of each round of which the `stashed` stages send home all that products need, and run none again."""
+
+    @property
+    def reach(self) -> int:
+        """Computations under which what is stashed may leave, or come back."""
+        return reach(self.round_size, self.num_products_home)
+
+    def sends_products(self, stage: int, microbatch: int) -> bool:
+        """Whether the stage sends a microbatch's products home, and not only its layers' inputs."""
+        home = goes_whole(microbatch, round_size=self.round_size, number=self.num_products_home)
+        return stage in self.stashed and home
 
     @property
     def num_chunks(self) -> int:
@@ -167,6 +180,7 @@ def make_plan(
     num_slices: int = 1,
     kept_level: KeptLevel = KeptLevel.EVERYTHING,
     num_attention_kept: int = 0,
+    num_products_home: int = 0,
 ) -> Plan:
     """Cut the model evenly; all stages are streamed through `num_slots` slots, None: all are resident.
 
@@ -184,6 +198,7 @@ def make_plan(
         num_slices=num_slices,
         kept_level=kept_level,
         attention_kept=frozenset(range(num_stages - num_attention_kept * num_ranks, num_stages)),
+        num_products_home=num_products_home,
     )
     num_resident = plan.stages_per_rank if num_slots is None else 0
     return plan.using([MemoryUse(num_resident, 0, num_slots or 0)] * num_ranks)

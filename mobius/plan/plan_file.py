@@ -70,6 +70,7 @@ class SavedPlan:
             "num_slices": plan.num_slices,
             "kept_level": plan.kept_level,
             "kept_attention": sorted(plan.attention_kept),
+            "products_home": plan.num_products_home,
             "slots": plan.slots,
             "spans": [asdict(cut) for cut in plan.cuts],
             "resident": sorted(plan.resident),
@@ -137,6 +138,7 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
         _count(fields, "num_slices", least=1) if "num_slices" in fields else 1,
         _level(fields["kept_level"]) if "kept_level" in fields else KeptLevel.EVERYTHING,
         frozenset(_counts(fields, "kept_attention") if "kept_attention" in fields else ()),
+        _count(fields, "products_home") if "products_home" in fields else 0,
     )
     digest = _digest(_field(fields, "model"))
     return SavedPlan(digest, plan, _count(fields, "batch_size", least=1), _count(fields, "seq_length", least=2))
@@ -226,6 +228,9 @@ def _contradiction(saved: SavedPlan) -> str | None:
         return "resident stages, kept or stashed activations name a stage that there is not"
     if both := sorted(plan.stashed & (plan.kept | {number - 1})):
         return f"the stages {both} stash activations, which those that keep them and the last one cannot"
+    if plan.num_products_home > (plan.round_size if plan.stashed and plan.num_slices == 1 else 0):
+        told = f"products of {plan.num_products_home} microbatches of a round go home"
+        return f"{told}, which has {plan.round_size}; it takes stages that stash, and no slices"
     if plan.kept and plan.num_slices > 1:
         return f"the stages {sorted(plan.kept)} keep activations, but slices are recomputed"
     if plan.attention_kept and plan.num_slices == 1:

@@ -65,6 +65,9 @@ def _activations(plan: Plan, cut: StageCut) -> str:
         return "-"
     if cut.stage in plan.kept:
         return "kept" if plan.kept_level is KeptLevel.EVERYTHING else f"{plan.kept_level} kept"
+    if cut.stage in plan.stashed and plan.num_products_home:
+        share = f"{plan.num_products_home} of {plan.round_size}"
+        return f"products from the host ({share}), else recomputed"
     what = "linear parts recomputed" if cut.stage in plan.attention_kept else "recomputed"
     return f"{what} from the host" if cut.stage in plan.stashed else what
 

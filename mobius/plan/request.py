@@ -12,6 +12,7 @@ from typing import Any
 from mobius.config.config import Compile, Config, Dtype, Recompute
 from mobius.limits import INCOMING_EDGES, NUM_MAILBOXES
 from mobius.plan.cards import Card, Host
+from mobius.plan.gpu_peak import estimate_layer
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import KeptLevel, Plan, level_of, make_plan
 from mobius.plan.tasks import StepRules
@@ -19,6 +20,8 @@ from mobius.units import GIB
 
 MOMENTS_BYTES = 8
 """The two fp32 moments of AdamW, per parameter."""
+BESIDE_PRODUCTS = 1 / 64
+"""Share of what products need that is kept beside it: attention's log-sum-exps, a norm's numbers. An estimate."""
 OUTSIDE_BYTES = GIB
 """Memory of a card that the driver and communicators take. A guess, where what is free is not known."""
 
@@ -141,6 +144,10 @@ class PlanRequest:
     """None while auto is not resolved, which is planned as whole sequences."""
     kept_level: KeptLevel | None = None
     """None while it is not tried out, which is planned as what `recompute` says, or everything."""
+    num_products_home: int = 0
+    """Microbatches of a round whose products go home from stashed stages."""
+    measured_products: int | None = None
+    """Bytes of a layer's products and a microbatch where they were measured."""
     num_attention_kept: int | None = None
     """Stages of each rank that keep attention's results; None while it is not tried out, which is planned as what
     `recompute` says, or none."""
@@ -192,6 +199,7 @@ class PlanRequest:
             num_slices=self.num_slices or 1,
             kept_level=self.kept_level or level_of(pipeline.recompute),
             num_attention_kept=self._num_attention_kept,
+            num_products_home=self.num_products_home,
         )
 
     @property
@@ -311,6 +319,16 @@ class PlanRequest:
             self.shape.attention_width * self.sizes.weight + 4 * (self.shape.num_heads or 0)
         )
 
+    @cached_property
+    def product_bytes(self) -> int:
+        """Bytes on the host of all that a layer's products need of a microbatch, its input among them."""
+        found = self.measured_products
+        if found is None:
+            found = estimate_layer(
+                self.sizes.weight, self.shape, self.microbatch_tokens, compiled=self.compiles
+            ).products
+        return int((1 + BESIDE_PRODUCTS) * (found or 0))
+
     @property
     def mailbox_bytes(self) -> int:
         """GPU memory outside of torch's for the messages that arrive at a rank."""
@@ -340,6 +358,7 @@ class PlanRequest:
             gradient_bytes=self.sizes.gradient,
             is_tied=self.shape.is_tied and (self.shape.trained is None or self.shape.trained.embedding > 0),
             attention_bytes=self.attention_bytes,
+            product_bytes=self.product_bytes,
         )
 
     @property

@@ -103,6 +103,7 @@ def schedule_of(plan: Plan) -> Schedule:
             num_rounds=plan.num_rounds,
             num_slices=plan.num_slices,
             stashed=plan.stashed & {*plan.stages_of(rank)},
+            num_products_home=plan.num_products_home,
         )
         for rank, num_slots in enumerate(plan.slots)
     )
@@ -114,6 +115,7 @@ def schedule_of(plan: Plan) -> Schedule:
         num_rounds=plan.num_rounds,
         num_slices=plan.num_slices,
         stashed=plan.stashed,
+        num_products_home=plan.num_products_home,
     )
 
 

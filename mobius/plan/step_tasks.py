@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from mobius.limits import MAX_LEAVING, PIECE_ELEMENTS
+from mobius.limits import PIECE_ELEMENTS, max_leaving
 from mobius.plan.partition import ModelShape, StageCut
 from mobius.plan.plan import KeptLevel, Plan
 from mobius.plan.profile import Profile
@@ -33,8 +33,10 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
         forward = sum(layer.forward for layer in layers)
         keeps = cut.stage in plan.kept
         backward = sum(layer.backward if keeps else layer.recomputed_backward for layer in layers)
+        elementwise = sum(profile.elementwise_seconds(layer, shape) for layer in cut.layers)
         if keeps and plan.kept_level is KeptLevel.PRODUCTS:
-            backward += sum(profile.elementwise_seconds(layer, shape) for layer in cut.layers)
+            backward += elementwise
+        spared = sum(layer.recomputed_backward - layer.backward for layer in layers) - elementwise
         if cut.is_first:
             forward += profile.embedding_forward
             backward += profile.embedding_backward
@@ -55,6 +57,10 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
         )
         if len(plan.resident) < plan.num_stages:
             backward_launch *= LAUNCH_BESIDE_UPDATES
+        with_products = None
+        if plan.num_products_home and cut.stage in plan.stashed:
+            spared_launch = (launch.recomputed_backward - launch.backward) * num_layers
+            with_products = backward - spared + ACTION_GAP, backward_launch - spared_launch
         costs.append(
             StageCost(
                 forward + (0.0 if cut.is_last else ACTION_GAP),
@@ -68,6 +74,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
                 *attention,
                 cut.stage in plan.attention_kept,
                 loaded=cut.num_travelling(shape),
+                from_products=with_products,
                 keeps_trained=shape.keeps_trained,
             )
         )
@@ -212,8 +219,9 @@ class StepTasks:
             both = [task for task in (waits[WaitCause.WEIGHTS], state.sums.pop(stage)) if task is not None]
             waits[WaitCause.WEIGHTS] = self._task(None, 0.0, both)
         ends_stage = is_backward and action.microbatch == self.schedule.last_backward
-        seconds = cost.slice_seconds(action, self.schedule.num_slices)
-        launch = cost.backward_launch if is_backward else cost.forward_launch
+        has_products = self.schedule.sends_products(stage, action.microbatch)
+        seconds = cost.slice_seconds(action, self.schedule.num_slices, has_products=has_products)
+        launch = cost.launch_seconds(action, has_products=has_products)
         task = self._compute(rank, action, seconds, waits, launch=launch)
         target = outgoing(action, self.schedule.num_stages)
         if target is not None:
@@ -288,20 +296,24 @@ class StepTasks:
 
     def _add_stash(self, rank: int, action: Action) -> None:
         state = self.ranks[rank]
-        flow = self.flows.offload(rank, self.rules.kept_bytes(self.costs[action.stage]))
+        flow = self.flows.offload(rank, self._home_bytes(action))
         task = self._task((Lane.STASH, rank), flow, [] if state.last is None else [state.last], name=action)
         state.stashed[action.stage, action.microbatch] = task
         state.leaving.append(task)
-        while len(state.leaving) > MAX_LEAVING:
+        while len(state.leaving) > max_leaving(self.schedule.reach):
             state.left = state.leaving.popleft()
 
     def _add_fetch(self, rank: int, action: Action) -> None:
         state, key = self.ranks[rank], (action.stage, action.microbatch)
-        flow = self.flows.load(rank, self.rules.kept_bytes(self.costs[action.stage]))
+        flow = self.flows.load(rank, self._home_bytes(action))
         needs = [task for task in (state.last, state.stashed[key]) if task is not None]
         state.stashed[key] = self._task((Lane.FETCH, rank), flow, needs, name=action)
         while state.leaving:
             state.left = state.leaving.popleft()
+
+    def _home_bytes(self, action: Action) -> int:
+        has_products = self.schedule.sends_products(action.stage, action.microbatch)
+        return self.rules.kept_bytes(self.costs[action.stage], has_products=has_products)
 
     def _has_gradients(self, rank: int, stage: int) -> bool:
         return self.ranks[rank].last_is_backward[stage]

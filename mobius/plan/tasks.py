@@ -43,14 +43,24 @@ class StageCost:
     keeps_attention: bool = False
     loaded: int | None = None
     """Parameters that are loaded if the stage is streamed, `parameters` being those that are trained; None: as many."""
+    from_products: tuple[float, float] | None = None
+    """Seconds of a backward whose products have come back from the host, and of the host to enqueue it."""
     keeps_trained: bool = False
     """Whether what is trained stays on the GPU, which updates it, though the others are streamed."""
 
-    def slice_seconds(self, action: Action, num_slices: int) -> float:
+    def launch_seconds(self, action: Action, *, has_products: bool) -> float:
+        """Seconds of the host to enqueue an action; `has_products` as in `slice_seconds`."""
+        if not action.kind.is_backward:
+            return self.forward_launch
+        return self.from_products[1] if has_products and self.from_products else self.backward_launch
+
+    def slice_seconds(self, action: Action, num_slices: int, *, has_products: bool = False) -> float:
         """Seconds of an action on the compute lane; later slices attend to more keys.
 
-        Slice i of n has (2 i + 1) / n of the average number.
+        Slice i of n has (2 i + 1) / n of the average number. `has_products`: those of the microbatch were sent home.
         """
+        if has_products and self.from_products and action.kind.is_backward:
+            return self.from_products[0]
         if action.kind is ActionKind.KEYS:
             return self.keys
         seconds, attention = self.forward, self.forward_attention
@@ -76,9 +86,13 @@ class StepRules:
     """Whether the first and the last stage are updated after the step also without clipping."""
     attention_bytes: int = 0
     """Bytes of attention's result for a layer and microbatch, where that is kept."""
+    product_bytes: int = 0
+    """Bytes of all that a layer's products need of a microbatch."""
 
-    def kept_bytes(self, cost: StageCost) -> int:
-        """Bytes that the layers of a stage keep of a microbatch for recomputing."""
+    def kept_bytes(self, cost: StageCost, *, has_products: bool) -> int:
+        """Bytes that the layers of a stage send home of a microbatch: for recomputing, or for its products."""
+        if has_products:
+            return cost.num_layers * self.product_bytes
         return cost.num_layers * (self.message_bytes + (self.attention_bytes if cost.keeps_attention else 0))
 
 

@@ -233,8 +233,9 @@ def _draw(
             is_sliced=request.plan.num_slices > 1,
             with_products=may_keep_products(request),
         )
+    products = None if layer is None else layer.products
     found = answer(
-        request,
+        replace(request, measured_products=products),
         layer=layer,
         profile=profile,
         given=given,
@@ -257,6 +258,7 @@ def _blueprint(place: Place, parts: ModelParts, found: Answer, *, is_given: bool
         num_rounds=plan.num_rounds,
         num_slices=plan.num_slices,
         stashed=plan.stashed,
+        num_products_home=plan.num_products_home,
     )
     return Blueprint(place=place, parts=parts, answer=found, schedule=schedule, is_given=is_given)
 

@@ -87,6 +87,9 @@ def _contradictions(config: Config, saved: SavedPlan) -> dict[str, str]:
         found["use_prefetch"] = f"--no_prefetch, the plan has {plan.num_slots} slots"
     if pipeline.recompute is Recompute.FULL and plan.kept:
         found["recompute"] = f"--recompute full, the plan keeps activations of {len(plan.kept)} stages"
+    if plan.num_products_home and pipeline.recompute is not Recompute.AUTO:
+        told = f"the plan sends products of {plan.num_products_home} microbatches home"
+        found["recompute"] = f"--recompute {pipeline.recompute}, {told}"
     if plan.attention_kept and pipeline.recompute not in (Recompute.AUTO, Recompute.LINEAR):
         found["recompute"] = f"--recompute {pipeline.recompute}, the plan keeps results of attention"
     if pipeline.recompute is Recompute.LINEAR and len(plan.attention_kept) < plan.num_stages:

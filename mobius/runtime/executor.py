@@ -139,7 +139,7 @@ class Executor:
         self._position = DevicePosition(self._actions, device)
         self._to_device = new_stream(device)
         waiting = partial(self._waiting, WaitCause.ACTIVATIONS)
-        self._stash = Stash(home, device=device, waiting=waiting, spans=spans)
+        self._stash = Stash(home, device=device, waiting=waiting, reach=schedule.reach, spans=spans)
         self._step: _Step
         sources = [incoming(action, schedule.num_stages) for action in self._actions]
         self._senders = [self._schedule.rank_of(source) for source in sources if source is not None]
@@ -264,7 +264,8 @@ class Executor:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         inputs = self._stage_input(stage, microbatch)
-        output, kept = self._layers[stage].forward(self._weights(stage), inputs, self._turn(microbatch))
+        turn = self._turn(microbatch, for_home=self._schedule.sends_products(stage, microbatch))
+        output, kept = self._layers[stage].forward(self._weights(stage), inputs, turn)
         self._stash.put(stage, microbatch, kept)
         self._transport.send(output, self._schedule.rank_of(stage + 1))
 
@@ -328,11 +329,11 @@ class Executor:
             square = memory.seal_gradients(excluded=self._unsealed_names, listener=self._step.listener)
             self._step.sums.squared_norms[stage] = square
 
-    def _turn(self, microbatch: int) -> Turn:
+    def _turn(self, microbatch: int, *, for_home: bool = False) -> Turn:
         """Return what layers get beside the hidden states; without documents its arguments go by length."""
         step, group = self._step, microbatch // self._schedule.num_slices
         arguments = self._layer_inputs(step.rows[group].shape[1], step.documents[group])
-        return Turn(arguments, step.places[microbatch] if step.places else None)
+        return Turn(arguments, step.places[microbatch] if step.places else None, for_home)
 
     def _stage_input(self, stage: int, microbatch: int) -> Tensor:
         return self._step.tokens[microbatch] if self._stages[stage].cut.is_first else self._receive(stage - 1)

@@ -16,8 +16,17 @@ from torch import Tensor
 
 from mobius.models.attention import DocumentAttention
 from mobius.models.blocks import Block, LayerArguments, ModelParts
-from mobius.models.compiled import Arguments
-from mobius.models.graph import BlockGraph, Views, backward, recomputed_backward, run, run_with_graph
+from mobius.models.compiled import Arguments, LayerProducts
+from mobius.models.graph import (
+    BlockGraph,
+    Views,
+    backward,
+    recomputed_backward,
+    resume,
+    run,
+    run_with_graph,
+    run_with_products,
+)
 from mobius.models.halves import LayerHalves
 from mobius.models.loss import chunked_cross_entropy, chunked_evaluation
 from mobius.plan.gpu_peak import LayerBytes
@@ -27,8 +36,9 @@ from mobius.plan.request import PackedRows
 from mobius.runtime.documents import typical_arguments
 from mobius.runtime.tiles import TiledLayer
 
-Kept = Tensor | BlockGraph
-"""A layer's forward as backward needs it: its input [B, L, H] to recompute from, or its graph."""
+Kept = Tensor | BlockGraph | LayerProducts
+"""A layer's forward as backward needs it: its input [B, L, H] to recompute from, its graph, or what may leave the GPU.
+"""
 
 
 def tensors_of(kept: Sequence[Kept]) -> list[Tensor]:
@@ -80,9 +90,18 @@ class StageModule:
         self._first_trained = parts.first_trained
 
     def forward(
-        self, weights: Views, inputs: Tensor, arguments: LayerArguments, *, keep_graphs: bool = False
+        self,
+        weights: Views,
+        inputs: Tensor,
+        arguments: LayerArguments,
+        *,
+        keep_graphs: bool = False,
+        for_home: bool = False,
     ) -> tuple[Tensor, list[Kept]]:
         """Run the layers; with `keep_graphs` their backward will not recompute them.
+
+        `for_home`: nor will it run products again, and what is kept may go to the host and come back. Layers that are
+        not compiled keep their input then.
 
         Args:
             inputs: token ids [B, L] in the first stage, hidden states [B, L, H] in the others.
@@ -93,7 +112,12 @@ class StageModule:
         hidden = run(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         kept: list[Kept] = []
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
-            if keep_graphs and self._may_keep and index >= self._first_trained:
+            is_trained = index >= self._first_trained
+            made = run_with_products(layer, weights, hidden, arguments[index]) if for_home and is_trained else None
+            if made is not None:
+                kept.append(made[1])
+                hidden = made[0]
+            elif keep_graphs and self._may_keep and is_trained:
                 graph = run_with_graph(layer, weights, hidden, arguments[index], self._kept_level)
                 kept.append(graph)
                 hidden = graph.output.detach()
@@ -129,7 +153,9 @@ class StageModule:
             last = kept.pop()
             if index < self._first_trained:
                 continue
-            if isinstance(last, BlockGraph):
+            if isinstance(last, LayerProducts):
+                gradient = backward(layer, resume(layer, weights, last, arguments[index]), gradients, gradient)
+            elif isinstance(last, BlockGraph):
                 gradient = backward(layer, last, gradients, gradient)
             elif self._is_tiled(last):
                 gradient = self._tiled[index].backward(weights, gradients, last, gradient, arguments[index])

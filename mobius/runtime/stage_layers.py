@@ -25,6 +25,8 @@ class Turn:
     """For all layers of the model; of whole sequences."""
     place: Place | None = None
     """Where the microbatch is in its sequences; None where it is them."""
+    for_home: bool = False
+    """Whether what layers keep of it goes to the host, with all that products need."""
 
 
 class StageLayers(Protocol):
@@ -65,7 +67,8 @@ class WholeLayers:
     """Whether activations are kept from forward to backward, instead of recomputed; weights then must stay there."""
 
     def forward(self, weights: Views, inputs: Tensor, turn: Turn) -> tuple[Tensor, list[Kept]]:
-        return self.module.forward(weights, inputs, turn.arguments, keep_graphs=self.keep_graphs)
+        given = weights, inputs, turn.arguments
+        return self.module.forward(*given, keep_graphs=self.keep_graphs, for_home=turn.for_home)
 
     def evaluate(self, weights: Views, inputs: Tensor, turn: Turn) -> Tensor:
         return self.module.run(weights, inputs, turn.arguments)

@@ -1,5 +1,8 @@
 """Holds what forward leaves for backward, by stage and microbatch; that of stashed stages waits on the host.
 
+That is a tensor of each layer or, of `LayerProducts`, several. Products of as many layers leave as there is room for in
+the microbatch's place; of the other layers the input does, and they are run again.
+
 A copy never stops the host. The memory of what leaves is kept until compute has waited for its copy, so that what
 compute makes next cannot lie where a copy still reads:
 
@@ -9,6 +12,7 @@ compute makes next cannot lie where a copy still reads:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +22,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mobius.limits import MAX_LEAVING
+from mobius.limits import max_leaving
 from mobius.memory.activation_home import ActivationHome
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.streams import Event, new_stream, record_current
+from mobius.models.compiled import LayerProducts
 from mobius.runtime.stage import Kept, tensors_of
 from mobius.schedule.lanes import Lane
 
 Waiting = Callable[[], AbstractContextManager[None]]
 ALIGNMENT = 16
 """Bytes of which each tensor on the host begins at a multiple."""
+SMALL_BYTES = 64
+"""Bytes below which a made tensor stays: seeds of attention kernels, which are not always on the device."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +48,78 @@ class _Part:
     """A tensor that waits on the host."""
 
     shape: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Part:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first to the last one, gaps between its own counted."""
+        if self.shape.numel() == 0:
+            return 0
+        return 1 + sum(step * (size - 1) for step, size in zip(self.stride, self.shape, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        return home_bytes(((self.extent,), self.dtype))
+
+    def in_a_row(self, tensor: Tensor) -> Tensor:
+        """View of a tensor like this one as its elements in a row, so that a copy is one piece of memory."""
+        return tensor.as_strided((self.extent,), (1,))
+
     def in_place(self, place: Tensor) -> Tensor:
-        """View of the bytes that begin at a place as the tensor."""
-        return place[: self.shape.numel() * self.dtype.itemsize].view(self.dtype).view(self.shape)
+        """View of the bytes that begin at a place as the elements in a row."""
+        return place[: self.extent * self.dtype.itemsize].view(self.dtype)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A tensor like this one, with the same strides: compiled graphs go by them."""
+        return torch.empty(self.extent, dtype=self.dtype, device=device).as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer whose tensors have left, in the order of their way."""
+
+    inputs: _Part
+    made: Sequence[_Part | Tensor] | None = None
+    """The other tensors of `LayerProducts`, some of which have stayed. None: the input alone was kept."""
+
+    @property
+    def parts(self) -> list[_Part]:
+        return [self.inputs, *(each for each in self.made or () if isinstance(each, _Part))]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def kept(self, back: Iterator[Tensor]) -> Kept:
+        """The layer as it was kept, of tensors that have come back."""
+        inputs = next(back)
+        if self.made is None:
+            return inputs
+        return LayerProducts(inputs, [next(back) if isinstance(each, _Part) else each for each in self.made])
+
+
+def _leave(kept: Sequence[Kept], room: int) -> tuple[list[_Layer], list[Tensor]]:
+    """Layers of which tensors leave into `room` bytes, and these tensors."""
+    layers, leaving = list[_Layer](), list[Tensor]()
+    inputs = tensors_of([each.inputs if isinstance(each, LayerProducts) else each for each in kept])
+    room -= sum(_Part.of(each).num_bytes for each in inputs)
+    for each, own in zip(kept, inputs, strict=True):
+        layer, tensors = _Layer(_Part.of(own)), [own]
+        if isinstance(each, LayerProducts):
+            away = [made.device == own.device and made.nbytes >= SMALL_BYTES for made in each.made]
+            parts = [_Part.of(made) if leaves else made for made, leaves in zip(each.made, away, strict=True)]
+            whole = _Layer(layer.inputs, parts)
+            if whole.num_bytes - layer.num_bytes <= room:
+                room -= whole.num_bytes - layer.num_bytes
+                layer, tensors = whole, [own, *itertools.compress(each.made, away)]
+        layers.append(layer)
+        leaving += tensors
+    return layers, leaving
 
 
 def home_bytes(*parts: tuple[Sequence[int], torch.dtype]) -> int:
@@ -57,24 +131,34 @@ def _in_places(place: Tensor, parts: Sequence[_Part]) -> Iterator[Tensor]:
     start = 0
     for part in parts:
         yield part.in_place(place[start:])
-        start += home_bytes((part.shape, part.dtype))
+        start += part.num_bytes
 
 
 class Stash:
     """Owns the activations of one rank between forward and backward."""
 
     def __init__(
-        self, home: ActivationHome | None, *, device: torch.device, waiting: Waiting, spans: Spans = NO_SPANS
+        self,
+        home: ActivationHome | None,
+        *,
+        device: torch.device,
+        waiting: Waiting,
+        reach: int = 1,
+        spans: Spans = NO_SPANS,
     ) -> None:
-        """`home` has places for the stashed stages; `waiting` makes contexts in which compute is told to wait."""
+        """`home` has places for the stashed stages; `waiting` makes contexts in which compute is told to wait.
+
+        `reach` is the schedule's: the number of computations that a copy may take.
+        """
+        self._max_leaving = max_leaving(reach)
         self._home, self._device, self._waiting, self._spans = home, device, waiting, spans
         self._to_host, self._to_device = new_stream(device), new_stream(device)
         self._kept: dict[tuple[int, int], list[Kept]] = {}
         self._leaving: deque[_Leaving] = deque()
         self._arrivals: dict[tuple[int, int], Event] = {}
         """Ends of the last copies: to the host, then back."""
-        self._parts: dict[int, list[_Part]] = {}
-        """Tensors that a stage keeps of each microbatch, where they wait on the host."""
+        self._away: dict[tuple[int, int], list[_Layer]] = {}
+        """Layers of a stage and microbatch whose tensors wait on the host."""
 
     def __len__(self) -> int:
         return len(self._kept) + len(self._arrivals)
@@ -104,41 +188,43 @@ class Stash:
     def send(self, stage: int, microbatch: int) -> None:
         """Start to copy what was put to the host; compute waits for the copies before the last ones."""
         place, key = self._place(stage, microbatch), (stage, microbatch)
-        leaving = tensors_of(self._kept.pop(key))
-        parts = self._parts[stage] = [_Part(each.shape, each.dtype) for each in leaving]
+        self._away[key], leaving = _leave(self._kept.pop(key), place.nbytes)
+        parts = [part for layer in self._away[key] for part in layer.parts]
         done = record_current(self._device)
         with self._to_host.run():
             done.wait()
             with self._spans.device_span(Lane.STASH, f"S{stage}.{microbatch}"):
-                for target, source in zip(_in_places(place, parts), leaving, strict=True):
-                    target.copy_(source, non_blocking=True)
+                for target, part, source in zip(_in_places(place, parts), parts, leaving, strict=True):
+                    target.copy_(part.in_a_row(source), non_blocking=True)
             arrival = self._arrivals[key] = self._to_host.record()
         self._leaving.append(_Leaving(leaving, arrival))
-        self._let_go(MAX_LEAVING)
+        self._let_go(self._max_leaving)
 
     def fetch(self, stage: int, microbatch: int) -> None:
         """Start to copy it back; `take` then gives it."""
-        key, parts = (stage, microbatch), self._parts[stage]
+        key = stage, microbatch
+        parts = [part for layer in self._away[key] for part in layer.parts]
         sources = [*_in_places(self._place(stage, microbatch), parts)]
         self._let_go(0)
-        back = [torch.empty(part.shape, dtype=part.dtype, device=self._device) for part in parts]
+        back = [part.empty(self._device) for part in parts]
         is_free = record_current(self._device)  # of what their memory was before
         with self._to_device.run():
             is_free.wait()
             if key in self._arrivals:  # or it has come back before
                 self._arrivals[key].wait()
             with self._spans.device_span(Lane.FETCH, f"T{stage}.{microbatch}"):
-                for target, source in zip(reversed(back), reversed(sources), strict=True):
-                    target.copy_(source, non_blocking=True)
+                for part, target, source in reversed([*zip(parts, back, sources, strict=True)]):
+                    part.in_a_row(target).copy_(source, non_blocking=True)
             self._arrivals[key] = self._to_device.record()
-        self._kept[key] = [*back]
+        tensors = iter(back)
+        self._kept[key] = [layer.kept(tensors) for layer in self._away[key]]
 
     def clear(self) -> None:
         """Forget everything, after an error; copies may still run."""
         self._kept.clear()
         self._arrivals.clear()
         self._leaving.clear()
-        self._parts.clear()
+        self._away.clear()
 
     def _place(self, stage: int, microbatch: int) -> Tensor:
         assert self._home is not None, f"there is no room on the host for what stage {stage} keeps"

@@ -8,7 +8,7 @@ from mobius.schedule.check import check
 from mobius.schedule.looped import compute_order, data_actions, evaluation_order
 from mobius.schedule.residency import add_transfers
 from mobius.schedule.schedule import Schedule
-from mobius.schedule.stashing import add_stashes
+from mobius.schedule.stashing import add_stashes, reach
 
 
 def build_schedule(
@@ -21,6 +21,7 @@ def build_schedule(
     num_rounds: int = 1,
     num_slices: int = 1,
     stashed: Collection[int] = (),
+    num_products_home: int = 0,
     is_evaluation: bool = False,
 ) -> Schedule:
     """The looped breadth-first schedule of one step, or of one pass of an evaluation, already checked.
@@ -29,7 +30,7 @@ def build_schedule(
     of the others: 2 prefetch the next stage, 1 does not; with None every stage is resident. In `num_rounds` rounds one
     part of the microbatches goes forward and backward after the other. With `num_slices` a microbatch is a slice of
     sequences, so many of which follow one another. The layers' inputs of the stages in `stashed`
-    wait for backward on the host.
+    wait for backward on the host; of `num_products_home` microbatches of each round all that products need does.
     Raises ScheduleError where a number is below 1, and for rounds that the microbatches are no multiple of.
     """
     num_stages = num_ranks * stages_per_rank
@@ -65,13 +66,16 @@ def build_schedule(
             num_rounds=num_rounds,
             num_slices=num_slices,
             stashed=stashed,
+            num_products_home=num_products_home,
             is_evaluation=is_evaluation,
         )
         for rank, own_slots in enumerate(slots)
     )
     numbers_of = num_ranks, num_stages, num_microbatches
     away = frozenset(stashed)
-    schedule = Schedule(*numbers_of, slots, actions, staying, is_evaluation, num_rounds, away, num_slices)
+    schedule = Schedule(
+        *numbers_of, slots, actions, staying, is_evaluation, num_rounds, away, num_slices, num_products_home
+    )
     check(schedule)
     return schedule
 
@@ -87,6 +91,7 @@ def rank_actions(
     num_rounds: int = 1,
     num_slices: int = 1,
     stashed: Collection[int] = (),
+    num_products_home: int = 0,
     is_evaluation: bool = False,
 ) -> tuple[Action, ...]:
     """All actions of `rank`, not checked; 0 slots if it streams no stage."""
@@ -94,5 +99,7 @@ def rank_actions(
     order = evaluation_order(*numbers) if is_evaluation else compute_order(*numbers, num_rounds, num_slices)
     transfers = add_transfers(order, num_slots, resident) if num_slots else order
     own = set(stashed).intersection(range(rank, num_stages, num_ranks))
-    actions = add_stashes(transfers, own, num_slices=num_slices) if own and not is_evaluation else transfers
+    ahead = reach(num_microbatches // num_rounds, num_products_home)
+    is_stashing = bool(own) and not is_evaluation
+    actions = add_stashes(transfers, own, num_slices=num_slices, ahead=ahead) if is_stashing else transfers
     return (*data_actions(rank, num_ranks, num_stages), *actions)

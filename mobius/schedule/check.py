@@ -10,7 +10,7 @@ from enum import StrEnum
 from itertools import product
 
 from mobius.errors import ScheduleError
-from mobius.limits import MAX_FETCHED, MAX_SUMS
+from mobius.limits import MAX_SUMS, max_fetched
 from mobius.schedule.action import ActionKind, describe_misfit
 from mobius.schedule.schedule import Schedule, take_turns
 
@@ -43,7 +43,8 @@ class Rule(StrEnum):
     keys and values of all its slices are made anew, once and in order; the model's last stage still has them."""
     STASH = "stash"
     """Inputs of a stashed stage's layers go to the host behind their forward and come back before their backward, into
-    a place that is free; two microbatches at most have come back and wait. Other stages have no stash or fetch."""
+    a place that is free; no more microbatches have come back and wait than `Schedule.reach` allows. Other stages have
+    no stash or fetch."""
     DEADLOCK = "deadlock"
     """All ranks reach the end of their lists."""
 
@@ -61,6 +62,9 @@ def check(schedule: Schedule) -> None:
         raise ScheduleError(f"{Rule.SHAPE}: {len(schedule.actions)} lists of actions for {schedule.num_ranks} ranks")
     if schedule.num_stages < 1 or schedule.num_stages % schedule.num_ranks:
         raise ScheduleError(f"{Rule.SHAPE}: {schedule.num_stages} stages is no multiple of {schedule.num_ranks} ranks")
+    if not 0 <= schedule.num_products_home <= (schedule.round_size if schedule.num_slices == 1 else 0):
+        told = f"{schedule.num_products_home} microbatches of a round send their products home"
+        raise ScheduleError(f"{Rule.STASH}: {told}, a round has {schedule.round_size}, and slices cannot")
     for rank in range(schedule.num_ranks):
         for breaches in _CHECKS:
             for index, rule, text in breaches(schedule, rank):
@@ -207,6 +211,7 @@ def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
     home: dict[tuple[int, int], int] = {}
     """Microbatch whose inputs lie on the host, by stage and place."""
     back: set[tuple[int, int]] = set()
+    most_back = max_fetched(schedule.reach)
     for index, action in enumerate(schedule.actions[rank]):
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         if kind in _STASHES and stage not in schedule.stashed:
@@ -227,8 +232,8 @@ def _check_stashes(schedule: Schedule, rank: int) -> Iterator[_Breach]:
             if home.get(place) != microbatch:
                 yield index, Rule.STASH, "its inputs are not on the host"
             back.add(own)
-            if len(back) > MAX_FETCHED:
-                yield index, Rule.STASH, f"{len(back)} microbatches have come back and wait, {MAX_FETCHED} may"
+            if len(back) > most_back:
+                yield index, Rule.STASH, f"{len(back)} microbatches have come back and wait, {most_back} may"
         else:
             if own not in back:
                 yield index, Rule.STASH, "its inputs have not come back"

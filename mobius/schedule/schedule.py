@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from mobius.schedule.action import Action, incoming, outgoing
+from mobius.schedule.stashing import goes_whole, reach
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,19 @@ class Schedule:
     """Stages whose layers' inputs wait on the host from forward to backward."""
     num_slices: int = 1
     """Slices of each sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all."""
+    num_products_home: int = 0
+    """Microbatches of each round whose products go to the host from stashed stages, which do not run them again."""
+
+    def sends_products(self, stage: int, microbatch: int | None) -> bool:
+        """Whether the products of a microbatch wait on the host, and not only the inputs of the stage's layers."""
+        if stage not in self.stashed or microbatch is None:
+            return False
+        return goes_whole(microbatch, round_size=self.round_size, number=self.num_products_home)
+
+    @property
+    def reach(self) -> int:
+        """Computations under which what is stashed may leave, or come back."""
+        return reach(self.round_size, self.num_products_home)
 
     @property
     def round_size(self) -> int:

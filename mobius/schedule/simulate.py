@@ -11,9 +11,9 @@ and
     fetch     waits for its stash and for what computes before it in the list; its backward waits for it
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from mobius.limits import MAX_LEAVING
+from mobius.limits import max_leaving
 from mobius.schedule.action import Action, ActionKind, incoming
 from mobius.schedule.lanes import Lane
 from mobius.schedule.schedule import Schedule, take_turns
@@ -32,6 +32,10 @@ class Costs:
     """Sending the fp32 sums of a stage home between rounds, or bringing them back."""
     stash: int = 1
     """Sending the inputs of a stage's layers and a microbatch home, or bringing them back."""
+    products: int = 3
+    """Sending all that products need of a microbatch home, or bringing it back."""
+    kept_backward: int = 2
+    """Backward from what came back, of which no product is run again."""
     keys: int = 1
     """Making keys and values of a slice anew."""
 
@@ -89,14 +93,19 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
     for rank, action in order:
         source = incoming(action, schedule.num_stages)
         arrival = 0 if source is None else computed[action.kind.is_backward, source, action.microbatch]
-        span = _play(clocks[rank], action, arrival, schedule.slots[rank], costs)
+        own = costs
+        if schedule.sends_products(action.stage, action.microbatch):
+            own = replace(costs, stash=costs.products, backward=costs.kept_backward)
+        span = _play(clocks[rank], action, arrival, schedule.slots[rank], max_leaving(schedule.reach), own)
         if action.kind.is_compute:
             computed[action.kind.is_backward, action.stage, action.microbatch] = span.end
         spans[rank].append(span)
     return tuple(tuple(rank_spans) for rank_spans in spans)
 
 
-def _play(clock: _RankClock, action: Action, arrival: int, num_slots: int, costs: Costs) -> ActionSpan:
+def _play(
+    clock: _RankClock, action: Action, arrival: int, num_slots: int, most_leaving: int, costs: Costs
+) -> ActionSpan:
     lane = _LANES.get(action.kind, Lane.COMPUTE)
     start = max(clock.lane_free[lane], arrival)
     duration = 0
@@ -126,8 +135,8 @@ def _play(clock: _RankClock, action: Action, arrival: int, num_slots: int, costs
         clock.left[action.stage, action.microbatch] = start + duration
     elif action.kind.computes:
         start = max(start, clock.weights_ready.get(action.stage, 0))
-        if action.kind.is_forward and len(clock.stash_ends) > MAX_LEAVING:
-            start = max(start, clock.stash_ends[-MAX_LEAVING - 1])
+        if action.kind.is_forward and len(clock.stash_ends) > most_leaving:
+            start = max(start, clock.stash_ends[-most_leaving - 1])
         if action.kind.is_backward:
             start = max(start, clock.sums_ready.get(action.stage, 0))
         if not action.kind.is_forward:

@@ -10,35 +10,67 @@ backward. So two microbatches are on their way at most, in either direction, how
     stash          S0.0 S0.1 S0.2
     fetch                                               T0.0 T0.1 T0.2
 
+Of some microbatches, as many in each round as the plan says, not only the inputs go but all that matrix products need
+(`goes_whole`): these are not run again. They are spread evenly over the round, because their copies take longer than a
+forward computes, and those of the others less. A copy then has the time of as many computations as lie between two of
+them (`reach`), and a fetch stands so many before its backward.
+
+    four of ten       0  1 [2] 3 [4] 5  6 [7] 8 [9]
+
 Where sequences are cut into slices, keys and values are made anew from what was stashed, which comes back for that
 too; it stays on the host until it comes for the backward. That of the last slice comes once, for its backward follows.
 
 The model's last stage turns each microbatch round at once, and is never stashed.
 """
 
+from collections import deque
 from collections.abc import Collection, Sequence
 
 from mobius.schedule.action import Action, ActionKind
 
+MOST_REACH = 8
+"""Computations under which a copy may run, at most: inputs of so many microbatches wait on the GPU for their turn."""
 
-def add_stashes(actions: Sequence[Action], stashed: Collection[int], *, num_slices: int = 1) -> list[Action]:
+
+def goes_whole(microbatch: int, *, round_size: int, number: int) -> bool:
+    """Whether a microbatch of a stashed stage is one of the `number` of its round whose products go home."""
+    place = microbatch % round_size
+    return (place + 1) * number // round_size > place * number // round_size
+
+
+def reach(round_size: int, number: int) -> int:
+    """Computations under which a microbatch may leave, or come back: the distance of those that go whole.
+
+    `number` of a round do. Copies take turns, so that what is copied behind a long one may have to wait for it.
+    """
+    return min(MOST_REACH, -(-round_size // number)) if number else 1
+
+
+def add_stashes(
+    actions: Sequence[Action], stashed: Collection[int], *, num_slices: int = 1, ahead: int = 1
+) -> list[Action]:
     """Add to `actions`, those of one rank, a stash and a fetch for each microbatch of the stages in `stashed`.
 
-    A fetch stands before the compute action that its backward follows, but never before a stash: with that microbatch's
-    own, the memory of those that are leaving is given back.
+    A fetch stands before the compute action that is `ahead` of its backward, but never before a stash: with the fetch,
+    the memory of those that are leaving is given back.
     """
     result: list[Action] = []
-    place = 0
-    """Index of the last compute action, or behind a stash."""
+    places = deque[int](maxlen=ahead)
+    """Indices of the last compute actions."""
+    floor = 0
+    """Index behind the last stash."""
     for action in actions:
         if action.stage in stashed and _fetches(action, num_slices):
-            result.insert(place, Action(ActionKind.FETCH, action.stage, action.microbatch))
+            at = max(floor, places[0] if places else 0)
+            result.insert(at, Action(ActionKind.FETCH, action.stage, action.microbatch))
+            floor += floor == at
+            places = deque((place + (place >= at) for place in places), maxlen=ahead)
         if action.kind.computes:
-            place = len(result)
+            places.append(len(result))
         result.append(action)
         if action.stage in stashed and action.kind.is_forward:
             result.append(Action(ActionKind.STASH, action.stage, action.microbatch))
-            place = len(result)
+            floor = len(result)
     return result
 
 

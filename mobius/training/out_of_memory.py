@@ -6,7 +6,7 @@ import torch
 
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, first_line
-from mobius.limits import MAX_FETCHED
+from mobius.limits import max_fetched
 from mobius.plan.plan import Plan
 from mobius.planning.blueprint import Blueprint
 
@@ -57,7 +57,7 @@ def _stashes_help(plan: Plan) -> bool:
     """Whether fewer inputs of layers are under way to the host and back than wait on the GPU now."""
     for rank in range(plan.num_ranks):
         layers = [len(plan.cuts[stage].layers) for stage in plan.stages_of(rank) if not plan.cuts[stage].is_last]
-        if sum(layers) * plan.round_size > max(layers, default=0) * min(MAX_FETCHED, plan.round_size):
+        if sum(layers) * plan.round_size > max(layers, default=0) * min(max_fetched(plan.reach), plan.round_size):
             return True
     return False
 

@@ -180,6 +180,7 @@ def open_session(
         loss_chunk_tokens=pipeline.loss_chunk_tokens,
         waiting=blueprint.answer.request.waiting,
         message_shape=blueprint.message_shape,
+        product_bytes=blueprint.answer.request.product_bytes,
         tile_tokens=blueprint.tile_tokens,
         updates=UpdateQueue(activity) if pipeline.overlap_optimizer else None,
         spans=spans,

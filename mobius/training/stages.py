@@ -24,7 +24,7 @@ from mobius.runtime.executor import Executor
 from mobius.runtime.slices import SequenceCaches, SlicedStage
 from mobius.runtime.stage import StageModule
 from mobius.runtime.stage_layers import StageLayers, WholeLayers
-from mobius.runtime.stash import home_bytes
+from mobius.runtime.stash import ALIGNMENT, home_bytes
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.schedule import Schedule
 
@@ -58,14 +58,16 @@ class RankStages:
         loss_chunk_tokens: int,
         waiting: Collection[int],
         message_shape: tuple[int, int, int] | None = None,
+        product_bytes: int = 0,
         tile_tokens: int | None = None,
         updates: UpdateQueue | None = None,
         spans: Spans = NO_SPANS,
     ) -> RankStages:
         """Zeroed stages of `rank` as `plan` says; those in `waiting` keep their gradients (`take_memory`).
 
-        `message_shape` [B, L, H] is that of a layer's input, needed where some are stashed; `tile_tokens` is as in
-        `StageModule`. Raises HostMemoryError, and CheckpointError as that does.
+        `message_shape` [B, L, H] is that of a layer's input, needed where some are stashed, and `product_bytes` are
+        those of a layer and microbatch of which products go home; `tile_tokens` is as in `StageModule`. Raises
+        HostMemoryError, and CheckpointError as that does.
         """
         modules = {
             stage: StageModule(
@@ -90,18 +92,25 @@ class RankStages:
             updates=updates,
             spans=spans,
         )
-        inputs = LayerInputs(parts, device=device, dtype=dtype)
+        layer_inputs = LayerInputs(parts, device=device, dtype=dtype)
         home = None
         stashed = plan.stashed.intersection(modules)
         if stashed:
             assert message_shape is not None, "what is stashed has a shape"
+            inputs_alone = {
+                stage: _kept_bytes(parts, message_shape, dtype, keeps_attention=stage in plan.attention_kept)
+                for stage in sorted(stashed)
+            }
+            whole = -(-product_bytes // ALIGNMENT) * ALIGNMENT
             home = ActivationHome(
                 {
-                    stage: len(plan.cuts[stage].layers)
-                    * _kept_bytes(parts, message_shape, dtype, keeps_attention=stage in plan.attention_kept)
-                    for stage in sorted(stashed)
+                    stage: [
+                        len(plan.cuts[stage].layers)
+                        * (max(whole, alone) if plan.sends_products(stage, place) else alone)
+                        for place in range(plan.round_size)
+                    ]
+                    for stage, alone in inputs_alone.items()
                 },
-                round_size=plan.round_size,
                 register=device.type == "cuda",
             )
         slices = None
@@ -122,7 +131,7 @@ class RankStages:
             device=device,
             modules=modules,
             memory=memory,
-            layer_inputs=inputs,
+            layer_inputs=layer_inputs,
             arena=arena,
             slices=slices,
             home=home,

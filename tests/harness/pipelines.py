@@ -122,6 +122,10 @@ class Pipeline:
     num_rounds: int = 1
     stashed: frozenset[int] = frozenset()
     """Stages whose layers' inputs wait on the host."""
+    num_products_home: int = 0
+    """Microbatches of a round whose products go home from stashed stages."""
+    product_bytes: int = 2**20
+    """Room on the host for what a layer sends of one of these."""
     num_slices: int = 1
     """Slices of each sequence; `num_microbatches` counts all."""
     keeps_attention: bool = False
@@ -160,6 +164,7 @@ class Pipeline:
             loss_chunk_tokens=self.loss_chunk_tokens,
             waiting=range(plan.num_stages),
             message_shape=(rows, length // self.num_slices, self.model.config.hidden_size),
+            product_bytes=self.product_bytes,
             tile_tokens=self.tile_tokens,
         )
         self._stages.append(stages)
@@ -173,6 +178,7 @@ class Pipeline:
             num_rounds=self.num_rounds,
             num_slices=self.num_slices,
             stashed=self.stashed,
+            num_products_home=self.num_products_home,
         )
         sums = stages.executor(schedule, transport).run(batch)
         if parts.trained_tied_names:
@@ -197,6 +203,7 @@ class Pipeline:
             num_rounds=self.num_rounds,
             num_slices=self.num_slices,
             stashed=self.stashed,
+            num_products_home=self.num_products_home,
             kept_level=self.kept_level,
             attention_kept=frozenset(range(num_stages) if self.keeps_attention else ()),
         )

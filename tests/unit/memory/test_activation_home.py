@@ -8,7 +8,7 @@ from mobius.memory.activation_home import ActivationHome
 
 
 def make_home() -> ActivationHome:
-    return ActivationHome({0: 96, 3: 48}, round_size=2, register=False)
+    return ActivationHome({0: (96, 64), 3: (48, 32)}, register=False)
 
 
 def test_each_stage_and_microbatch_has_a_place_of_its_own() -> None:
@@ -17,7 +17,7 @@ def test_each_stage_and_microbatch_has_a_place_of_its_own() -> None:
 
     for (stage, microbatch), number in numbers.items():
         place = home.place(stage, microbatch)
-        assert place.shape == ((96 if stage == 0 else 48),)
+        assert place.shape == ({(0, 0): 96, (0, 1): 64, (3, 0): 48, (3, 1): 32}[stage, microbatch],)
         place.fill_(number)
 
     for (stage, microbatch), number in numbers.items():
@@ -33,4 +33,4 @@ def test_microbatches_of_the_next_round_take_the_places_of_this_one() -> None:
 
 
 def test_its_bytes_are_those_of_all_places() -> None:
-    assert make_home().num_bytes == 2 * (96 + 48)
+    assert make_home().num_bytes == 96 + 64 + 48 + 32

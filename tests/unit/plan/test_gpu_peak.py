@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from harness.plan_requests import known_shape, request_of
 
-from mobius.limits import MAX_LEAVING, max_sends_under_way
+from mobius.limits import max_leaving, max_sends_under_way
 from mobius.plan import gpu_peak
 from mobius.plan.budget import gpu_needs
 from mobius.plan.gpu_peak import Held, LayerBytes, MicrobatchBytes, largest_moment
@@ -102,13 +102,17 @@ def test_an_end_without_layers_keeps_nothing_but_what_passes() -> None:
     assert largest_moment(keeping(plan, 0, 2), 0, SIZE).graphs in (0, 400)
 
 
-def most_inputs(schedule: Schedule, plan: Plan, rank: int) -> int:
-    """Most inputs of layers and microbatches that are on a rank's GPU at a time, counted action by action."""
+def most_inputs(schedule: Schedule, plan: Plan, rank: int, *, products: int = 1) -> int:
+    """Most inputs of layers and microbatches that are on a rank's GPU at a time, counted action by action.
+
+    Of a microbatch whose products go home each layer counts as so many.
+    """
     kept: dict[tuple[int, int | None], int] = {}
-    leaving: deque[int] = deque(maxlen=MAX_LEAVING)
+    leaving: deque[int] = deque(maxlen=max_leaving(plan.reach))
     most = 0
     for action in schedule.actions[rank]:
         own, number = (action.stage, action.microbatch), len(plan.cuts[action.stage].layers)
+        number *= products if schedule.sends_products(action.stage, action.microbatch) else 1
         if action.kind is ActionKind.STASH:
             leaving.append(kept.pop(own))
         elif action.kind is ActionKind.FETCH:
@@ -150,6 +154,26 @@ def test_no_more_inputs_are_on_a_gpu_than_are_counted() -> None:
             held, told = most_inputs(schedule, plan, rank), largest_moment(plan, rank, size).total
             assert held <= told, (plan, rank)
             exact |= {(num_slices, plan.round_size)} if told < held + 100 else set()
+    assert len(exact) > 5, "nor are many more counted"
+
+
+def test_no_more_products_are_on_a_gpu_than_are_counted() -> None:
+    """Products of layers take seven times as much as inputs; stages are equal, and some stay or are not stashed."""
+    draw, products, exact = random.Random(6), 7, set[int]()
+    size = MicrobatchBytes(1, LayerBytes(0, 0, products=products), 0, 0)
+    for _ in range(300):
+        num_ranks, per_rank, chunks = draw.choice([1, 2, 3]), draw.randint(2, 4), draw.randint(1, 12)
+        cuts = partition_of([100] * (num_ranks * per_rank))
+        whole = Plan(num_ranks, chunks, (0,) * num_ranks, cuts, frozenset(), num_products_home=draw.randint(1, chunks))
+        plan = whole.using([MemoryUse(per_rank, 0, 0, draw.randint(1, per_rank)) for _ in range(num_ranks)])
+        schedule = build_schedule(
+            num_ranks, per_rank, chunks, None, stashed=plan.stashed, num_products_home=plan.num_products_home
+        )
+        for rank in range(num_ranks):
+            held = most_inputs(schedule, plan, rank, products=products)
+            told = largest_moment(plan, rank, size).total
+            assert held <= told, (plan, rank)
+            exact |= {plan.num_products_home} if told < held + 100 else set()
     assert len(exact) > 5, "nor are many more counted"
 
 

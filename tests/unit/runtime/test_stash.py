@@ -28,8 +28,8 @@ class Waits:
 
 
 def make_stash(waits: Waits | None = None, *, round_size: int = 4) -> Stash:
-    place_bytes = dict.fromkeys((0, 1), 2 * home_bytes((SHAPE, torch.float32)))
-    home = ActivationHome(place_bytes, round_size=round_size, register=False)
+    place_bytes = dict.fromkeys((0, 1), [2 * home_bytes((SHAPE, torch.float32))] * round_size)
+    home = ActivationHome(place_bytes, register=False)
     return Stash(home, device=CPU, waiting=waits or Waits())
 
 
@@ -100,7 +100,7 @@ def test_clearing_forgets_everything() -> None:
 
 def test_tensors_of_several_shapes_and_formats_come_back_as_they_left() -> None:
     parts = ((1, 3, 5), torch.bfloat16), ((1, 3, 2, 7), torch.bfloat16), ((1, 2, 3), torch.float32)
-    home = ActivationHome({0: 2 * home_bytes(*parts)}, round_size=2, register=False)
+    home = ActivationHome({0: [2 * home_bytes(*parts)] * 2}, register=False)
     stash = Stash(home, device=CPU, waiting=Waits())
     given = {m: [torch.randn(shape).to(dtype) for _ in range(2) for shape, dtype in parts] for m in range(2)}
     for microbatch, tensors in given.items():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from mobius.errors import ScheduleError
 from mobius.schedule import ActionKind, Schedule, build_schedule
 from mobius.schedule.lanes import Lane
 from mobius.schedule.render import render_text
 from mobius.schedule.simulate import Costs, simulate
+from mobius.schedule.stashing import MOST_REACH, goes_whole, reach
 
 
 def names(schedule: Schedule, rank: int = 0) -> str:
@@ -77,3 +79,53 @@ def test_the_grid_has_a_row_for_each_way_and_the_text_form_names_them() -> None:
     texts = [action.to_text(4) for action in schedule.actions[0]]
     assert "stash -1 0 -1 1" in texts
     assert "fetch -1 0 -1 1" in texts
+
+
+def test_microbatches_that_go_whole_are_spread_over_each_round() -> None:
+    whole = [m for m in range(20) if goes_whole(m, round_size=10, number=4)]
+
+    assert whole == [2, 4, 7, 9, 12, 14, 17, 19]
+    for size in range(1, 9):
+        for number in range(size + 1):
+            assert sum(goes_whole(m, round_size=size, number=number) for m in range(size)) == number
+    assert [reach(8, number) for number in (0, 1, 3, 4, 8)] == [1, 8, 3, 2, 1]
+    assert reach(64, 1) == MOST_REACH
+
+
+def test_where_some_go_whole_copies_have_the_time_of_several_computations() -> None:
+    schedule = build_schedule(1, 2, 4, None, stashed={0}, num_products_home=2)
+
+    assert names(schedule) == (
+        "D0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 F0.3 S0.3 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 "
+        "T0.0 F1.3 T0.1 B1.3 T0.2 B0.0 T0.3 B0.1 B0.2 B0.3"
+    )
+    assert [schedule.sends_products(0, m) for m in range(4)] == [False, True, False, True]
+    assert not schedule.sends_products(1, 1), "the model's last stage turns at once"
+    # A long copy takes the time of two forwards here, and nothing waits for it.
+    spans = {str(s.action): s for s in simulate(schedule, Costs(forward=2, stash=1, products=3))[0]}
+    assert [spans[f"F0.{m}"].start for m in range(4)] == [0, 2, 4, 6]
+    assert spans["S0.1"].end - spans["S0.1"].start == 3
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 3, 6])
+def test_every_schedule_with_products_at_home_passes_and_computes_as_without(number: int, num_rounds: int) -> None:
+    for num_ranks, per_rank, num_slots in ((1, 3, 1), (2, 2, 2), (3, 2, None)):
+        numbers = num_ranks, per_rank, 12, num_slots
+        plain = build_schedule(*numbers, num_rounds=num_rounds)
+        schedule = build_schedule(
+            *numbers, num_rounds=num_rounds, stashed=range(num_ranks * per_rank - 1), num_products_home=number
+        )
+        for rank, actions in enumerate(schedule.actions):
+            others = [a for a in actions if a.kind not in (ActionKind.STASH, ActionKind.FETCH)]
+            assert tuple(others) == plain.actions[rank]
+            fetched = [(a.stage, a.microbatch) for a in actions if a.kind is ActionKind.FETCH]
+            backward = [(a.stage, a.microbatch) for a in actions if a.kind.is_backward and a.stage in schedule.stashed]
+            assert fetched == backward, "in the order in which they are wanted"
+
+
+def test_more_products_at_home_than_a_round_has_are_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"stash: 3 microbatches .* a round has 2"):
+        build_schedule(1, 2, 4, None, num_rounds=2, stashed={0}, num_products_home=3)
+    with pytest.raises(ScheduleError, match=r"stash: 1 microbatches .*slices cannot"):
+        build_schedule(1, 2, 4, None, num_slices=2, stashed={0}, num_products_home=1)
