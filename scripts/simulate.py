@@ -46,7 +46,7 @@ USUAL = {"model_path": "7b", "num_stages": "auto", "num_chunks": "auto", "batch_
 """Options of main.py that have another default here."""
 HEADER = (
     *("model", "GPUs", "PCIe", "GiB", "stages", "chunks", "slots", "resident", "kept", "s/step", "tokens/s", "MFU"),
-    *("bubble", "wait: weights", "optimizer", "neighbours", "GPU GiB", "host GiB", "limited by"),
+    *("bubble", "wait: weights", "optimizer", "neighbours", "activations", "GPU GiB", "host GiB", "limited by"),
 )
 WIDEST = {"s/step": "1000.000", "tokens/s": "1,000,000", "MFU": "100 %"}
 """Widest values of columns that may be wider than their heads, and are not known when the head is printed."""
