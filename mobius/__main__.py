@@ -29,7 +29,8 @@ def main() -> None:
         # Imported behind the watch, because Ctrl-C may come while they load.
         from mobius.config.cli import given_options, parse_args
 
-        config = parse_args(sys.argv[1:], num_ranks=ranks.num_ranks)
+        config = parse_args(sys.argv[1:], num_ranks=ranks.num_ranks, num_nodes=ranks.num_nodes)
+        ranks = ranks.cut(config.launch.pipeline_ranks)
         if config.planning.dry_run:
             from mobius.planning.dry_run import run_dry
 

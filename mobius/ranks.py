@@ -4,8 +4,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -40,15 +40,24 @@ _COMMAND: Final = "MOBIUS_COMMAND"
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Place of this process among the processes of the run: 0 <= rank < num_ranks, all of them on one node."""
+    """This process among all of a run: `num_replicas` pipelines of equally many ranks, none across two nodes.
+
+    rank         0 1 2 3 | 4 5 6 7      two nodes of four, each of them a pipeline: torchrun's own numbers
+    replica      0 0 0 0 | 1 1 1 1
+    place        0 1 2 3 | 0 1 2 3      in the pipeline; a place's stages are the same in all replicas
+    node         0 0 0 0 | 1 1 1 1
+    local_rank   0 1 2 3 | 0 1 2 3      among the processes of the node: the device
+    """
 
     rank: int
     num_ranks: int
     local_rank: int
+    num_replicas: int = 1
+    num_nodes: int = 1
 
     @classmethod
     def from_environment(cls) -> "Ranks":
-        """Read what torchrun sets; without it, this is the only rank.
+        """Read what torchrun sets; without it, this is the only rank. Each node is a pipeline until `cut` says more.
 
         Raises ConfigError if the variables are incomplete, are not numbers or contradict each other.
         """
@@ -56,26 +65,77 @@ class Ranks:
         given = {name: os.environ[name] for name in names if name in os.environ}
         if not given:
             return cls(rank=0, num_ranks=1, local_rank=0)
-        shown = "the environment sets " + ", ".join(f"{name}={value!r}" for name, value in given.items())
         if missing := ", ".join(name for name in names if name not in given):
             raise ConfigError(
-                f"{shown} but not {missing}: start with torchrun, which sets all three, or unset them to run as a "
-                "single process"
+                f"{_shown(given)} but not {missing}: start with torchrun, which sets all three, or unset them to run "
+                "as a single process"
             )
+        if "LOCAL_WORLD_SIZE" in os.environ:
+            given["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]
+        shown = _shown(given)
         try:
-            rank, num_ranks, local_rank = (int(given[name]) for name in names)
+            rank, num_ranks, local_rank, *rest = (int(text) for text in given.values())
         except ValueError:
-            raise ConfigError(f"{shown}: all three must be whole numbers") from None
+            raise ConfigError(f"{shown}: all of them must be whole numbers") from None
         if not (0 <= rank < num_ranks and 0 <= local_rank < num_ranks):
             raise ConfigError(f"{shown}: RANK and LOCAL_RANK must be at least 0 and below WORLD_SIZE")
-        if rank != local_rank:
-            raise ConfigError(f"{shown}: all ranks must run on one node, where RANK equals LOCAL_RANK")
-        return cls(rank=rank, num_ranks=num_ranks, local_rank=local_rank)
+        num_local = rest[0] if rest else num_ranks
+        if num_local < 1 or num_ranks % num_local or rank % num_local != local_rank:
+            raise ConfigError(
+                f"{shown}: every node must start equally many processes, numbered node by node. Give each node the "
+                "same --nproc_per_node"
+            )
+        num_nodes = num_ranks // num_local
+        return cls(rank, num_ranks, local_rank, num_replicas=num_nodes, num_nodes=num_nodes)
+
+    def cut(self, pipeline_ranks: int | None) -> "Ranks":
+        """These processes in pipelines of `pipeline_ranks` each; None: a pipeline for each node.
+
+        Raises ConfigError where a node's processes do not make whole pipelines.
+        """
+        if pipeline_ranks is None:
+            return replace(self, num_replicas=self.num_nodes)
+        if self.num_local % pipeline_ranks:
+            raise ConfigError(
+                f"`--pipeline_ranks` {pipeline_ranks}: each of {self.num_nodes} node(s) starts {self.num_local} "
+                "processes, which must make whole pipelines, for none goes across two nodes. Use a divisor of "
+                f"{self.num_local}, or another --nproc_per_node"
+            )
+        return replace(self, num_replicas=self.num_ranks // pipeline_ranks)
+
+    @property
+    def num_places(self) -> int:
+        """Ranks of a pipeline."""
+        return self.num_ranks // self.num_replicas
+
+    @property
+    def place(self) -> int:
+        """This rank's place in its pipeline."""
+        return self.rank % self.num_places
+
+    @property
+    def replica(self) -> int:
+        """Number of the pipeline that this rank belongs to."""
+        return self.rank // self.num_places
+
+    @property
+    def num_local(self) -> int:
+        """Processes of this node."""
+        return self.num_ranks // self.num_nodes
+
+    @property
+    def node(self) -> int:
+        """Number of this rank's node."""
+        return self.rank // self.num_local
 
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for the run: it prints and writes the shared files."""
         return self.rank == 0
+
+
+def _shown(given: Mapping[str, str]) -> str:
+    return "the environment sets " + ", ".join(f"{name}={value!r}" for name, value in given.items())
 
 
 def prepare_environment() -> None:
@@ -103,7 +163,7 @@ def is_restart() -> bool:
 def launch_id() -> str | None:
     """A text that tells this start of torchrun, with its restarts, from all others; None without torchrun."""
     begun = _start_of(os.getppid()) if is_started_by_torchrun() else None
-    return None if begun is None else f"{os.getppid()} at {begun:.2f} s of {_boot()}"
+    return None if begun is None else f"{os.getppid()} at {begun:.2f} s of {boot()}"
 
 
 def seconds_since_launch() -> float:
@@ -176,7 +236,7 @@ def _facts_of(process: str) -> list[str]:
         return []
 
 
-def _boot() -> str:
+def boot() -> str:
     """A text that another start of the machine does not have."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

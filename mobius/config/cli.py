@@ -48,7 +48,7 @@ class CommandLine(Source):
     wants_help: bool = False
 
 
-def parse_args(argv: Sequence[str], *, num_ranks: int | None = None) -> Config:
+def parse_args(argv: Sequence[str], *, num_ranks: int | None = None, num_nodes: int = 1) -> Config:
     """Read `argv` (without the program's name) and the YAML file it names.
 
     Raises ConfigError with every problem of both sources and of their combination; with `num_ranks`, also of that.
@@ -59,10 +59,10 @@ def parse_args(argv: Sequence[str], *, num_ranks: int | None = None) -> Config:
         if Ranks.from_environment().is_first:
             sys.stdout.write(_help_text())
         raise SystemExit(0)
-    return resolve(command_line, num_ranks=num_ranks)
+    return resolve(command_line, num_ranks=num_ranks, num_nodes=num_nodes)
 
 
-def resolve(command_line: CommandLine, *, num_ranks: int | None = None) -> Config:
+def resolve(command_line: CommandLine, *, num_ranks: int | None = None, num_nodes: int = 1) -> Config:
     """Put the command line over the file it names and that over the defaults; raises ConfigError like `parse_args`."""
     file = _file_of(command_line)
     values = _merged(file.values, command_line.values)
@@ -80,10 +80,19 @@ def resolve(command_line: CommandLine, *, num_ranks: int | None = None) -> Confi
     problems = [*file.problems, *command_line.problems]
     # A dry run is one process that plans for others, and a preview trains nothing.
     is_run = not config.planning.dry_run and config.data.preview is None
-    problems += find_problems(config, num_ranks=num_ranks if is_run else None, unreadable=unreadable)
+    num_places, num_replicas = _pipelines(config, num_ranks, num_nodes) if is_run else (None, 1)
+    problems += find_problems(config, num_ranks=num_places, num_replicas=num_replicas, unreadable=unreadable)
     if problems:
         raise ConfigError(*problems, hint="Run with `--help` to see all options.")
     return config
+
+
+def _pipelines(config: Config, num_ranks: int | None, num_nodes: int) -> tuple[int | None, int]:
+    """Ranks of a pipeline, if those of the run are known, and replicas; whole ones, or `Ranks.cut` refuses them."""
+    if num_ranks is None:
+        return None, 1
+    num_places = config.launch.pipeline_ranks or num_ranks // num_nodes
+    return num_places, max(1, num_ranks // num_places)
 
 
 def given_options(argv: Sequence[str]) -> frozenset[str]:

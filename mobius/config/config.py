@@ -18,7 +18,6 @@ from mobius.config.bounds import (
     DecayRate,
     LayerCount,
     NonNegative,
-    Port,
     Positive,
     RankCount,
     RoundCount,
@@ -27,6 +26,7 @@ from mobius.config.bounds import (
     StageCount,
 )
 from mobius.config.long_runs import EvaluationConfig, SavingConfig
+from mobius.config.processes import LaunchConfig
 
 # Nine digits at most, so that no number is too long to be read.
 _STEPS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
@@ -163,10 +163,10 @@ class PipelineConfig:
     """Pipeline and memory"""
 
     batch_size: Count = 128
-    """Sequences per optimizer step, over all microbatches; a multiple of num_chunks."""
+    """Sequences per optimizer step, over all microbatches of all replicas; a multiple of num_chunks times replicas."""
     num_chunks: ChunkCount | None = 4
-    """Microbatches of a batch; at least the number of GPUs keeps all busy, more need less activation memory each.
-    auto: by the predicted step time, where the GPU is known."""
+    """Microbatches of a pipeline's part of the batch; at least its number of GPUs keeps all busy, more need less
+    activation memory each. auto: by the predicted step time, where the GPU is known."""
     num_rounds: RoundCount | None = None
     """Parts of the microbatches that go forward and backward one after the other, so that only one part's activations
     take memory; a divisor of num_chunks. Results are the same to the bit. auto: the fewest that fit into GPU memory."""
@@ -366,21 +366,6 @@ class PlanningConfig:
     """File in which a dry run saves its plan. Not in save_dir, which a run wants empty."""
     plan: str | None = None
     """Plan to train by, of a dry run or in a save_dir: stages, chunks, batch, residency, slots, kept activations."""
-
-
-@dataclass(frozen=True)
-class LaunchConfig:
-    """Launch (read by train.sh; under torchrun use its own options and the environment)"""
-
-    cuda_visible_devices: str | None = None
-    """GPUs in the order of the ranks, such as 0,2,1,3; of an ascending list, cross_mapping chooses the order. Ignored
-    without GPUs. Default: all."""
-    master_port: Port = 29502
-    """TCP port where the ranks of the run meet; two runs on a machine need two ports."""
-    nproc_per_node: RankCount | None = None
-    """Ranks (processes, one per GPU). Default: one for each listed GPU, or for all; 2 without GPUs."""
-    max_restarts: Annotated[int, Bounds(minimum=0)] = 0
-    """How often all ranks start again, from the newest checkpoint, after one of them has died."""
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,12 @@ expert_parallel_size data_parallel_size dp_size
     not available; GPUs share the model as a pipeline only (--num_stages)
 num_gpus n_gpu num_processes world_size gpus devices -> nproc_per_node
     use --nproc_per_node, one process per GPU
-num_nodes nnodes node_rank master_addr
-    not available; a run is on one node
+num_nodes num_machines -> nnodes
+    use --nnodes, with --node_rank and --rdzv_endpoint on each node
+machine_rank -> node_rank
+    use --node_rank
+master_addr main_process_ip -> rdzv_endpoint
+    use --rdzv_endpoint, HOST:PORT of node 0
 use_cpu no_cuda -> device
     use --device cpu
 lora use_peft peft_config adapter peft_type train_type tuner_type -> finetuning_type lora_rank lora_alpha lora_target
@@ -170,7 +174,7 @@ save_freq save_interval checkpointing_steps save_every -> save_steps
 save_epochs -> save_strategy
     use --save_strategy epoch
 save_on_each_node
-    not needed: a run is on one node; leave it out
+    not needed: the first node saves, and all see its folder; leave it out
 resume load_checkpoint -> resume_from_checkpoint
     use --resume_from_checkpoint true, or a checkpoint's folder
 ignore_data_skip

@@ -130,8 +130,11 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, resources: Res
         return [sys.executable, *program], None  # one process, wherever it is
     placement = place(config, resources, is_device_list_typed="cuda_visible_devices" in command_line.values)
     if config.saving.resume_from_checkpoint is None:  # else most options are the checkpoint's
-        validate(config, placement.num_processes)
-    check_port(config.launch.master_port)
+        num_places = config.launch.pipeline_ranks or placement.num_processes
+        num_all = config.launch.nnodes * placement.num_processes
+        validate(config, num_places, max(1, num_all // num_places))
+    if config.launch.nnodes == 1:
+        check_port(config.launch.master_port)
     script = os.path.relpath("train.sh", caller_folder)
     num_processes, words = placement.num_processes, ["env", told_command(["bash", script, *arguments])]
     if resources.omp_num_threads is None:
@@ -139,10 +142,19 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, resources: Res
     if placement.cuda_visible_devices is not None:
         words.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
     words += [sys.executable, "scripts/run_ranks.py", "--nproc_per_node", str(num_processes)]
-    words += ["--master_port", str(config.launch.master_port)]
+    words += _meeting_place(config)
     if config.launch.max_restarts:
         words += ["--max_restarts", str(config.launch.max_restarts)]
     return [*words, *program], placement.notice
+
+
+def _meeting_place(config: Config) -> list[str]:
+    """Words that tell torchrun where the ranks meet."""
+    launch = config.launch
+    if launch.nnodes == 1:
+        return ["--master_port", str(launch.master_port)]
+    nodes = ["--nnodes", str(launch.nnodes), "--node_rank", str(launch.node_rank)]
+    return [*nodes, "--rdzv_endpoint", str(launch.rdzv_endpoint)]
 
 
 def how_to_resume(words: Sequence[str], *, save_dir: str | None = None) -> str:

@@ -17,6 +17,7 @@ from mobius.config.adapter_rules import misfit_adapters
 from mobius.config.config import TRACKERS, ActivationOffloading, Config, DatasetEntry, Datasets, Device
 from mobius.config.long_runs import EvalStrategy, SaveStrategy, steps_between
 from mobius.config.options import Option, OptionValue, config_from, dataset_spellings, option_values, options
+from mobius.config.replica_rules import misfit_replicas
 from mobius.errors import ConfigError
 from mobius.excerpt import excerpt, quoted
 
@@ -33,9 +34,9 @@ ALTERNATIVES: Final = (("num_iterations", "num_train_epochs"), ("val_size", "eva
 _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
 
 
-def validate(config: Config, num_ranks: int) -> None:
+def validate(config: Config, num_ranks: int, num_replicas: int = 1) -> None:
     """Check everything that can be known before the model is read; raises ConfigError with all problems."""
-    if problems := find_problems(config, num_ranks=num_ranks):
+    if problems := find_problems(config, num_ranks=num_ranks, num_replicas=num_replicas):
         raise ConfigError(*problems)
 
 
@@ -50,15 +51,16 @@ def resolve_epochs(config: Config, num_steps: int) -> Config:
     return config
 
 
-def find_problems(config: Config, *, num_ranks: int | None = None, unreadable: Iterable[str] = ()) -> list[str]:
-    """All problems, each as one line; without `num_ranks`, what depends on it is left out.
+def find_problems(
+    config: Config, *, num_ranks: int | None = None, num_replicas: int = 1, unreadable: Iterable[str] = ()
+) -> list[str]:
+    """All problems, each as one line; without `num_ranks`, those of a pipeline, what depends on it is left out.
 
     `unreadable` names options whose values are only stand-ins: no rule that involves one of them is applied.
     """
     doubtful = set(unreadable)
     problems: list[str] = []
-    values = option_values(config)
-    for name, value in values.items():
+    for name, value in (values := option_values(config)).items():
         if name not in doubtful and (found := _value_problems(options()[name], value)):
             problems += found
             doubtful.add(name)
@@ -71,6 +73,7 @@ def find_problems(config: Config, *, num_ranks: int | None = None, unreadable: I
         _misfit_saving(usable),
         _misfit_evaluation(usable),
         misfit_adapters(usable),
+        misfit_replicas(usable, num_replicas),
         () if usable.optim.num_train_epochs is not None else _misfit_steps(usable),
     )
     return problems + [problem for names, problem in broken if doubtful.isdisjoint(names.split())]
@@ -79,8 +82,7 @@ def find_problems(config: Config, *, num_ranks: int | None = None, unreadable: I
 def _value_problems(option: Option, value: OptionValue) -> list[str]:
     """Lines about a value that is wrong for itself."""
     if not option.is_list or value is None:
-        problem = _value_problem(option, value, f"`--{option.name}`")
-        return [problem] if problem else []
+        return [problem] if (problem := _value_problem(option, value, f"`--{option.name}`")) else []
     entries = typing.cast(Datasets, value)
     if len(entries) > _MOST_DATASETS:
         told = f"names {len(entries)} datasets; {_MOST_DATASETS} can be mixed. Give a folder that holds the files"
@@ -209,18 +211,16 @@ def _misfit_names(config: Config) -> _Misfits:
             told = f"`--{name}` and `--{other_name}` are both {quoted(path)}; give them different names"
             yield " ".join(outputs), told
             break
-    resident = config.pipeline.resident_stages
-    if resident not in ("auto", "all") and config.pipeline.num_resident_stages is None:
+    pipeline, steps = config.pipeline, config.output.profile_steps
+    if (resident := pipeline.resident_stages) not in ("auto", "all") and pipeline.num_resident_stages is None:
         told = f"{quoted(resident)} is not a number of stages; write auto, all, or a number from 0 on"
         yield "resident_stages", f"`--resident_stages` {told}"
-    tile = config.pipeline.tile_tokens
-    if tile not in ("auto", "off") and not config.pipeline.num_tile_tokens:
+    if (tile := pipeline.tile_tokens) not in ("auto", "off") and not pipeline.num_tile_tokens:
         told = f"{quoted(tile)} is not a number of tokens; write auto, off, or a number from 1 on"
         yield "tile_tokens", f"`--tile_tokens` {told}"
     if unknown := [word for word in config.output.trackers if word not in TRACKERS]:
         told = f"{quoted(config.output.report_to)} names {quoted(unknown[0])}; write none, or with commas any of "
         yield "report_to", f"`--report_to` {told}{', '.join(TRACKERS)}"
-    steps = config.output.profile_steps
     if steps is not None and not any(config.output.profiled_steps[:1]):
         told = f"{quoted(steps)} is no step or range of steps; write numbers from 1 on, such as 3 or 3-4"
         yield "profile_steps", f"`--profile_steps` {told}"
@@ -233,7 +233,7 @@ def _misfit_names(config: Config) -> _Misfits:
         if 1 < number != int(number):
             yield name, f"`--{name}` is {number:g}; use a whole number of {unit}"
     devices = config.launch.cuda_visible_devices
-    names = [name.strip() for name in devices.split(",")] if devices is not None else []
+    names = [] if devices is None else [name.strip() for name in devices.split(",")]
     if len(set(names)) < len(names) or not all(_DEVICE.fullmatch(name) for name in names):
         told = f"{quoted(devices)} is not a list of different GPUs; write their numbers, such as 0,2,1,3"
         yield "cuda_visible_devices", f"`--cuda_visible_devices` {told}"

@@ -280,7 +280,7 @@ def _usual_numbers(request: PlanRequest) -> PlanRequest:
     if chunks is None:
         most = max(usual.num_microbatches, num_ranks)
         rounds = request.num_rounds or 1
-        divisors = [n for n in range(1, most + 1) if request.config.pipeline.batch_size % n == 0]
+        divisors = [n for n in range(1, most + 1) if request.rows % n == 0]
         chunks = max((n for n in divisors if n % rounds == 0), default=rounds)
     logger.info("chosen without an estimate for this device: --num_stages %d --num_chunks %d", stages, chunks)
     return replace(request, num_stages=stages, num_chunks=chunks)
@@ -351,8 +351,8 @@ def _chunk_numbers(request: PlanRequest) -> list[int]:
     """Divisors of the batch, from half as many as ranks, which leaves most of them idle, up to a few per rank."""
     if request.num_chunks is not None:
         return [request.num_chunks]
-    num_ranks, batch_size = request.machine.num_ranks, request.config.pipeline.batch_size
+    num_ranks, num_rows = request.machine.num_ranks, request.rows
     rounds = request.num_rounds or 1
     most = rounds * max(MOST_CHUNKS_PER_RANK * num_ranks, 2 * MOST_CHUNKS_PER_RANK)
-    divisors = [number for number in range(rounds, min(batch_size, most) + 1, rounds) if batch_size % number == 0]
+    divisors = [number for number in range(rounds, min(num_rows, most) + 1, rounds) if num_rows % number == 0]
     return [number for number in divisors if 2 * number >= num_ranks] or divisors[-1:]

@@ -365,9 +365,8 @@ def _stages(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 
 
 def _microbatches(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    batch = request.config.pipeline.batch_size
-    for number in range(request.plan.num_chunks + 1, batch + 1):
-        if batch % number == 0:
+    for number in range(request.plan.num_chunks + 1, request.rows + 1):
+        if request.rows % number == 0:
             yield f"--num_chunks {number}", replace(request, num_chunks=number)
 
 

@@ -70,6 +70,7 @@ class Machine:
     """Facts of the machine that a run is planned for; all ranks have the same GPU."""
 
     num_ranks: int
+    """Ranks of one pipeline."""
     card: Card | None = None
     """Data sheet of the GPU; None where there is none: for a CPU, and for a GPU that is not known."""
     total_bytes: int | None = None
@@ -87,6 +88,8 @@ class Machine:
     """More than one exist on paper only: one ring of ranks goes through all of them."""
     node_link: float = 25.0
     """GB/s between neighbouring nodes, in one direction; 25 is 200 Gbit/s."""
+    num_replicas: int = 1
+    """Pipelines that share each step's batch and the optimizer's state; all others of these facts are of one."""
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -262,14 +265,24 @@ class PlanRequest:
         )
 
     @property
+    def rows(self) -> int:
+        """Sequences of a step that one pipeline plays: its share of the batch."""
+        return self.config.pipeline.batch_size // self.machine.num_replicas
+
+    @property
     def step_tokens(self) -> int:
-        """Tokens of all microbatches of a step, padding counted."""
-        return self.config.pipeline.batch_size * self.config.data.seq_length
+        """Tokens of all microbatches of a pipeline's step, padding counted."""
+        return self.rows * self.config.data.seq_length
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Sequences of a microbatch, whole or a slice of each."""
+        assert self.num_chunks is not None
+        return self.rows // self.num_chunks
 
     @cached_property
     def microbatch_tokens(self) -> int:
-        assert self.num_chunks is not None
-        return self.config.pipeline.batch_size // self.num_chunks * self.slice_length
+        return self.microbatch_rows * self.slice_length
 
     @property
     def slice_length(self) -> int:
@@ -297,15 +310,14 @@ class PlanRequest:
         # CPUs and fp32 have no such attention.
         if self.packed is None or self.machine.on_cpu or self.config.model.dtype is Dtype.FP32:
             return 0
-        assert self.num_chunks is not None
-        return self.config.pipeline.batch_size // self.num_chunks * self.packed.most_documents
+        return self.microbatch_rows * self.packed.most_documents
 
     @property
     def position_bytes(self) -> int:
         """GPU bytes of a step's positions and bounds of documents, int32, which every rank has; 0 if not packed."""
         if self.packed is None:
             return 0
-        return 4 * (self.step_tokens + self.config.pipeline.batch_size * self.packed.most_documents)
+        return 4 * (self.step_tokens + self.rows * self.packed.most_documents)
 
     @property
     def message_bytes(self) -> int:

@@ -100,7 +100,7 @@ def test_an_answer_counts_as_given_so_that_nothing_else_is_complained_about() ->
 
 @pytest.mark.parametrize(
     "name",
-    ["min_grad_norm", "adam_beta3", "eval_batch_sizes", "num_nodes", "use_cache", "min_length", "steps", "seeds_file"],
+    ["min_grad_norm", "adam_beta3", "eval_batch_sizes", "use_cache", "min_length", "steps", "seeds_file"],
 )
 def test_another_meaning_is_no_misspelling(name: str) -> None:
     assert nearest_name(name) is None

@@ -41,6 +41,16 @@ def test_the_readme_config_starts_four_ranks_in_its_device_order(
     ]  # fmt: skip
 
 
+def test_each_of_several_nodes_is_told_where_all_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = words_of(["--nnodes", "2", "--node_rank", "1", "--rdzv_endpoint", "node0:29502", "--num_stages", "8"], BOX)
+    assert words[words.index("--nproc_per_node") :][:8] == [
+        *("--nproc_per_node", "4", "--nnodes", "2", "--node_rank", "1", "--rdzv_endpoint", "node0:29502")
+    ]
+    with pytest.raises(ConfigError, match="shared by 3 replicas"):
+        words_of(["--nnodes", "3", "--node_rank", "1", "--rdzv_endpoint", "node0:29502", "--num_stages", "8"], BOX)
+
+
 def test_a_machine_without_gpus_starts_as_many_ranks_and_hides_nothing(
     monkeypatch: pytest.MonkeyPatch, free_port: str
 ) -> None:

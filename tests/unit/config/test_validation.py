@@ -140,3 +140,30 @@ def test_a_run_of_epochs_is_written_down_as_it_was_asked_for(tmp_path: Path) -> 
     (tmp_path / "training_args.yaml").write_text(text)
     assert text == to_yaml(config)
     assert parse_args(["--config", str(tmp_path / "training_args.yaml")]) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--batch_size 16 --num_chunks 4", r"shared by 3 replicas of 4 microbatches each.*multiple of 12; .* 12 or 24"),
+        ("--batch_size 16 --num_chunks auto", r"shared by 3 replicas: .*multiple of 3; .* 15 or 18"),
+    ],
+)
+def test_a_batch_that_replicas_cannot_share_is_refused_with_the_arithmetic(words: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        parse_args([*words.split(), "--num_stages", "4"], num_ranks=6, num_nodes=3)
+    parse_args([*words.split(), "--num_stages", "4"], num_ranks=8, num_nodes=4)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--nnodes 2 --rdzv_endpoint a:1", "needs `--node_rank`"),
+        ("--nnodes 2 --node_rank 1", "needs `--rdzv_endpoint`"),
+        ("--nnodes 2 --node_rank 2 --rdzv_endpoint a:1", "numbered from 0, and there are 2"),
+        ("--nnodes 2 --node_rank 1 --rdzv_endpoint node0", "is not HOST:PORT"),
+    ],
+)
+def test_nodes_need_a_number_and_a_place_to_meet(words: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        parse_args(words.split())

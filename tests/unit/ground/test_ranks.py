@@ -30,6 +30,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, *values: str | None) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for name, value in zip(NAMES, values, strict=True):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -56,7 +57,7 @@ def test_torchruns_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         (("one", "4", "1"), "whole numbers"),
         (("4", "4", "4"), "below WORLD_SIZE"),
         (("-1", "4", "-1"), "at least 0"),
-        (("5", "8", "1"), "one node"),
+        (("5", "8", "1"), "equally many"),
     ],
 )
 def test_inconsistent_variables_are_told(
@@ -64,6 +65,30 @@ def test_inconsistent_variables_are_told(
 ) -> None:
     set_environment(monkeypatch, *values)
     with pytest.raises(ConfigError, match=part):
+        Ranks.from_environment()
+
+
+def test_places_of_two_nodes_and_of_pipelines_within_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, "6", "8", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    ranks = Ranks.from_environment()
+    assert (ranks.num_nodes, ranks.node, ranks.num_replicas, ranks.replica, ranks.place) == (2, 1, 2, 1, 2)
+    halves = ranks.cut(2)
+    assert (halves.num_replicas, halves.replica, halves.place, halves.num_places, halves.num_local) == (4, 3, 0, 2, 4)
+    assert halves.cut(None) == ranks
+    with pytest.raises(ConfigError, match=r"`--pipeline_ranks` 3: .*divisor of 4"):
+        ranks.cut(3)
+    with pytest.raises(ConfigError, match=r"`--pipeline_ranks` 8: .*none goes across two nodes"):
+        ranks.cut(8)
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "num_local"), [("3", "3", "5"), ("5", "0", "4"), ("1", "1", "0")])
+def test_nodes_that_start_unequally_many_processes_are_refused(
+    monkeypatch: pytest.MonkeyPatch, rank: str, local_rank: str, num_local: str
+) -> None:
+    set_environment(monkeypatch, rank, "8", local_rank)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", num_local)
+    with pytest.raises(ConfigError, match="same --nproc_per_node"):
         Ranks.from_environment()
 
 
