@@ -12,7 +12,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -40,9 +40,9 @@ class Call(StrEnum):
 class RollCall:
     """This rank's socket, and the names of the others'; they are those of ranks that have the same parent process."""
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        """Listen from now on. Nothing is raised where that cannot be: `hears` says so."""
-        self._rank, self._others = rank, [other for other in range(num_ranks) if other != rank]
+    def __init__(self, rank: int, ranks: Sequence[int]) -> None:
+        """Listen from now on to `ranks` of this node. Nothing is raised where that cannot be: `hears` says so."""
+        self._rank, self._others = rank, [other for other in ranks if other != rank]
         self._name = f"\0mobius-{_namespace()}-{os.getppid()}"
         self._socket = _listen(f"{self._name}-{rank}") if self._others else None
 

@@ -59,17 +59,20 @@ class Watchdog:
         *,
         rank: int,
         num_ranks: int,
+        first: int = 0,
         minutes: float,
         left: Callable[[], str] | None = None,
         patience_seconds: float = _PATIENCE_SECONDS,
     ) -> None:
-        """End the process after `minutes` without progress of any rank; 0: never, and `start` does nothing.
+        """Watch rank `rank` of a node's `num_ranks`, which are numbered from `first` on.
+
+        End the process after `minutes` without progress of any rank; 0: never, and `start` does nothing.
 
         `left` clears up and returns what the run leaves, as a text that goes on from "all ranks end ": one rank has it.
         """
         self.activity = activity
         """Told by whatever is to be watched."""
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank, self._ranks = rank, range(first, first + num_ranks)
         self._limit, self._left, self._patience = 60 * minutes, left, patience_seconds
         self._is_stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -82,7 +85,7 @@ class Watchdog:
         if self._limit == 0 or self._thread is not None:
             return
         self._is_stopped.clear()
-        self._roll_call = RollCall(self._rank, self._num_ranks)
+        self._roll_call = RollCall(self._rank, self._ranks)
         self.activity.progress()
         # Stacks that faulthandler writes do not say whose they are, but the names of functions.
         code = Watchdog._watch.__code__.replace(co_name=f"watchdog_of_rank_{self._rank}")
@@ -172,7 +175,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         teller = threading.Thread(target=self._tell, args=(roll_call, reason), name="teller", daemon=True)
         teller.start()  # whoever reads standard error may have stopped
-        others = set(range(self._num_ranks)) - {self._rank}
+        others = set(self._ranks) - {self._rank}
         end, is_told = time.monotonic() + self._patience, False
         while time.monotonic() < end and not (is_told and told >= others):
             call = roll_call.listen(0.05) if roll_call.hears else None

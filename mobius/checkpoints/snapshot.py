@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mobius.activity import Activity
 from mobius.checkpoints.copy_room import CopyRoom, divided
+from mobius.memory.shares import Replicas
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.stage_state import Remainder, StageState
 from mobius.memory.streams import Event, new_stream, record_current
@@ -49,12 +50,29 @@ class SavedStage:
     names: Collection[str]
     has_frozen: bool = True
     """Whether frozen weights are saved, too."""
+    replicas: Replicas | None = None
+    """Counterparts that share the stage: the first one writes it, and has all of its weights."""
 
     def flat_tensors(self, *, has_optimizer: bool) -> dict[str, Tensor]:
-        """Flat tensors that make up the state, by what they hold: weights, and `optimizer_keys` of the format."""
+        """Flat tensors that make up the state, by what they hold: weights, and `optimizer_keys` of the format.
+
+        Of a stage that is shared it is what this replica adds to the state.
+        """
         state = self.memory.state
         weights = state.weights if self.has_frozen else state.weights[: state.layout.num_trained]
-        return {WEIGHTS: weights} | (optimizer_tensors(state) if has_optimizer else {})
+        own_weights = {WEIGHTS: weights} if self.replicas is None or self.replicas.index == 0 else {}
+        return own_weights | (optimizer_tensors(state) if has_optimizer else {})
+
+    def gathered(self, flat: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Tensors of all replicas' parts on the first one, nothing on the others; one thread calls it."""
+        shares = self.memory.state.shares
+        if self.replicas is None or shares is None:
+            return flat
+        found = {kind: flat[kind] for kind in flat if kind == WEIGHTS}
+        for kind in sorted(flat.keys() - found.keys()):
+            if (whole := self.replicas.collect(flat[kind], shares)) is not None:
+                found[kind] = whole
+        return found
 
     def named(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Views of flat tensors like those of `flat_tensors` in the parameters' shapes, as they are named in files."""
@@ -104,8 +122,11 @@ class Snapshots:
         device: torch.device,
         num_threads: int,
         activity: Activity | None = None,
+        in_order: bool = False,
     ) -> None:
         """`order`: own stages as their updates come; `activity` is told of each stage, and of updates that wait.
+
+        `in_order`: stages are copied and written in that order, one at a time, as replicas that gather them must.
 
         Copies take at most `room_bytes` of host memory, but at least the largest stage's of those on a GPU;
         `num_threads` make them.
@@ -119,7 +140,8 @@ class Snapshots:
         self.room = CopyRoom(sizes, room_bytes, pinned=on_gpu) if sizes else None
         # A GPU's copies are only enqueued; behind those of the host training would wait for that.
         has_all = self.room is not None and self.room.has_all
-        self._order = tuple(sorted(sizes, key=lambda stage: has_all and stage not in on_gpu))
+        self._in_order = in_order
+        self._order = tuple(sorted(sizes, key=lambda stage: not in_order and has_all and stage not in on_gpu))
         self._stream = new_stream(device)
         self._copiers = ThreadPoolExecutor(num_threads, thread_name_prefix="copying")
         self._save: _Save | None = None
@@ -131,11 +153,11 @@ class Snapshots:
         makes the save fail.
         """
         assert self._save is None, "one save at a time"
-        self._save = save = _Save(self._order, written)
+        self._save = save = _Save(self._order, written, self._in_order)
         for stage in self._order:
             memory = self._stages[stage].memory
             memory.when_updated(lambda stage=stage: save.is_updated(stage, record_current(self._device)))  # type: ignore[misc]
-        num_writers = min(MOST_WRITERS, 1 if self.room is None else self.room.num_buffers)
+        num_writers = min(MOST_WRITERS, 1 if self.room is None or self._in_order else self.room.num_buffers)
         works = [("saving: copies", self._copy), *[("saving: writes", self._write)] * num_writers]
         for name, run in works:
             thread = threading.Thread(target=self._guarded, args=(run, save, write), name=name, daemon=True)
@@ -237,7 +259,8 @@ class Snapshots:
             self._activity.works(worker, "its files")
             try:
                 save.wait_for_copy(stage)
-                write(stage, self._stages[stage].named(flat))
+                saved = self._stages[stage]
+                write(stage, saved.named(saved.gathered(flat)))
             finally:
                 self._activity.rests(worker)
                 assert self.room is not None
@@ -266,6 +289,7 @@ class _Save:
 
     order: Sequence[int]
     written: Callable[[], None]
+    in_order: bool = False
     threads: list[threading.Thread] = field(default_factory=list)
     outcome: SaveOutcome = field(default_factory=SaveOutcome)
 
@@ -305,7 +329,8 @@ class _Save:
         """Stages that can be copied, those first for which an update waits; waits for one. Empty at the end."""
         with self._changed:
             while not self.has_failed:
-                ready = [stage for stage in self.order if self._phases[stage] is _Phase.READY]
+                waiting = [s for s in self.order if self._phases[s] in (_Phase.UPDATING, _Phase.READY)]
+                ready = [s for s in waiting[: 1 if self.in_order else None] if self._phases[s] is _Phase.READY]
                 if ready:
                     return [*(stage for stage in self._urgent if stage in ready), *ready]
                 if _Phase.UPDATING not in self._phases.values():

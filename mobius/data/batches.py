@@ -62,6 +62,18 @@ def arrange(batch: Batch, num_microbatches: int) -> Batch:
     )
 
 
+def share_of(batch: Batch, index: int, num_replicas: int) -> Batch:
+    """The rows of `batch` that replica `index` plays: every row whose number is that modulo `num_replicas`.
+
+    Counts are still those of the whole batch, so that each replica divides its loss by the same number of targets.
+    """
+    if num_replicas == 1:
+        return batch
+    own = slice(index, None, num_replicas)
+    documents = None if batch.documents is None else batch.documents[own]
+    return replace(batch, input_ids=batch.input_ids[own], labels=batch.labels[own], documents=documents)
+
+
 @dataclass(frozen=True, slots=True)
 class RowFacts:
     """Averages over the rows of a run's first window, which stand for all."""

@@ -31,22 +31,22 @@ def has_gpus(wanted: Device, ranks: Ranks) -> bool:
     count = torch.cuda.device_count() if wanted is not Device.CPU and torch.cuda.is_available() else 0
     if wanted is Device.CPU or (wanted is Device.AUTO and count == 0):
         return False
-    if count < ranks.num_ranks:
+    if count < ranks.num_local:
         raise GpuMemoryError(
-            f"{ranks.num_ranks} ranks need one GPU each, but torch sees {count}. Start fewer ranks (--nproc_per_node), "
+            f"{ranks.num_local} ranks need one GPU each, but torch sees {count}. Start fewer ranks (--nproc_per_node), "
             "check CUDA_VISIBLE_DEVICES and the driver (nvidia-smi), or use --device cpu."
         )
     return True
 
 
 def choose_device(wanted: Device, ranks: Ranks, order: Sequence[int]) -> torch.device:
-    """The device of this rank, which is then torch's current one; `order[rank]` is the index of a rank's GPU.
+    """The device of this rank, which is then torch's current one; `order` has the index of each local rank's GPU.
 
     Raises GpuMemoryError like `has_gpus`.
     """
     if not has_gpus(wanted, ranks):
         return torch.device("cpu")
-    device = torch.device("cuda", order[ranks.rank])
+    device = torch.device("cuda", order[ranks.local_rank])
     torch.cuda.set_device(device)
     return device
 
@@ -63,11 +63,11 @@ def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int]) -
     if bound is not None and (wanted == 1 or wanted > len(bound)):
         torch.set_num_threads(len(bound))
     elif wanted == 1:
-        torch.set_num_threads(max(1, cpu_share(ranks.num_ranks)))
+        torch.set_num_threads(max(1, cpu_share(ranks.num_local)))
 
 
 def optimizer_threads(num_ranks: int) -> int:
-    """Threads of each rank's CPU optimizer: as many as help, less two for the GPU's feeder and autograd.
+    """Threads of the CPU optimizer of each rank of a node: as many as help, less two for the GPU's feeder and autograd.
 
     Those two must not wait for a core meanwhile.
     """

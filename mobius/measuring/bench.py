@@ -78,8 +78,8 @@ class Bench:
 
     def mean(self, value: float) -> float:
         """The mean of all ranks' values, the same to the bit on each of them."""
-        summed = self.transport.sum_over_ranks(torch.tensor([value], dtype=torch.float64))
-        return float(summed) / self.transport.num_ranks
+        everyone = self.transport.everyone  # replicas too: their plans must be the same
+        return float(everyone.sum_over_ranks(torch.tensor([value], dtype=torch.float64))) / everyone.num_ranks
 
     def forget(self) -> None:
         """Give torch's cached GPU memory back and reset its peak, which a run reports as its own."""

@@ -70,8 +70,9 @@ def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transp
     logged only.
     """
     known = _read(path)
-    num_known = float(transport.sum_over_ranks(torch.tensor([float(known is not None)], dtype=torch.float64)))
-    if known is not None and round(num_known) == transport.num_ranks:
+    everyone = transport.everyone
+    num_known = float(everyone.sum_over_ranks(torch.tensor([float(known is not None)], dtype=torch.float64)))
+    if known is not None and round(num_known) == everyone.num_ranks:
         return known, False
     profile = measure()
     if transport.rank == 0:

@@ -14,16 +14,20 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from mobius.memory.layout import StageLayout
+from mobius.memory.shares import Replicas, Shares
 from mobius.memory.streams import Event, Stream, record_current
 
 ROUNDED_ELEMENTS = 2**24
 """Gradients rounded at a time: bounds what it takes beside them to 32 MiB."""
 _NO_SPAN = nullcontext()
+Shared: TypeAlias = tuple[Shares, Replicas]
+"""How a stage is shared by replicas, and those."""
 
 
 @dataclass(eq=False)
@@ -63,12 +67,20 @@ class GradientSum:
             buffer.ready = None
         return buffer.views
 
-    def seal(self, stage: int, layout: StageLayout, *, excluded: frozenset[str]) -> Tensor:
-        """End the sum, which stays until another stage's begins; returns its squared norm without `excluded`."""
+    def seal(
+        self, stage: int, layout: StageLayout, *, excluded: frozenset[str], shares: Shared | None = None
+    ) -> Tensor:
+        """End the sum, which stays until another stage's begins; returns its squared norm without `excluded`.
+
+        With `shares` it is summed over the replicas, as far as this one owns it, and the norm is that of this part.
+        """
         views = self.views(stage, layout)
-        square = squared_norm((view for name, view in views.items() if name not in excluded), self._device)
         self._sealed = self._give_back(stage)
-        return square
+        if shares is None:
+            return squared_norm((view for name, view in views.items() if name not in excluded), self._device)
+        own, replicas = shares
+        replicas.reduce(self.flat(layout), own.segments)
+        return own.square(self.flat(layout), layout, excluded=excluded)
 
     def flat(self, layout: StageLayout) -> Tensor:
         """Elements of the sum that was sealed last, [layout.num_trained]."""
@@ -151,6 +163,11 @@ def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.stack(list(norms)).square().sum()
 
 
+def shared_by(shares: Shares | None, replicas: Replicas | None) -> Shared | None:
+    """Both, where there are replicas."""
+    return None if shares is None or replicas is None else (shares, replicas)
+
+
 def round_gradients(sums: Tensor, dtype: torch.dtype, square: Tensor) -> Tensor:
     """Round fp32 gradients where they are, to what `cast_gradients` leaves in `dtype`; returns what that returns."""
     for part in sums.split(ROUNDED_ELEMENTS):
@@ -158,12 +175,15 @@ def round_gradients(sums: Tensor, dtype: torch.dtype, square: Tensor) -> Tensor:
     return _seen_infinite(sums, square) if dtype == torch.float16 else square
 
 
-def cast_gradients(source: Tensor, target: Tensor, square: Tensor) -> Tensor:
-    """Copy fp32 gradients into `target` of another format; returns `square`, their squared norm.
+def cast_gradients(source: Tensor, target: Tensor, square: Tensor, shares: Shares | None = None) -> Tensor:
+    """Copy fp32 gradients, or the own `shares` of them, into `target` of another format; returns `square`, their norm.
 
     The norm becomes NaN if a value became infinite on the way (fp16): this is seen with the other non-finite ones.
     """
-    target.copy_(source)
+    if shares is None:
+        target.copy_(source)
+    else:
+        shares.take(source, target)
     return _seen_infinite(target, square) if target.dtype == torch.float16 else square
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mobius.errors import HostMemoryError
 from mobius.memory.layout import StageLayout
-from mobius.memory.stage_state import StageState
+from mobius.memory.shares import Shares
+from mobius.memory.stage_state import StageState, num_owned
 from mobius.units import bytes_text
 
 _MADV_COLLAPSE = 25
@@ -35,11 +36,13 @@ class HostArena:
         register: bool,
         gradient_dtype: torch.dtype | None = None,
         keeps_sums: bool = False,
+        shares: Mapping[int, Shares] | None = None,
     ) -> None:
         """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split where that is bf16.
 
         `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or, by default,
         the weights' dtype. With `keeps_sums` a stage's fp32 sums lie where its gradients will, once they are complete.
+        Of a stage in `shares` all but weights and sums is kept for what this replica owns.
         """
         self._register = register
         self._registered: list[Tensor] = []
@@ -50,11 +53,13 @@ class HostArena:
         try:
             for stage, layout in layouts.items():
                 weights = self._lock(map_zeros(layout.num_elements, dtype))
-                gradients = self._lock(map_zeros(layout.num_trained, torch.float32 if keeps_sums else leaving))
+                own = (shares or {}).get(stage)
+                count = layout.num_trained if keeps_sums else num_owned(layout, own)
+                gradients = self._lock(map_zeros(count, torch.float32 if keeps_sums else leaving))
                 if keeps_sums:
                     self.sums[stage] = gradients
-                    gradients = gradients.view(leaving)[: layout.num_trained]
-                self.states[stage] = StageState.around(layout, weights, gradients, map_zeros)
+                    gradients = gradients.view(leaving)[: num_owned(layout, own)]
+                self.states[stage] = StageState.around(layout, weights, gradients, map_zeros, own)
         except BaseException:
             self.close()
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +66,11 @@ class StageLayout:
         trained = {name: shape for name, shape in shapes.items() if name not in frozen}
         return StageLayout.of(frozen, frozen=frozen), StageLayout.of(trained)
 
+    def part(self, trained: slice) -> StageLayout:
+        """A layout of these trained elements alone, without names."""
+        length = trained.stop - trained.start
+        return StageLayout({}, length, length, within(self.ranges, trained))
+
     def pieces(self, max_elements: int) -> tuple[tuple[FlatRange, ...], ...]:
         """`ranges` in as few groups as their order allows, each of at most `max_elements`."""
         cuts = [(start, start + max_elements) for start in range(0, self.num_trained, max_elements)]
@@ -97,3 +102,12 @@ class StageLayout:
 
     def _view(self, flat: Tensor, name: str) -> Tensor:
         return flat[self.slice_of(name)].view(self.offsets[name][1])
+
+
+def within(ranges: Iterable[FlatRange], part: slice) -> tuple[FlatRange, ...]:
+    """Ranges of what lies in `part`, counted from its start."""
+    return tuple(
+        FlatRange(max(whole.start, part.start) - part.start, min(whole.end, part.stop) - part.start, whole.has_decay)
+        for whole in ranges
+        if whole.start < part.stop and part.start < whole.end
+    )

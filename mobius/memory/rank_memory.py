@@ -12,6 +12,7 @@ from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStage, adds_in_place
+from mobius.memory.shares import Replicas, Shares
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.streamed import SlotPool, StreamedStage
@@ -30,14 +31,17 @@ def take_memory(
     in_rounds: bool = False,
     keeps_trained: bool = False,
     updates: UpdateQueue | None = None,
+    replicas: Replicas | None = None,
+    tied: Collection[str] = (),
     spans: Spans = NO_SPANS,
 ) -> tuple[dict[int, StageMemory], HostArena | None]:
     """Zeroed memory of each stage of `layouts`, by ascending stage, and the host's part if any stage is streamed.
 
     Stages in `resident` stay on `device`, keeping their gradients if they are in `waiting`; the others go through
     `num_slots` slots and are updated in `updates`. A step `in_rounds` leaves sums between them. With `keeps_trained`
-    only what is frozen is streamed, and all gradients are kept in fp32. Page-locks the host's part if `device` is a
-    GPU; it is to be closed when nothing copies any more. Raises HostMemoryError.
+    only what is frozen is streamed, and all gradients are kept in fp32. `replicas` share each stage, whose parameters
+    in `tied` have a copy in another one. Page-locks the host's part if `device` is a GPU; it is to be closed when
+    nothing copies any more. Raises HostMemoryError.
     """
     if keeps_trained:
         gradient_dtype, waiting = torch.float32, layouts
@@ -53,6 +57,9 @@ def take_memory(
         num_buffers = MAX_SUMS if sums_travel or (streamed and gradient_dtype.itemsize > dtype.itemsize) else 1
         total = GradientSum(max(summed), device=device, num_buffers=num_buffers)
 
+    def shares_of(layout: StageLayout) -> Shares | None:
+        return None if replicas is None or not layout.num_trained else Shares.of(layout, replicas, tied=tied)
+
     def resident_stage(stage: int, layout: StageLayout) -> ResidentStage:
         return ResidentStage(
             stage,
@@ -63,6 +70,8 @@ def take_memory(
             keeps_gradients=stage in waiting,
             in_rounds=in_rounds,
             total=total,
+            shares=shares_of(layout),
+            replicas=replicas,
             spans=spans,
         )
 
@@ -77,13 +86,27 @@ def take_memory(
             halves = {stage: layout.split() for stage, layout in streamed.items()}
             streamed, trained = ({stage: pair[half] for stage, pair in halves.items()} for half in (0, 1))
         arena = HostArena(
-            streamed, dtype=dtype, register=register, gradient_dtype=gradient_dtype, keeps_sums=sums_travel
+            streamed,
+            dtype=dtype,
+            register=register,
+            gradient_dtype=gradient_dtype,
+            keeps_sums=sums_travel,
+            shares={stage: own for stage, layout in streamed.items() if (own := shares_of(layout)) is not None},
         )
         length = max(layout.num_elements for layout in streamed.values())
         pool = SlotPool(length, num_slots=num_slots, dtype=dtype, device=device)
         for stage, state in arena.states.items():
-            own = StreamedStage(
-                stage, state, pool, total, host_sums=arena.sums.get(stage), updates=updates, spans=spans
+            streamed_stage = StreamedStage(
+                stage,
+                state,
+                pool,
+                total,
+                host_sums=arena.sums.get(stage),
+                updates=updates,
+                replicas=None if state.shares is None else replicas,
+                spans=spans,
             )
-            memory[stage] = AdaptedStage(own, resident_stage(stage, trained[stage])) if keeps_trained else own
+            memory[stage] = streamed_stage
+            if keeps_trained:
+                memory[stage] = AdaptedStage(streamed_stage, resident_stage(stage, trained[stage]))
     return dict(sorted(memory.items())), arena

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from mobius.errors import ScheduleError
-from mobius.memory.gradient_sum import GradientSum, cast_gradients, round_gradients
+from mobius.memory.gradient_sum import GradientSum, cast_gradients, round_gradients, shared_by
 from mobius.memory.layout import StageLayout
+from mobius.memory.shares import Replicas, Shares
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, Update
-from mobius.memory.stage_state import StageState
+from mobius.memory.stage_state import StageState, num_owned
 from mobius.schedule.lanes import Lane
 
 
@@ -44,13 +45,16 @@ class ResidentStage:
         keeps_gradients: bool = True,
         in_rounds: bool = False,
         total: GradientSum | None = None,
+        shares: Shares | None = None,
+        replicas: Replicas | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
         """Take zeroed memory on `device`, weights in `dtype`.
 
         `gradient_dtype` is fp32 or, by default, the weights' dtype. Without `keeps_gradients` the update must begin
         before another stage's backward. A step `in_rounds` comes back to a stage after others. `total` is the rank's
-        sum, not needed where `adds_in_place`.
+        sum, not needed where `adds_in_place`. With `shares` it owns a part of the state, keeps that part's gradients in
+        any case, and gives the updated weights to the other `replicas`.
         """
         assert dtype != torch.float16 or keeps_gradients, "loss scaling waits for every norm"
         self._stage, self._spans = stage, spans
@@ -62,9 +66,11 @@ class ResidentStage:
             return torch.zeros(num_elements, dtype=kind, device=device)
 
         weights = zeros(layout.num_elements, dtype)
-        has_copy = keeps_gradients and not self._is_in_place
-        gradients = zeros(layout.num_trained, self._gradient_dtype) if has_copy else self._total.flat(layout)
-        self.state = StageState.around(layout, weights, gradients, zeros)
+        self._shared = shared_by(shares, replicas)
+        self._has_copy = (keeps_gradients and not self._is_in_place) or self._shared is not None
+        count = num_owned(layout, shares)
+        gradients = zeros(count, self._gradient_dtype) if self._has_copy else self._total.flat(layout)
+        self.state = StageState.around(layout, weights, gradients, zeros, shares)
         self._weights = layout.views(weights)
         self._square: Tensor | None = None
 
@@ -93,10 +99,12 @@ class ResidentStage:
     def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
         """End accumulation; what is not kept stays in the rank's sum until another stage's backward begins."""
         layout = self.state.layout
-        self._square = self._total.seal(self._stage, layout, excluded=excluded)
+        self._square = self._total.seal(self._stage, layout, excluded=excluded, shares=self._shared)
         sums = self._total.flat(layout)
-        if self._keeps_gradients and not self._is_in_place:
-            self._square = cast_gradients(sums, self.state.gradients, self._square)
+        if self._has_copy:
+            self._square = cast_gradients(sums, self.state.gradients, self._square, self.state.shares)
+            if self._shared is not None:
+                self._square = self._shared[1].total(self._square)
         else:
             if self._gradient_dtype != torch.float32:
                 self._square = round_gradients(sums, self._gradient_dtype, self._square)
@@ -130,6 +138,9 @@ class ResidentStage:
     def _run(self, update: Update, found_inf: Tensor | None) -> None:
         with self._spans.device_span(Lane.OPTIMIZER, f"U{self._stage}"):
             update(pieces=self.state.layout.ranges, found_inf=found_inf)
+            if self._shared is not None:
+                shares, replicas = self._shared
+                replicas.spread(self.state.weights, shares.segments)
 
     @property
     def _total(self) -> GradientSum:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from mobius.memory.layout import StageLayout
+from mobius.memory.shares import Shares
 from mobius.memory.split_master import join_master, split_master
 
 CHUNK_ELEMENTS = 2**22
@@ -24,8 +26,29 @@ class Remainder:
 
 
 @dataclass(frozen=True)
+class OwnPart:
+    """A run of trained elements whose optimizer state is here."""
+
+    place: slice
+    """In the stage's trained elements."""
+    state: StageState
+    """The state of these elements alone."""
+
+    def overlap(self, part: slice) -> tuple[slice, slice] | None:
+        """Elements that are in `part` of the stage, too: their place in `state`, and in `part`; None without any."""
+        start, stop = max(part.start, self.place.start), min(part.stop, self.place.stop)
+        if start >= stop:
+            return None
+        own, other = self.place.start, part.start
+        return slice(start - own, stop - own), slice(start - other, stop - other)
+
+
+@dataclass(frozen=True)
 class StageState:
-    """Flat tensors of one stage, all on one device: `layout.num_elements` weights, the others `layout.num_trained`."""
+    """Flat tensors of one stage, all on one device: `layout.num_elements` weights, the others `num_owned` elements.
+
+    Those are all trained ones, or this replica's share of them.
+    """
 
     layout: StageLayout
     weights: Tensor
@@ -36,13 +59,20 @@ class StageState:
     """fp32, or the remainder that makes it up with bf16 weights; in an fp32 run the same tensor as `weights`."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    shares: Shares | None = None
+    """None where all is owned: there is one replica."""
 
     @classmethod
     def around(
-        cls, layout: StageLayout, weights: Tensor, gradients: Tensor, zeros: Callable[[int, torch.dtype], Tensor]
+        cls,
+        layout: StageLayout,
+        weights: Tensor,
+        gradients: Tensor,
+        zeros: Callable[[int, torch.dtype], Tensor],
+        shares: Shares | None = None,
     ) -> StageState:
         """State with `weights` and `gradients`; `zeros` (length, dtype) makes what else their format needs."""
-        count = layout.num_trained
+        count = num_owned(layout, shares)
         master: Tensor | Remainder
         if weights.dtype == torch.float32:
             master = weights
@@ -50,7 +80,32 @@ class StageState:
             master = Remainder(zeros(count, torch.int16))
         else:  # fp16 is no high half of fp32
             master = zeros(count, torch.float32)
-        return cls(layout, weights, gradients, master, zeros(count, torch.float32), zeros(count, torch.float32))
+        moments = zeros(count, torch.float32), zeros(count, torch.float32)
+        return cls(layout, weights, gradients, master, *moments, shares)
+
+    @cached_property
+    def owned(self) -> tuple[OwnPart, ...]:
+        """Each run of owned elements as a state of its own: one with everything, where there is one replica."""
+        if self.shares is None:
+            whole = slice(0, self.layout.num_trained)
+            return (OwnPart(whole, self),)
+        return tuple(OwnPart(place, self._part(place, inner)) for place, inner in self.shares.places())
+
+    def _part(self, place: slice, inner: slice) -> StageState:
+        weights, master = self.weights[place], self.master
+        own: Tensor | Remainder
+        if isinstance(master, Remainder):
+            own = Remainder(master.bits[inner])
+        else:
+            own = weights if master is self.weights else master[inner]
+        moments = self.exp_avg[inner], self.exp_avg_sq[inner]
+        return StageState(self.layout.part(place), weights, self.gradients[inner], own, *moments)
+
+    def own_gradient(self, name: str) -> Tensor:
+        """Flat gradient of one parameter, as far as its elements are owned; those are one run."""
+        part = self.layout.slice_of(name)
+        cuts = ((own.state.gradients, own.overlap(part)) for own in self.owned)
+        return next((gradients[cut[0]] for gradients, cut in cuts if cut is not None), self.gradients[:0])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -86,11 +141,18 @@ class StageState:
 
     def set_parameter(self, name: str, value: Tensor) -> None:
         """Set one parameter's working copy, and its master if it is trained, from `value` of any dtype and device."""
-        part = self.layout.slice_of(name)
-        if self.layout.is_trained(name):
-            self.write_master(part, value.reshape(-1))
-        else:
+        part, flat = self.layout.slice_of(name), value.reshape(-1)
+        if self.shares is not None or not self.layout.is_trained(name):
             # In chunks: torch makes a copy in the value's dtype of all that comes from a GPU at once.
-            chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (value.reshape(-1), self.weights[part]))
+            chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (flat, self.weights[part]))
             for chunk, weights in zip(*chunks, strict=True):
                 weights.copy_(chunk)
+        if self.layout.is_trained(name):
+            for own in self.owned:
+                if (cut := own.overlap(part)) is not None:
+                    own.state.write_master(cut[0], flat[cut[1]])
+
+
+def num_owned(layout: StageLayout, shares: Shares | None) -> int:
+    """Trained elements whose gradients and optimizer state are here."""
+    return layout.num_trained if shares is None else shares.num_elements

@@ -33,11 +33,12 @@ from torch import Tensor
 
 from mobius.errors import ScheduleError
 from mobius.limits import PIECE_ELEMENTS
-from mobius.memory.gradient_sum import GradientSum, cast_gradients
+from mobius.memory.gradient_sum import GradientSum, cast_gradients, shared_by
 from mobius.memory.layout import FlatRange
+from mobius.memory.shares import Replicas
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, Update
-from mobius.memory.stage_state import StageState
+from mobius.memory.stage_state import StageState, num_owned
 from mobius.memory.streams import Event, Stream, new_stream, record_current
 from mobius.memory.update_queue import UpdateQueue
 from mobius.schedule.lanes import Lane
@@ -102,14 +103,16 @@ class StreamedStage:
         *,
         host_sums: Tensor | None = None,
         updates: UpdateQueue | None = None,
+        replicas: Replicas | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
         """`total` has two buffers if gradients leave in fp32, or sums go to `host_sums`, the memory of the gradients.
 
         With `updates` the stage is updated there, under the rest of the step and the next one, and a load waits for
-        that without stopping the caller.
+        that without stopping the caller. `replicas` are those that share a state with shares.
         """
-        self.state = state
+        assert (state.shares is None) == (replicas is None), "a stage is shared with somebody"
+        self.state, self._replicas = state, replicas
         self._stage, self._pool, self._sum, self._host_sums = stage, pool, total, host_sums
         self._updates, self._spans = updates, spans
         self._leaves_in_fp32 = state.gradients.dtype == torch.float32 != state.weights.dtype
@@ -122,6 +125,10 @@ class StreamedStage:
     @property
     def frozen_state(self) -> StageState:
         return self.state
+
+    def _leaving(self, slot: _Slot) -> Tensor:
+        """Place of gradients that leave from the slot, over weights that are no longer needed."""
+        return slot.buffer[: num_owned(self.state.layout, self.state.shares)]
 
     def load(self) -> None:
         slot = self._pool.take(self._stage)
@@ -167,10 +174,13 @@ class StreamedStage:
 
     def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
         slot, layout = self._pool.slot_of(self._stage), self.state.layout
-        square = self._sum.seal(self._stage, layout, excluded=excluded)
+        shared = shared_by(self.state.shares, self._replicas)
+        square = self._sum.seal(self._stage, layout, excluded=excluded, shares=shared)
         if not self._leaves_in_fp32:
-            square = cast_gradients(self._sum.flat(layout), slot.buffer[: layout.num_trained], square)
+            square = cast_gradients(self._sum.flat(layout), self._leaving(slot), square, self.state.shares)
             self._sum.release()
+        if self._replicas is not None:
+            square = self._replicas.total(square)
         slot.views = {}
         self._square = square
         return square
@@ -182,13 +192,16 @@ class StreamedStage:
         done = slot.free = record_current(self._pool.device)
         if square is None:
             return
-        layout, to_host = self.state.layout, self._pool.to_host
-        source = self._sum.flat(layout) if self._leaves_in_fp32 else slot.buffer[: layout.num_trained]
+        to_host, shares = self._pool.to_host, self.state.shares
+        source = self._sum.flat(self.state.layout) if self._leaves_in_fp32 else self._leaving(slot)
         with to_host.run():
             done.wait()
             with self._spans.device_span(Lane.OFFLOAD, f"O{self._stage}"):
                 self._host_square.copy_(square, non_blocking=True)
-                self.state.gradients.copy_(source, non_blocking=True)
+                if shares is not None and self._leaves_in_fp32:
+                    shares.take(source, self.state.gradients, non_blocking=True)
+                else:
+                    self.state.gradients.copy_(source, non_blocking=True)
             self._arrival = arrival = to_host.record()
         to_host.keep(square)
         if self._leaves_in_fp32:
@@ -243,7 +256,14 @@ class StreamedStage:
             with self._spans.host_span(Lane.OPTIMIZER, f"U{self._stage}"):
                 update(pieces=part)
 
-        pieces = [partial(run, part) for part in self.state.layout.pieces(PIECE_ELEMENTS)]
+        def spread() -> None:
+            """Tell all replicas of the update; their weights change, too, where this one owns nothing."""
+            run(())
+            if self._replicas is not None and self.state.shares is not None:
+                self._replicas.spread_on_host(self.state.weights, self.state.shares.segments)
+
+        pieces: list[Callable[[], None]] = [partial(run, part) for part in self.state.layout.pieces(PIECE_ELEMENTS)]
+        pieces += [spread] if pieces and self._replicas is not None else []
         if self._updates is None:
             for piece in pieces:
                 piece()

@@ -8,28 +8,23 @@ a looped schedule can wait in a circle.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mobius.errors import TransportError, first_line
+from mobius.memory.shares import Replicas
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.streams import Event
 from mobius.messages.mailboxes import Mailboxes
-from mobius.messages.meeting import open_store
-from mobius.messages.transport import ring_edges
+from mobius.messages.replicas import meet_replicas
+from mobius.messages.transport import Assembly, ring_edges
+from mobius.messages.world import MESSAGES_TIMEOUT, World, needing_others, summed
 from mobius.schedule.lanes import Lane
 
-MEETING_TIMEOUT = timedelta(minutes=10)
-MESSAGES_TIMEOUT = timedelta(hours=12)
-"""Ranks wait for one another's loading, saving and disks, too. A dead rank is seen at once all the same, and one that
-stands still is the watchdog's business.
-"""
 EXCHANGE_ELEMENTS = 2**24
 """Elements per message when two ranks exchange a large tensor: bounds the memory that the received parts take."""
 MESSAGE_CTAS = 4
@@ -64,8 +59,12 @@ class DistributedTransport:
         spans: Spans = NO_SPANS,
         mailboxes: Mailboxes | None = None,
         max_sends: int | None = None,
+        replica: int = 0,
+        num_replicas: int = 1,
     ) -> None:
-        """Create and warm all communicators; collective over all ranks.
+        """Create and warm all communicators; collective over all ranks of all replicas.
+
+        `rank` is the place in the pipeline of `num_ranks`, which is number `replica` of `num_replicas`.
 
         `shape` and `dtype` are those of every activation and activation gradient. `mailboxes` carry them instead of the
         communicators, where they can be opened. `max_sends` bounds the messages that are kept because they may not have
@@ -74,31 +73,30 @@ class DistributedTransport:
         self._spans, self._max_sends = spans, max_sends
         self.rank, self.num_ranks = rank, num_ranks
         self._device, self._shape, self._dtype = device, shape, dtype
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            store=open_store(rank, num_ranks),
-            rank=rank,
-            world_size=num_ranks,
-            device_id=device if backend == "nccl" else None,
-            timeout=MEETING_TIMEOUT,
-        )
-        self._scalars = dist.new_group(backend="gloo", timeout=MESSAGES_TIMEOUT)
-        self._edges = {
-            edge: dist.new_group(
-                list(edge), backend=backend, timeout=MESSAGES_TIMEOUT, pg_options=_edge_options(backend)
-            )
-            for edge in ring_edges(num_ranks)
-        }
+        self._first = replica * num_ranks
+        """torch's number of the pipeline's first rank."""
+        self._world = world = World(rank=self._first + rank, num_ranks=num_replicas * num_ranks, device=device)
+        backend = world.backend
+        self._scalars, self._edges = world.scalars, _edges_of(0, num_ranks, backend)
+        self.everyone: Assembly = self
+        self.replicas: Replicas | None = None
+        if num_replicas > 1:
+            self.everyone = world
+            pipelines = [range(first, first + num_ranks) for first in range(0, world.num_ranks, num_ranks)]
+            groups = [dist.new_group([*each], backend="gloo", timeout=MESSAGES_TIMEOUT) for each in pipelines]
+            # Every process makes the groups of all, in one order.
+            edges = [self._edges, *(_edges_of(each.start, num_ranks, backend) for each in pipelines[1:])]
+            self._scalars, self._edges = groups[replica], edges[replica]
+            self.replicas = meet_replicas(world, index=replica, num_replicas=num_replicas, device=device)
         self._posted: defaultdict[int, deque[tuple[Tensor, _Message]]] = defaultdict(deque)
         self._sent: deque[tuple[Tensor, _Message]] = deque()
         # Every edge is used once, in one order: communicators connect at their first message, and not in a circle.
         token = torch.ones(8, device=device)
         for (source, target), group in self._edges.items():
             if rank == source:
-                dist.send(token, target, group=group)
+                dist.send(token, self._first + target, group=group)
             elif rank == target:
-                dist.recv(token, source, group=group)
+                dist.recv(token, self._first + source, group=group)
         if backend == "nccl":
             torch.cuda.synchronize(device)
         self.barrier()
@@ -146,10 +144,7 @@ class DistributedTransport:
             self._max_sends = max_sends
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        summed = values.clone()
-        with self._needing():
-            dist.all_reduce(summed, group=self._scalars)
-        return summed
+        return summed(values, self._scalars, self._world.rank)
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """CPU tensors travel over gloo, GPU tensors over the edges between the two ranks."""
@@ -171,11 +166,11 @@ class DistributedTransport:
     def close(self) -> None:
         if self._mailboxes is not None:
             self._mailboxes.close()
-        dist.destroy_process_group()
+        self._world.close()
 
     def _start(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, group: Any) -> dist.Work:
         with self._needing(peer):
-            work = operation(tensor, peer, group=group)
+            work = operation(tensor, self._first + peer, group=group)
         assert work is not None  # torch gives none to a rank outside of the group
         return work
 
@@ -183,14 +178,18 @@ class DistributedTransport:
         with self._needing(peer):
             work.wait()
 
-    @contextmanager
-    def _needing(self, peer: int | None = None) -> Iterator[None]:
-        """Within it, torch's errors are told as the loss of `peer`, or of another rank that is not known."""
-        try:
-            yield
-        except RuntimeError as error:
-            who = "another rank" if peer is None else f"its neighbour rank {peer}"
-            raise TransportError(
-                f"rank {self.rank} stops: it lost {who}, whose own message (above or below) tells the cause. "
-                f"What this rank saw: {first_line(error)}"
-            ) from error
+    def _needing(self, peer: int | None = None) -> AbstractContextManager[None]:
+        return needing_others(self._world.rank, None if peer is None else self._first + peer)
+
+
+def _edges_of(first: int, num_ranks: int, backend: str) -> dict[tuple[int, int], Any]:
+    """Communicators of the pipeline whose first rank is torch's number `first`, by places; all processes make them."""
+    return {
+        (source, target): dist.new_group(
+            [first + source, first + target],
+            backend=backend,
+            timeout=MESSAGES_TIMEOUT,
+            pg_options=_edge_options(backend),
+        )
+        for source, target in ring_edges(num_ranks)
+    }

@@ -138,6 +138,14 @@ def meet_at_store(ranks: Ranks) -> Meeting:
     return Meeting(open_store(ranks.rank, ranks.num_ranks), rank=ranks.rank, num_ranks=ranks.num_ranks)
 
 
+def meet_pipeline(ranks: Ranks) -> Meeting:
+    """Connect to the launcher's store, to meet the ranks of the own pipeline by their places; raises TransportError."""
+    store = open_store(ranks.rank, ranks.num_ranks)
+    if ranks.num_replicas > 1:
+        store = PrefixStore(f"replica {ranks.replica}", store)
+    return Meeting(store, rank=ranks.place, num_ranks=ranks.num_places)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of steps that were taken together, the same on all ranks."""

@@ -11,11 +11,28 @@ from typing import Protocol
 
 from torch import Tensor
 
+from mobius.memory.shares import Replicas
+from mobius.messages.world import World
+
+
+class Assembly(Protocol):
+    """Ranks that tell each other numbers; all of them make the same calls in the same order."""
+
+    rank: int
+    num_ranks: int
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum a small CPU tensor (float64) over all ranks; blocks."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
 
 class Messages(Protocol):
     """One rank's activations and activation gradients, sent and received."""
 
     rank: int
+    """Place in the pipeline."""
 
     def post_receive(self, source: int) -> None:
         """Announce that the next message of edge (source, this rank) will be wanted; returns at once."""
@@ -30,25 +47,22 @@ class Messages(Protocol):
         """Let go of sent tensors; every message of the step must have been received."""
 
 
-class Transport(Messages, Protocol):
-    """One rank's connection to the others."""
+class Transport(Messages, Assembly, Protocol):
+    """One rank's connection to the others of its pipeline, and through it to those of other replicas."""
 
-    num_ranks: int
+    everyone: Assembly
+    """All processes of the run, by torchrun's numbers; where there is one pipeline, its own ranks."""
+    replicas: Replicas | None
+    """This rank's counterparts in the other replicas; None where there are none."""
 
     def bound_sends(self, max_sends: int) -> None:
         """Keep at most so many messages that may not have left, from the next one on, where their number is bounded."""
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Sum a small CPU tensor (float64) over all ranks; blocks."""
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """Give `tensor` to `peer` and return the one it gives, of the same shape.
 
         Blocks, or makes the compute stream wait.
         """
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
 
     def close(self) -> None:
         """End the connections, on the way out of a run that went well."""
@@ -62,13 +76,16 @@ def ring_edges(num_ranks: int) -> list[tuple[int, int]]:
 
 
 class SingleRankTransport:
-    """The transport of a run with one rank: nothing leaves it."""
+    """The transport of a pipeline with one rank: nothing leaves it but what goes to other replicas."""
 
     rank = 0
     num_ranks = 1
 
-    def __init__(self) -> None:
+    def __init__(self, world: World | None = None, replicas: Replicas | None = None) -> None:
+        """`world` is that of all replicas, if there are several; `close` ends it."""
         self._sent: deque[Tensor] = deque()
+        self._world, self.replicas = world, replicas
+        self.everyone: Assembly = world or self
 
     def post_receive(self, source: int) -> None:
         """Nothing to announce: the sender is this rank."""
@@ -95,4 +112,6 @@ class SingleRankTransport:
         """Nobody to wait for."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """End the connections to other replicas."""
+        if self._world is not None:
+            self._world.close()

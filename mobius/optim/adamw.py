@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from mobius.memory.layout import FlatRange, StageLayout
+from mobius.memory.layout import FlatRange, StageLayout, within
 from mobius.memory.split_master import join_master, split_master
 from mobius.memory.stage_state import Remainder, StageState
 from mobius.optim.fused_update import FusedUpdate
@@ -72,12 +72,19 @@ class FlatAdamW:
         correction. Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, as
         torch.optim.AdamW has it.
         """
-        one_pass = next((each for each in self._one_pass if each.supports(state)), None)
-        length = _chunk_elements(state.weights.device)
         decayed = UpdateNumbers(
             **vars(self._settings), step=step, learning_rate=learning_rate, gradient_factor=gradient_factor
         )
-        for part in state.layout.ranges if pieces is None else pieces:
+        wanted = state.layout.ranges if pieces is None else tuple(pieces)
+        for own in state.owned:
+            self._update(own.state, within(wanted, own.place), decayed, found_inf)
+
+    def _update(
+        self, state: StageState, ranges: Iterable[FlatRange], decayed: UpdateNumbers, found_inf: Tensor | None
+    ) -> None:
+        one_pass = next((each for each in self._one_pass if each.supports(state)), None)
+        length = _chunk_elements(state.weights.device)
+        for part in ranges:
             numbers = decayed if part.has_decay else replace(decayed, weight_decay=0.0)
             if one_pass is not None:
                 one_pass.update(state, slice(part.start, part.end), numbers, found_inf=found_inf)
@@ -90,7 +97,7 @@ class FlatAdamW:
 
         Within a step that could wait for the device, which a posted receive may hold up. Changes none of them.
         """
-        by_size = sorted(states, key=lambda state: state.layout.num_trained)
+        by_size = sorted((own.state for state in states for own in state.owned), key=lambda s: s.layout.num_trained)
         kinds = {(state.weights.dtype, state.gradients.dtype): state for state in by_size if state.weights.is_cuda}
         for state in kinds.values():
             if self._fused is not None and self._fused.supports(state):

@@ -149,10 +149,13 @@ class Stepper:
         # sync: once per step, after the last backward
         with self._activity.waiting("the device"):
             own[[0, *(1 + stage for stage in sums.squared_norms)]] = on_device.cpu().double()
+        replicas = self._transport.replicas
+        if replicas is not None and replicas.index > 0:
+            own[1:] = 0  # norms are those of all replicas, and the first one tells them
         if tied_square is not None:
             own[1] += tied_square
         with self._clock.blocking(WaitCause.NEIGHBOURS), self._activity.waiting("the sums of all ranks"):
-            summed = self._transport.sum_over_ranks(own).tolist()
+            summed = self._transport.everyone.sum_over_ranks(own).tolist()
         return summed[0], summed[1:]
 
     def _update_of(self, stage: int, step: int, factor: float = 1.0) -> Update:
@@ -196,7 +199,7 @@ class Stepper:
         self._skipped_in_a_row += 1
         stages = [stage for stage, square in enumerate(squares) if not math.isfinite(square)]
         where = f"gradients of stage(s) {', '.join(map(str, stages))}" if stages else "the loss only"
-        if self._transport.rank == 0:
+        if self._transport.everyone.rank == 0:
             each = "keeps the weights of these stages" if stages else "is taken all the same"
             outcome = each if self._is_stage_by_stage else "is skipped"
             logger.warning("step %d %s: not finite: %s (loss %s)", step, outcome, where, loss)

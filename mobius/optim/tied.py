@@ -42,6 +42,7 @@ class TiedPair:
         They are added on `device`, on which all ranks compute, wherever and in whatever format each is kept: a rank
         need not know whether the other's stage is resident or streamed. Takes three times `CHUNK_ELEMENTS` there.
         Returns the sum's squared norm (fp32 scalar on `device`) on the rank of the embedding, None on the others.
+        Where replicas share stages, it is each one's part, which is the same of both copies.
         """
         places = ((self.embedding_stage, self.embedding_name), (self.head_stage, self.head_name))
         owners = [stage % self.num_ranks for stage, _ in places]
@@ -52,7 +53,7 @@ class TiedPair:
             if stage in memory:
                 memory[stage].wait_for_gradients()
                 state = memory[stage].state
-                copies.append(state.gradients[state.layout.slice_of(name)])
+                copies.append(state.own_gradient(name))
         peer = owners[1] if transport.rank == owners[0] else owners[0]
         square = torch.zeros((), dtype=torch.float32, device=device)
         for parts in zip(*(copy.split(CHUNK_ELEMENTS) for copy in copies), strict=True):

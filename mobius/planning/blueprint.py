@@ -13,7 +13,7 @@ from mobius.errors import PlanError
 from mobius.machine.available import available_host_bytes, own_host_bytes, total_host_bytes
 from mobius.machine.device_order import order_devices
 from mobius.machine.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
-from mobius.messages.meeting import Meeting, meet_at_store
+from mobius.messages.meeting import Meeting, meet_pipeline
 from mobius.models.blocks import ModelParts
 from mobius.models.sliced_attention.sliceable import sliceable, unpackable
 from mobius.plan.budget import check_host_memory, tile_tokens
@@ -26,6 +26,7 @@ from mobius.plan.plan import Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, check_saved_plan
 from mobius.plan.profile import Profile
 from mobius.plan.request import Machine, PackedRows, PlanRequest, compiles
+from mobius.planning.alike import smallest_machine
 from mobius.ranks import Ranks, allows_peer_copies, cpu_share, separate_device_queues
 from mobius.runtime.stage import measure_layer_bytes
 from mobius.schedule.build import build_schedule
@@ -43,9 +44,11 @@ class Place:
     ranks: Ranks
     device: torch.device
     device_order: tuple[int, ...]
-    """The index of every rank's GPU, if there are GPUs."""
+    """The index of the GPU of each of this node's ranks, if there are GPUs."""
     meeting: Meeting | None
-    """Where ranks with GPUs can meet before they have communicators."""
+    """Where a pipeline's ranks with GPUs can meet before they have communicators."""
+    sharing: int = 1
+    """Pipelines that share this machine's host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +113,11 @@ def sketch_blueprint(
     *,
     saved: SavedPlan | None = None,
     packed: PackedRows | None = None,
+    everyone: Meeting | None = None,
 ) -> Blueprint:
-    """The run by guess, before anything is compiled; collective if ranks have GPUs.
+    """The run by guess, before anything is compiled; collective if ranks have GPUs, or there is a meeting.
 
+    `everyone` is that of all replicas, whose smallest machine is planned for.
     With `saved` (`--plan`) nothing is chosen, only checked; `config` must have taken its numbers. `packed` are the
     facts of packed rows, where they are known already.
 
@@ -121,18 +126,24 @@ def sketch_blueprint(
     pipeline = config.pipeline
     if pipeline.copy_messages:
         separate_device_queues()
-    meeting = meet_at_store(ranks) if ranks.num_ranks > 1 and has_gpus(pipeline.device, ranks) else None
-    device_order = order_devices(config, ranks.num_ranks, meeting) if meeting else tuple(range(ranks.num_ranks))
+    meeting = meet_pipeline(ranks) if ranks.num_places > 1 and has_gpus(pipeline.device, ranks) else None
+    device_order = tuple(range(ranks.num_local))
+    if meeting is not None and ranks.num_places == ranks.num_local:  # each of several pipelines has the GPUs as listed
+        device_order = order_devices(config, ranks.num_places, meeting)
     device = choose_device(pipeline.device, ranks, device_order)
     check_dtype(config.model.dtype, device)
     free_bytes = cap_gpu_memory(device, pipeline.gpu_memory_limit)
-    machine = _machine(device, ranks.num_ranks, free_bytes)
+    machine, sharing = _machine(device, ranks, free_bytes), 1
+    if everyone is not None:
+        total, free, sharing = smallest_machine(everyone, ranks, machine.total_bytes, machine.free_bytes)
+        host_bytes = None if machine.host_bytes is None else machine.host_bytes // sharing
+        machine = replace(machine, total_bytes=total, free_bytes=free, host_bytes=host_bytes)
     parts = ModelParts(model_config, device, compiled=compiles(config, machine), adapters=config.adapters)
     shape = parts.shape()
     if saved is not None:
         digest = ModelDigest.of(shape, config.model.dtype)
-        check_saved_plan(saved, Path(config.planning.plan or ""), model=digest, num_ranks=ranks.num_ranks)
-    place = Place(ranks=ranks, device=device, device_order=device_order, meeting=meeting)
+        check_saved_plan(saved, Path(config.planning.plan or ""), model=digest, num_ranks=ranks.num_places)
+    place = Place(ranks=ranks, device=device, device_order=device_order, meeting=meeting, sharing=sharing)
     request = settle(PlanRequest.of(config, shape, machine, packed))
     given = None if saved is None else saved.plan
     found = answer(request, given=given, own_bytes=own_host_bytes(), is_preliminary=True)
@@ -201,11 +212,15 @@ def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: i
     )
 
 
-def _machine(device: torch.device, num_ranks: int, free_bytes: int | None) -> Machine:
+def _machine(device: torch.device, ranks: Ranks, free_bytes: int | None) -> Machine:
     if device.type != "cuda":
-        return Machine(num_ranks)
+        return Machine(ranks.num_places, num_replicas=ranks.num_replicas)
     properties = torch.cuda.get_device_properties(device)
-    return machine_of_gpu(properties.name, properties.total_memory, num_ranks, free_bytes=free_bytes)
+    own = machine_of_gpu(properties.name, properties.total_memory, ranks.num_places, free_bytes=free_bytes)
+    if ranks.num_replicas == 1:
+        return own
+    host = replace(own.host, cores_per_rank=max(1, cpu_share(ranks.num_local)))
+    return replace(own, num_replicas=ranks.num_replicas, host=host)
 
 
 def _draw(
@@ -247,7 +262,7 @@ def _draw(
 
 def _blueprint(place: Place, parts: ModelParts, found: Answer, *, is_given: bool) -> Blueprint:
     """The blueprint of an answer whose stages fit into the host's memory. Raises HostMemoryError."""
-    _check_host(found)
+    _check_host(found, place.sharing)
     plan = found.plan
     schedule = build_schedule(
         plan.num_ranks,
@@ -263,13 +278,13 @@ def _blueprint(place: Place, parts: ModelParts, found: Answer, *, is_given: bool
     return Blueprint(place=place, parts=parts, answer=found, schedule=schedule, is_given=is_given)
 
 
-def _check_host(found: Answer) -> None:
+def _check_host(found: Answer, sharing: int) -> None:
     """Raise HostMemoryError if there is less than the plan needs for stages."""
     if found.request.machine.on_cpu or found.plan.num_slots is not None or found.plan.stashed:
         limit = found.request.config.pipeline.host_memory_limit
-        check_host_memory(found.host, available_bytes=available_host_bytes() if limit is None else int(limit * GIB))
+        whole = available_host_bytes() if limit is None else int(limit * GIB)
+        check_host_memory(found.host, available_bytes=whole // sharing)
 
 
 def _message_shape(request: PlanRequest) -> tuple[int, int, int]:
-    config = request.settled_config
-    return (config.pipeline.microbatch_size, request.slice_length, request.shape.hidden_size)
+    return (request.microbatch_rows, request.slice_length, request.shape.hidden_size)

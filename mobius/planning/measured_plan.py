@@ -89,7 +89,7 @@ def _with_host(profile: Profile, blueprint: Blueprint, transport: Transport) -> 
     start = time.perf_counter()
     launch = measure_launches(Bench(blueprint.place.device, transport), blueprint.parts, _microbatch(blueprint))
     rates = measure_host_rates(
-        blueprint.dtype, device=blueprint.place.device, transport=transport, kernel=_kernel(transport.num_ranks)
+        blueprint.dtype, device=blueprint.place.device, transport=transport, kernel=_kernel(blueprint)
     )
     logger.info(
         "host measured in %.1f s: %.2f billion updates per second and rank, or %.2f beside copies of %.0f GB/s each "
@@ -116,8 +116,8 @@ def _microbatch(blueprint: Blueprint) -> MicrobatchShape:
     )
 
 
-def _kernel(num_ranks: int) -> AdamWKernel | None:
-    return load_kernel(cache_folder(), num_threads=optimizer_threads(num_ranks))
+def _kernel(blueprint: Blueprint) -> AdamWKernel | None:
+    return load_kernel(cache_folder(), num_threads=optimizer_threads(blueprint.place.ranks.num_local))
 
 
 def _measure(blueprint: Blueprint, shape: MicrobatchShape, transport: Transport) -> Profile:
@@ -127,7 +127,7 @@ def _measure(blueprint: Blueprint, shape: MicrobatchShape, transport: Transport)
         shape,
         device=blueprint.place.device,
         transport=transport,
-        kernel=_kernel(transport.num_ranks),
+        kernel=_kernel(blueprint),
         messages_through_host=not allows_peer_copies(),
     )
     logger.info("measured in %.0f s, for auto: %s", time.perf_counter() - start, profile.describe())
@@ -139,11 +139,12 @@ def check_agreement(plan: Plan, transport: Transport) -> None:
     facts = repr((plan.num_microbatches, plan.num_slices, plan.num_rounds, plan.cuts)).encode()
     own = int(hashlib.sha256(facts).hexdigest(), 16) % 2**DIGEST_BITS
     # All are equal if and only if their variance is 0; the numbers are small enough to be exact.
-    sums = transport.sum_over_ranks(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
-    if transport.num_ranks * int(sums[1]) != int(sums[0]) ** 2:
+    everyone = transport.everyone
+    sums = everyone.sum_over_ranks(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
+    if everyone.num_ranks * int(sums[1]) != int(sums[0]) ** 2:
         raise PlanError(
             "the ranks came to different plans, so their GPUs or CPUs differ. Give the numbers instead of auto: "
             f"--num_stages {plan.num_stages} --num_chunks {plan.num_chunks} --num_slices {plan.num_slices} "
             f"--num_rounds {plan.num_rounds} "
-            f"(rank {transport.rank}'s)."
+            f"(rank {everyone.rank}'s)."
         )

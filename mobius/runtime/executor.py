@@ -42,7 +42,7 @@ class StepBatch:
     """All rows of one step on the host (page-locked where there is a GPU)."""
 
     input_ids: Tensor
-    """int64 [batch, L]"""
+    """int64 [batch, L]: the rows that this pipeline plays, where replicas share the step; counts are of all."""
     labels: Tensor
     """int64 [batch, L], -100 where nothing is to be learned, not shifted."""
     num_targets: int
@@ -55,6 +55,8 @@ class StepBatch:
     documents: tuple[Tensor, Tensor] | None = None
     """Positions int32 [batch, L] and bounds int32 [microbatches, D + 1] of documents (`runtime.documents`); None where
     each row is one."""
+    num_replicas: int = 1
+    """Pipelines that play as many rows each."""
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,8 @@ def export_model(
     With `base` adapters are saved, which are for that. The folder appears under its final name only after every tensor
     was read back equal. `standing` is told from where on that may have happened. Raises CheckpointError.
     """
-    blueprint, transport = session.blueprint, session.transport
-    rank, folder = transport.rank, output.export_folder
+    blueprint, everyone = session.blueprint, session.everyone
+    rank, folder = everyone.rank, output.export_folder  # all replicas have all weights: the first one writes
     parameters = [
         SavedParameter(each.name, each.shape, each.stage % blueprint.plan.num_ranks)
         for each in saved_parameters(blueprint)
@@ -113,7 +113,7 @@ def export_model(
         output.begin_export()
         write_model_files(folder, base_files, blueprint.parts.config, dtype=blueprint.dtype)
         (folder / "config.json").rename(folder / _UNCHECKED)
-    transport.barrier()
+    everyone.barrier()
     write_shards(folder, shards, rank, read)
     if rank == 0 and base is None:
         write_index(folder, shards, parameters, itemsize)
@@ -122,11 +122,11 @@ def export_model(
         write_adapter(folder, written, blueprint.parts, base)
         for path in written:
             path.unlink()
-    transport.barrier()
+    everyone.barrier()
     own = [parameter.name for parameter in parameters if parameter.owner_rank == rank]
     verify = verify_folder if base is None else verify_adapter
     verify(folder, ((name, partial(read, name)) for name in own))
-    transport.barrier()
+    everyone.barrier()
     if rank == 0:
         standing.becomes(
             f"while the checked model got its name {output.save_dir}: if it is not there, it is in {folder}, and the "
@@ -136,7 +136,7 @@ def export_model(
         output.commit()
         if base is not None:  # or transformers would look for a model beside it, not for the base
             (output.save_dir / "config.json").unlink()
-    transport.barrier()
+    everyone.barrier()
 
 
 def write_single_file(params_file: Path, output: OutputFolder, *, progress: Callable[[], None] = lambda: None) -> None:

@@ -32,7 +32,7 @@ from mobius.output.run_log import METRICS_FILE, RunLog, TrainerState
 from mobius.ranks import launch_id
 from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar, value_of
 from mobius.training.judging.evaluation import EvaluationResult, Evaluator
-from mobius.training.resuming import LAUNCH
+from mobius.training.resuming import LAUNCH, REPLICAS
 from mobius.training.saving import CheckpointSaver, SavedPoint
 from mobius.training.trainer import Trainer
 
@@ -128,6 +128,7 @@ class TrainingLoop:
     steps_done: int = 0
     epoch: float = 0.0
     best: BestSoFar
+    num_replicas: int = 1
     best_saved: BestSoFar
     """Best evaluation of those whose weights were to be saved."""
     older: str | None = None
@@ -259,6 +260,7 @@ class TrainingLoop:
         both = {BEST: self.best, BEST_SAVED: self.best_saved}
         return {
             LAUNCH: launch_id(),
+            REPLICAS: self.num_replicas,
             **{key: {**asdict(best), "metric": best.metric.value} for key, best in both.items()},
         }
 

@@ -28,7 +28,16 @@ def log_model(blueprint: Blueprint, folder: Path) -> None:
         logger.warning("%s", warning, extra=SAID_ONCE)
 
 
-def warn_of_small_pages(session: Session) -> None:
+def log_stages(session: Session) -> None:
+    """The stages and how they run, and what slows them down."""
+    _warn_of_small_pages(session)
+    blueprint = session.blueprint
+    logger.info("stages generated: %s", blueprint.plan.describe(blueprint.shape))
+    if blueprint.tile_tokens is not None:
+        logger.info("recomputed layers run in tiles of %d tokens", blueprint.tile_tokens)
+
+
+def _warn_of_small_pages(session: Session) -> None:
     """Tell what slows the updates of a rank whose stages lie on small pages, if they are large."""
     arena = session.stages.arena
     if arena is None or arena.num_bytes < GIB:
@@ -51,9 +60,19 @@ def log_start(blueprint: Blueprint) -> None:
         pipeline.batch_size,
         config.data.seq_length,
         pipeline.num_microbatches,
-        pipeline.microbatch_size,
+        blueprint.answer.request.microbatch_rows,
         MemoryMeter(blueprint.place.device).device_name,
     )
+    ranks = blueprint.place.ranks
+    if ranks.num_replicas > 1:
+        logger.info(
+            "%d replicas of %d rank(s) on %d node(s) play %d rows of each step and update 1/%d of each stage",
+            ranks.num_replicas,
+            ranks.num_places,
+            ranks.num_nodes,
+            blueprint.answer.request.rows,
+            ranks.num_replicas,
+        )
     if blueprint.parts.attention is DocumentAttention.FLEX:
         logger.warning(
             "packed rows run by FlexAttention, their layers without graphs of their own, which is slower: "

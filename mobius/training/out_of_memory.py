@@ -31,7 +31,8 @@ def smallest_change(blueprint: Blueprint) -> str:
     """The change that costs a step least, as it is typed; none of the first seven changes what is trained."""
     config, plan = blueprint.config.pipeline, blueprint.plan
     num_resident = max(plan.use_of(rank).num_resident for rank in range(plan.num_ranks))
-    chunks = [n for n in range(plan.num_chunks + 1, config.batch_size + 1) if config.batch_size % n == 0]
+    rows = blueprint.answer.request.rows
+    chunks = [n for n in range(plan.num_chunks + 1, rows + 1) if rows % n == 0]
     rounds = [n for n in range(plan.num_rounds + 1, plan.num_chunks + 1) if plan.num_chunks % n == 0]
     stages = range(plan.num_stages + plan.num_ranks, blueprint.shape.num_layers + 1, plan.num_ranks)
     if config.recompute is not Recompute.FULL and (plan.kept or not config.use_offload):

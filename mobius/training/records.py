@@ -13,6 +13,7 @@ from mobius.config.yaml_file import to_yaml
 from mobius.models.weights import folder_has_weights
 from mobius.output.curves_picture import draw_training
 from mobius.output.model_card import CardFacts, model_card
+from mobius.output.recordings import Recordings
 from mobius.output.run_log import RunLog, TrainerState
 from mobius.output.trackers import TrackedRun, trackers_of
 from mobius.planning.blueprint import Blueprint
@@ -37,6 +38,12 @@ def open_log(blueprint: Blueprint, folder: Path, state: TrainerState | None = No
         trackers_of(config.output.trackers, tracked),
         ideal_step_seconds=ideal_step_seconds(blueprint),
     )
+
+
+def recordings_of(blueprint: Blueprint, folder: Path) -> Recordings | None:
+    """Recordings of the first pipeline's ranks, in `folder`; replicas do the same."""
+    ranks, device = blueprint.place.ranks, blueprint.place.device
+    return None if ranks.replica else Recordings(blueprint.config, rank=ranks.place, device=device, folder=folder)
 
 
 def ideal_step_seconds(blueprint: Blueprint) -> float | None:

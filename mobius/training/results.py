@@ -70,10 +70,10 @@ def take_best(session: Session, saver: CheckpointSaver, earlier: Path | None = N
     failed save knows that a checkpoint is not there, so the first one decides.
     """
     found = [0.0, 0.0]
-    if session.transport.rank == 0:
+    if session.everyone.rank == 0:
         has_earlier = earlier is not None and (earlier / MANIFEST_FILE).is_file()
         found = [float(saver.best_step or 0), float(not saver.best_step and has_earlier)]
-    step, is_earlier = map(int, numbers_of_ranks(session.transport, found).sum(0).tolist())
+    step, is_earlier = map(int, numbers_of_ranks(session.everyone, found).sum(0).tolist())
     if not step and not is_earlier:
         logger.warning(
             "--load_best_model_at_end: there is no checkpoint that was evaluated, so the last weights are the result"
@@ -84,7 +84,7 @@ def take_best(session: Session, saver: CheckpointSaver, earlier: Path | None = N
     progress = session.activity.progress
     restore(session.stages, session.blueprint.parts, reader, weights_only=True, progress=progress)
     logger.info("weights of the best checkpoint are taken: %s", reader.path)
-    session.transport.barrier()
+    session.everyone.barrier()
     return reader.manifest.step
 
 
@@ -142,7 +142,7 @@ def save_model(
     """
     session.activity.begins("the export of the model")
     export_model(session, output, base_files=base_files, standing=standing, base=base)
-    if session.transport.rank != 0:
+    if session.everyone.rank != 0:
         return []
     config, problems = session.blueprint.config, list[str]()
     what = "model" if base is None else "adapter"
@@ -193,8 +193,8 @@ def finish(
     reading = meter.read()
     own = [reading.peak_allocated, reading.peak_reserved, reading.allocated, reading.peak_host]
     session.activity.begins("the report")
-    rows = numbers_of_ranks(session.transport, own).tolist()
-    if session.transport.rank != 0:
+    rows = numbers_of_ranks(session.everyone, own).tolist()
+    if session.everyone.rank != 0:
         return
 
     def gpu_bytes(value: float) -> int | None:

@@ -59,6 +59,8 @@ _READERS: Final = 4
 """Threads of a rank that read a checkpoint."""
 LAUNCH: Final = "launch"
 """Key in a checkpoint's position of the launcher's start that saved it (`launch_id`)."""
+REPLICAS: Final = "replicas"
+"""Key in a checkpoint's position of the number of pipelines that shared it."""
 _PLANNED_BY: Final = (
     *("num_stages", "num_chunks", "num_rounds", "num_slices", "use_offload", "use_prefetch", "resident_stages"),
     *("recompute", "activation_offloading", "tile_tokens", "gpu_memory_limit", "host_memory_limit"),
@@ -148,8 +150,8 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
             f"{path} holds weights only (--save_only_model): no run can go on from it. Begin a new one with "
             f"--model_path {path}."
         )
-    validate(merged, ranks.num_ranks)
-    merged = _with_saved_plan(merged, reader.path, ranks, given, changed)
+    validate(merged, ranks.num_places, ranks.num_replicas)
+    merged = _with_saved_plan(merged, reader, ranks, given, changed)
     logger.info("resumed from %s: %d steps are done", path, reader.manifest.step)
     return Resume(reader=reader, config=merged, taken_save_dir=taken, meeting=meeting)
 
@@ -215,9 +217,17 @@ def _restore_parameter(
             target[part].copy_(values.reshape(-1))
 
     read(state.weights, None)
-    if layout.is_trained(name) and not weights_only:
+    if not layout.is_trained(name) or weights_only:
+        return
+    if state.shares is None:
         for key, tensor in optimizer_tensors(state).items():
             read(tensor, key)
+        return
+    owned = [(own.state, cut) for own in state.owned if (cut := own.overlap(part)) is not None]
+    for key in optimizer_tensors(state) if owned else ():
+        values = reader.read_state(stored_name, key, shape).reshape(-1)
+        for own, (inside, given) in owned:
+            optimizer_tensors(own)[key][inside].copy_(values[given])
 
 
 def _named(config: Config) -> Path | None:
@@ -334,7 +344,7 @@ def _shown(value: object) -> str:
 
 
 def _with_saved_plan(
-    config: Config, path: Path, ranks: Ranks, given: Collection[str] | None, changed: Collection[str]
+    config: Config, reader: CheckpointReader, ranks: Ranks, given: Collection[str] | None, changed: Collection[str]
 ) -> Config:
     """The config with the checkpoint's plan where that fits, so that `auto` is not decided anew.
 
@@ -342,10 +352,13 @@ def _with_saved_plan(
     """
     if config.planning.plan is not None:
         return config
-    planned = replace(config, planning=replace(config.planning, plan=str(path / PLAN_FILE)))
+    planned = replace(config, planning=replace(config.planning, plan=str(reader.path / PLAN_FILE)))
+    num_replicas = reader.manifest.data.get(REPLICAS, 1)
     try:
+        if num_replicas != ranks.num_replicas:
+            raise PlanError(f"it is for {num_replicas} replica(s)")
         adopted = adopt_plan(planned, given=given or ())
-        is_for_ranks = adopted.saved is not None and adopted.saved.plan.num_ranks == ranks.num_ranks
+        is_for_ranks = adopted.saved is not None and adopted.saved.plan.num_ranks == ranks.num_places
         if is_for_ranks and not set(_PLANNED_BY) & set(changed):
             return planned
         reason = "it is for another number of ranks"

@@ -27,10 +27,10 @@ from mobius.models.families import load_model_config, locate_model
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
 from mobius.output.output_folder import OutputFolder
-from mobius.output.recordings import Recordings
 from mobius.output.run_log import RunLog
 from mobius.output.text_scores import check_scores_installed
 from mobius.output.trackers import check_installed
+from mobius.planning.alike import check_same_data, meet_replicas
 from mobius.planning.blueprint import complete_blueprint, sketch_blueprint
 from mobius.planning.planned import adopt_plan
 from mobius.ranks import Ranks, command_words, seconds_since_launch
@@ -40,10 +40,10 @@ from mobius.training.judging.answering import only_answers, open_prediction, pro
 from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar
 from mobius.training.judging.evaluation import Evaluator, evaluation_samples, make_evaluator
 from mobius.training.loop import Ending, TrainingLoop
-from mobius.training.milestones import log_model, log_start, warn_of_small_pages
+from mobius.training.milestones import log_model, log_stages, log_start
 from mobius.training.opening import base_of, merged_folder, prepare_output, run_texts, tell_plan
 from mobius.training.out_of_memory import out_of_memory
-from mobius.training.records import leave_records, open_log
+from mobius.training.records import leave_records, open_log, recordings_of
 from mobius.training.results import Prediction, Timing, finish, save_model, take_best
 from mobius.training.resuming import Resume, find_resume, restoring
 from mobius.training.saving import CheckpointSaver
@@ -108,7 +108,8 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
     watchdog = Watchdog(
         Activity(),
         rank=ranks.rank,
-        num_ranks=ranks.num_ranks,
+        num_ranks=ranks.num_local,
+        first=ranks.node * ranks.num_local,
         minutes=config.saving.watchdog_minutes,
         left=standing.clear if ranks.is_first else None,
     )
@@ -133,7 +134,7 @@ def _watched(run: _Opened, ranks: Ranks, standing: Standing, timing: Timing, wat
 
 def _train_and_save(run: _Opened, standing: Standing, timing: Timing, watchdog: Watchdog) -> Prediction | None:
     """Everything from the first step on; `watchdog` is stopped when connections are closed."""
-    resume, is_first = run.resume, run.session.transport.rank == 0
+    resume, is_first = run.resume, run.session.everyone.rank == 0
     session, output, config = run.session, run.output, run.config
     trains = config.evaluation.do_train
     try:
@@ -200,6 +201,7 @@ def _open(
 
     The watchdog begins behind the data: ranks wait for the one that tokenizes for as long as it takes.
     """
+    everyone = meet_replicas(config, ranks)
     config = settle_dtype(config, ranks, given=given if resume is None else None)  # a checkpoint's format stays
     is_lora = config.adapters.is_lora  # a checkpoint has no weights of the base then
     has_own = resume is not None and not is_lora
@@ -209,7 +211,7 @@ def _open(
     base_files = read_base_files(model_folder).with_chat_template(resolve_template(config.data.chat_template))
     adopted = adopt_plan(config, given=given or ())
     # What cannot fit is refused before the data are read, which may take long.
-    sketch = sketch_blueprint(adopted.config, ranks, model_config, saved=adopted.saved)
+    sketch = sketch_blueprint(adopted.config, ranks, model_config, saved=adopted.saved, everyone=everyone)
     check_model_weights(model_folder, sketch.parts, config.model)
     base = base_of(sketch, model_folder, resume) if is_lora else None
     log_model(sketch, model_folder)
@@ -219,6 +221,7 @@ def _open(
         config, data, batches = read_data(adopted.config, ranks, tokenizer)
         if config.evaluation.predicts:
             prompts(data, config)  # refused now, not behind the training
+        check_same_data(data.fingerprint, everyone)
         if resume is not None:
             resume.check_steps(config)
             resume.check_data(data.fingerprint())
@@ -229,9 +232,7 @@ def _open(
         session = open_session(
             blueprint,
             model_folder,
-            recordings=Recordings(
-                config, rank=ranks.rank, device=blueprint.place.device, folder=output.training_folder
-            ),
+            recordings=recordings_of(blueprint, output.training_folder),
             settled=partial(tell_plan, output),
             restore=None if resume is None else restoring(resume, blueprint, model_folder, watchdog.activity),
             activity=watchdog.activity,
@@ -239,10 +240,7 @@ def _open(
     except BaseException:
         output.discard()  # nothing is trained yet
         raise
-    warn_of_small_pages(session)
-    logger.info("stages generated: %s", session.blueprint.plan.describe(session.blueprint.shape))
-    if session.blueprint.tile_tokens is not None:
-        logger.info("recomputed layers run in tiles of %d tokens", session.blueprint.tile_tokens)
+    log_stages(session)
     return _Opened(
         session=session,
         output=output,
@@ -319,6 +317,7 @@ def _loop(
         epoch=float(position.get("epoch", 0.0)),
         best=best,
         best_saved=_best(run, BEST_SAVED),
+        num_replicas=run.session.blueprint.place.ranks.num_replicas,
         older=None if older is None else f"{run.output.save_dir} is as it was",
     )
 
@@ -365,7 +364,7 @@ def _leave_early(
         if saver.newest_step != loop.trainer.num_steps_done:
             told = f"this step could not be saved; the newest checkpoint is {saver.newest}"
         told += f". To go on: {command}"
-    run.session.transport.barrier()
+    run.session.everyone.barrier()
     watchdog.stop()
     if ending is Ending.SIGNAL:
         raise SavedAndStopped(f"after a step: {told}")

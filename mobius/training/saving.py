@@ -118,8 +118,10 @@ class CheckpointSaver:
         blueprint = session.blueprint
         self._session, self.save_dir, self._texts = session, save_dir, texts
         self._activity = session.activity
-        self._config, self._blueprint, self._transport = blueprint.config, blueprint, session.transport
-        self._rank, self._is_first = self._transport.rank, self._transport.rank == 0
+        self._config, self._blueprint, self._everyone = blueprint.config, blueprint, session.everyone
+        self._rank, self._is_first = self._everyone.rank, self._everyone.rank == 0
+        self._writes = blueprint.place.ranks.replica == 0
+        """Whether this rank writes its stages, of which all replicas have the same."""
         saving = blueprint.config.saving
         self._has_optimizer = not saving.save_only_model
         self._parameters = saved_parameters(blueprint)
@@ -182,25 +184,32 @@ class CheckpointSaver:
         self._records: list[FileRecord] = []
         partial = partial_path(self.save_dir, point.step)
         num_bytes = self.num_bytes if self._is_first else self._snapshots.num_bytes
-        problem: list[CheckpointError] = []
+        problem: list[Exception] = []
         try:
             check_space(self.save_dir, num_bytes)
             if self._is_first:
                 begin(self.save_dir, point.step)
         except CheckpointError as error:
             problem = [error]
-        self._transport.barrier()  # the folder is there, or there is none to write to
-        if not problem and not partial.is_dir():
+        self._everyone.barrier()  # the folder is there, or there is none to write to
+        if not problem and self._writes and not partial.is_dir():
             problem = [_NotBegunError("the first rank tells why")]
 
         def write(stage: int, tensors: Mapping[str, Tensor]) -> None:
-            if problem:
-                raise problem[0]
-            if stage < len(self._files):
-                self._records += write_stage(partial, self._files[stage], tensors, progress=self._activity.progress)
+            try:
+                if problem:
+                    raise problem[0]
+                if stage < len(self._files) and self._writes:
+                    self._records += write_stage(partial, self._files[stage], tensors, progress=self._activity.progress)
+            except Exception as error:
+                if self._session.transport.replicas is None:
+                    raise
+                problem[:] = problem or [error]  # other replicas wait until they have given all their parts
 
         def written() -> None:
-            if not self._is_first:
+            if problem:
+                raise problem[0]
+            if not self._is_first and self._writes:
                 text = json.dumps([asdict(record) for record in self._records])
                 write_text(partial, f"records-{self._rank}.json", text)
 
@@ -229,12 +238,12 @@ class CheckpointSaver:
             if not self._is_written:
                 if self._snapshots.is_saving:
                     self._settled(self._snapshots.wait())
-                self.hear(numbers_of_ranks(self._transport, [self._report()]))
+                self.hear(numbers_of_ranks(self._everyone, [self._report()]))
             if self._finisher is not None:
                 self._finisher.join()
                 self._finisher = None
             self._number = 0
-            self._transport.barrier()
+            self._everyone.barrier()
 
     def close(self) -> None:
         """Give memory back; no save may be under way."""
@@ -354,29 +363,32 @@ class CheckpointSaver:
         if self.need.disk_bytes < _WORTH_MEASURING:
             return None
         own = write_rate(nearest_folder(self.save_dir)) if self._is_first else None
-        return float(numbers_of_ranks(self._transport, [own or 0.0]).sum()) or None
+        return float(numbers_of_ranks(self._everyone, [own or 0.0]).sum()) or None
 
     def _take_room(self) -> Snapshots:
-        plan, config = self._blueprint.plan, self._config
+        config = self._config
         own = self._session.stages.memory
         names = {stage: {p.name for p in self._parameters if p.stage == stage} for stage in own}
-        stages = {stage: SavedStage(memory, names[stage], self._is_whole) for stage, memory in own.items()}
+        replicas = self._session.transport.replicas
+        stages = {stage: SavedStage(memory, names[stage], self._is_whole, replicas) for stage, memory in own.items()}
         limit = config.pipeline.host_memory_limit
         if limit is None:
-            free = float(numbers_of_ranks(self._transport, [float(available_host_bytes())]).amin())
+            free = float(numbers_of_ranks(self._everyone, [float(available_host_bytes())]).amin())
         else:  # memory that grows on demand is not there yet
             free = limit * GIB - self._blueprint.answer.host.total
         self._free_bytes = free
+        place = self._blueprint.place
         # Clipping updates in forward order behind the step; else stages follow their backward.
         forward = config.optim.max_grad_norm > 0
         return Snapshots(
             stages,
             order=sorted(own, reverse=not forward),
             has_optimizer=self._has_optimizer,
-            room_bytes=self.need.room(self._rank, free),
-            device=self._blueprint.place.device,
-            num_threads=optimizer_threads(plan.num_ranks),
+            room_bytes=self.need.room(place.ranks.place, free / place.sharing),
+            device=place.device,
+            num_threads=optimizer_threads(place.ranks.num_local),
             activity=self._activity,
+            in_order=replicas is not None,
         )
 
 

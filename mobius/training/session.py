@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mobius.activity import Activity
 from mobius.config.config import Dtype
-from mobius.data.batches import Batch, arrange
+from mobius.data.batches import Batch, arrange, share_of
 from mobius.limits import max_sends_under_way
 from mobius.machine.devices import MemoryMeter, optimizer_threads, set_host_threads
 from mobius.machine.peer_check import PeerCheck
@@ -26,7 +26,9 @@ from mobius.memory.update_queue import UpdateQueue
 from mobius.messages.distributed import DistributedTransport
 from mobius.messages.mailboxes import Mailboxes
 from mobius.messages.rehearsal import RehearsalTransport
-from mobius.messages.transport import SingleRankTransport, Transport
+from mobius.messages.replicas import meet_replicas
+from mobius.messages.transport import Assembly, SingleRankTransport, Transport
+from mobius.messages.world import World
 from mobius.models.adapters.files import AdapterFolder, AdapterValues
 from mobius.models.adapters.lora import FreshAdapters
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightSource, folder_has_weights
@@ -61,6 +63,11 @@ class Session:
     """Told by every part what this rank does."""
 
     @property
+    def everyone(self) -> Assembly:
+        """All processes of the run: the ranks of this pipeline and those of its replicas."""
+        return self.transport.everyone
+
+    @property
     def spans(self) -> Spans:
         return NO_SPANS if self.recordings is None else self.recordings.spans
 
@@ -83,7 +90,7 @@ class Session:
         tied = TiedPair(*names, 0, plan.num_stages - 1, plan.num_ranks, blueprint.gradient_dtype) if names else None
         kernel = None
         if has_kernel and (self.stages.arena is not None or device.type == "cpu"):
-            kernel = load_kernel(cache_folder(), num_threads=optimizer_threads(plan.num_ranks))
+            kernel = load_kernel(cache_folder(), num_threads=optimizer_threads(blueprint.place.ranks.num_local))
         settings = AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay)
         adamw = FlatAdamW(settings, kernel, FusedUpdate())
         adamw.warm_up(memory.state for memory in self.stages.memory.values())
@@ -168,21 +175,21 @@ def open_session(
     if settled is not None:
         settled(blueprint)
     done("connect")
-    pipeline = blueprint.config.pipeline
     activity.begins("the memory of the stages")
     stages = RankStages.take(
         blueprint.parts,
         blueprint.plan,
-        place.ranks.rank,
+        place.ranks.place,
         device=place.device,
         dtype=blueprint.dtype,
         gradient_dtype=blueprint.gradient_dtype,
-        loss_chunk_tokens=pipeline.loss_chunk_tokens,
+        loss_chunk_tokens=blueprint.config.pipeline.loss_chunk_tokens,
         waiting=blueprint.answer.request.waiting,
         message_shape=blueprint.message_shape,
         product_bytes=blueprint.answer.request.product_bytes,
         tile_tokens=blueprint.tile_tokens,
-        updates=UpdateQueue(activity) if pipeline.overlap_optimizer else None,
+        updates=_update_queue(blueprint, activity),
+        replicas=transport.replicas,
         spans=spans,
     )
     activity.begins("the weights")
@@ -193,20 +200,29 @@ def open_session(
         stages.fill(source, show_progress=place.ranks.is_first, progress=activity.progress)
     done("weights")
     activity.begins("the rehearsal of a step")
-    if place.device.type == "cuda" and place.ranks.num_ranks > 1:
+    if place.device.type == "cuda" and place.ranks.num_places > 1:
         with activity.warming_up():
             _rehearse(blueprint, stages)
     activity.begins("the wait for all ranks' weights")
-    transport.barrier()
+    transport.everyone.barrier()
     done("rehearsal")
     return Session(blueprint=blueprint, transport=transport, stages=stages, recordings=recordings, activity=activity)
 
 
+def _update_queue(blueprint: Blueprint, activity: Activity) -> UpdateQueue | None:
+    has_replicas = blueprint.place.ranks.num_replicas > 1
+    return UpdateQueue(activity, in_order=has_replicas) if blueprint.config.pipeline.overlap_optimizer else None
+
+
 def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
     """Meet the other ranks; collective."""
-    place, device = blueprint.place, blueprint.place.device
-    if place.ranks.num_ranks == 1:
-        return SingleRankTransport()
+    place, device, ranks = blueprint.place, blueprint.place.device, blueprint.place.ranks
+    if ranks.num_places == 1:
+        if ranks.num_replicas == 1:
+            return SingleRankTransport()
+        world = World(rank=ranks.rank, num_ranks=ranks.num_ranks, device=device)
+        numbers = {"index": ranks.replica, "num_replicas": ranks.num_replicas}
+        return SingleRankTransport(world, meet_replicas(world, **numbers, device=device))
     mailboxes = None
     if place.meeting is not None:
         PeerCheck(place.meeting, device).send_by_host_if_broken(place.device_order)
@@ -214,8 +230,8 @@ def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
             message_bytes = math.prod(blueprint.message_shape) * blueprint.dtype.itemsize
             mailboxes = Mailboxes(place.meeting, device, message_bytes=message_bytes)
     return DistributedTransport(
-        rank=place.ranks.rank,
-        num_ranks=place.ranks.num_ranks,
+        rank=ranks.place,
+        num_ranks=ranks.num_places,
         device=device,
         shape=blueprint.message_shape,
         dtype=blueprint.dtype,
@@ -223,6 +239,8 @@ def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
         mailboxes=mailboxes,
         # On a CPU the host does the work and is never ahead of it.
         max_sends=max_sends_under_way(blueprint.plan.round_size) if device.type == "cuda" else None,
+        replica=ranks.replica,
+        num_replicas=ranks.num_replicas,
     )
 
 
@@ -250,13 +268,13 @@ def _rehearse(blueprint: Blueprint, stages: RankStages) -> None:
     """
     config, place = blueprint.config, blueprint.place
     transport = RehearsalTransport(
-        rank=place.ranks.rank,
+        rank=place.ranks.place,
         device=place.device,
         shape=blueprint.message_shape,
         dtype=blueprint.dtype,
         max_sends=max_sends_under_way(blueprint.plan.round_size),
     )
-    tokens = torch.zeros(config.pipeline.batch_size, config.data.seq_length, dtype=torch.int64)
+    tokens = torch.zeros(blueprint.answer.request.rows, config.data.seq_length, dtype=torch.int64)
     documents = _documents([[config.data.seq_length]] * len(tokens), blueprint)
     batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), len(tokens), documents=documents)
     stages.executor(blueprint.schedule, transport).run(batch)
@@ -265,13 +283,14 @@ def _rehearse(blueprint: Blueprint, stages: RankStages) -> None:
 
 def _step_batches(batches: Iterable[Batch], blueprint: Blueprint) -> Iterator[StepBatch]:
     """The batches as tensors, page-locked if they go to a GPU, packed rows in the order of microbatches."""
+    ranks = blueprint.place.ranks
     for given in batches:
         assert given.num_targets > 0, "samples without a target are dropped, and no step is without samples"
-        batch = arrange(given, blueprint.plan.num_chunks)
+        batch = arrange(share_of(given, ranks.replica, ranks.num_replicas), blueprint.plan.num_chunks)
         input_ids, labels = (_tensor(each, blueprint) for each in (batch.input_ids, batch.labels))
         documents = None if batch.documents is None else _documents(batch.documents, blueprint)
         numbers = batch.num_targets, batch.num_tokens, batch.num_samples, batch.epoch
-        yield StepBatch(input_ids, labels, *numbers, documents)
+        yield StepBatch(input_ids, labels, *numbers, documents, ranks.num_replicas)
 
 
 def _documents(rows: Rows, blueprint: Blueprint) -> tuple[Tensor, Tensor] | None:

@@ -13,6 +13,7 @@ from mobius.memory.activation_home import ActivationHome
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.rank_memory import take_memory
+from mobius.memory.shares import Replicas
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
@@ -61,13 +62,14 @@ class RankStages:
         product_bytes: int = 0,
         tile_tokens: int | None = None,
         updates: UpdateQueue | None = None,
+        replicas: Replicas | None = None,
         spans: Spans = NO_SPANS,
     ) -> RankStages:
         """Zeroed stages of `rank` as `plan` says; those in `waiting` keep their gradients (`take_memory`).
 
         `message_shape` [B, L, H] is that of a layer's input, needed where some are stashed, and `product_bytes` are
-        those of a layer and microbatch of which products go home; `tile_tokens` is as in `StageModule`. Raises
-        HostMemoryError, and CheckpointError as that does.
+        those of a layer and microbatch of which products go home; `tile_tokens` is as in `StageModule`; `replicas`
+        share the stages. Raises HostMemoryError, and CheckpointError as that does.
         """
         modules = {
             stage: StageModule(
@@ -90,6 +92,8 @@ class RankStages:
             in_rounds=plan.num_rounds > 1,
             keeps_trained=parts.adapters.is_lora,
             updates=updates,
+            replicas=replicas,
+            tied=parts.trained_tied_names or (),
             spans=spans,
         )
         layer_inputs = LayerInputs(parts, device=device, dtype=dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 from mobius.activity import Activity
 from mobius.config.config import OptimConfig
 from mobius.machine.devices import MemoryMeter
-from mobius.messages.transport import Transport
+from mobius.messages.transport import Assembly, Transport
 from mobius.optim.lr_schedule import learning_rate_at
 from mobius.optim.stepper import StepCounts, StepOutcome, Stepper
 from mobius.output.metrics import StepMetrics
@@ -80,7 +80,7 @@ class Trainer:
 
     def train(self) -> Iterator[StepMetrics]:
         """Run all steps, yielding the numbers of each as it ends."""
-        self._transport.barrier()
+        self._transport.everyone.barrier()
         self._step_end = time.perf_counter()
         while self._step < self._config.num_steps:
             with ExitStack() as stack:
@@ -124,7 +124,7 @@ class Trainer:
         memory, waits = self._meter.read(), self._clock.collect()
         own = [memory.peak_allocated, memory.peak_reserved, memory.peak_host, *(waits[cause] for cause in WaitCause)]
         told = () if self.exchange is None else self.exchange.own()
-        both = numbers_of_ranks(self._transport, [*own, *told])
+        both = numbers_of_ranks(self._transport.everyone, [*own, *told])
         if self.exchange is not None:
             self.exchange.hear(both[:, len(own) :])
         table = both[:, : len(own)]
@@ -143,7 +143,7 @@ class Trainer:
             num_tokens=batch.num_tokens,
             num_targets=batch.num_targets,
             num_samples=batch.num_samples,
-            padding=1 - batch.num_tokens / batch.input_ids.numel(),
+            padding=1 - batch.num_tokens / (batch.num_replicas * batch.input_ids.numel()),
             peak_gpu_memory_gib=worst[0] / GIB if has_gpu else None,
             reserved_gpu_memory_gib=worst[1] / GIB if has_gpu else None,
             peak_host_memory_gib=float(table[:, 2].sum()) / GIB,
@@ -153,8 +153,8 @@ class Trainer:
         )
 
 
-def numbers_of_ranks(transport: Transport, own: Sequence[float]) -> Tensor:
+def numbers_of_ranks(ranks: Assembly, own: Sequence[float]) -> Tensor:
     """A row of numbers from every rank, [num_ranks, len(own)] in float64; collective."""
-    table = torch.zeros(transport.num_ranks, len(own), dtype=torch.float64)
-    table[transport.rank] = torch.tensor(own, dtype=torch.float64)
-    return transport.sum_over_ranks(table)
+    table = torch.zeros(ranks.num_ranks, len(own), dtype=torch.float64)
+    table[ranks.rank] = torch.tensor(own, dtype=torch.float64)
+    return ranks.sum_over_ranks(table)

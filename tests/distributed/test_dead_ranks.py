@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from harness.launched import Launched
-from harness.processes import is_alive
+from harness.processes import family, is_alive, ranks_of
 from harness.runs import ROOT, command, environment, free_port, make_checkpoint, make_dataset
 from started_ranks import comes
 
@@ -53,34 +53,6 @@ def started(words: list[str], folder: Path, *, is_forked: bool = False) -> Itera
 def our_launcher(*arguments: str) -> list[str]:
     launcher = [sys.executable, str(ROOT / "scripts" / "run_ranks.py"), "--nproc_per_node", "2"]
     return [*launcher, "--master_port", str(free_port()), str(ROOT / "main.py"), *arguments]
-
-
-def family(process: int) -> set[int]:
-    """All that a process has started, and what that has started."""
-    found: set[int] = set()
-    for file in Path(f"/proc/{process}/task").glob("*/children"):
-        try:
-            children = [int(child) for child in file.read_text().split()]
-        except OSError:
-            continue
-        found |= {*children, *(number for child in children for number in family(child))}
-    return found
-
-
-def ranks_of(launcher: int) -> dict[int, int]:
-    """Rank -> process, of those that live; one that is forked has it in its name."""
-    found = {}
-    for child in family(launcher):
-        try:
-            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            name, _, rest = Path(f"/proc/{child}/stat").read_text().partition(" (")[2].rpartition(")")
-        except OSError:
-            continue
-        words, parent = [*variables, name.replace("rank ", "RANK=").encode()], int(rest.split()[1])
-        rank = next((int(each.partition(b"=")[2]) for each in words if each.startswith(b"RANK=")), None)
-        if rank is not None and parent == launcher:
-            found[rank] = child
-    return found
 
 
 def wait_for(moment: Moment, process: Process, folder: Path) -> None:

@@ -52,10 +52,11 @@ class Ranks:
         environment: Mapping[str, str],
         program: str = "main.py",
         output_file: Path | None = None,
+        num_nodes: int = 1,
     ) -> None:
         """Start them in `folder`; what they print goes to one file there or to `output_file`, which is there.
 
-        `program` is their sys.argv[0].
+        `program` is their sys.argv[0]. They take themselves for those of `num_nodes` nodes.
         """
         self.output_file = output_file or folder / f"output-{time.monotonic_ns()}.txt"
         self.output_file.touch()
@@ -64,7 +65,9 @@ class Ranks:
         for rank in range(num_ranks):
             variables = dict(environment)
             if num_ranks > 1:
-                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+                num_local = num_ranks // num_nodes
+                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank % num_local), "WORLD_SIZE": str(num_ranks)}
+                variables |= {"LOCAL_WORLD_SIZE": str(num_local)} if num_nodes > 1 else {}
                 variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             given = (module, function, list(arguments), str(folder), variables, str(self.output_file), program)
             self.processes.append(_context().Process(target=_run, args=given))

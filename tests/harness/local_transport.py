@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mobius.errors import TransportError
-from mobius.messages.transport import ring_edges
+from mobius.memory.shares import Replicas
+from mobius.messages.transport import Assembly, ring_edges
 
 TIMEOUT_SECONDS = 600.0
 
@@ -44,6 +45,8 @@ class LocalTransport:
     def __init__(self, hub: LocalHub, rank: int) -> None:
         self._hub = hub
         self.rank, self.num_ranks = rank, hub.num_ranks
+        self.everyone: Assembly = self
+        self.replicas: Replicas | None = None
 
     def post_receive(self, source: int) -> None:
         """Nothing to announce: queues take messages at any time."""
@@ -98,22 +101,34 @@ class LocalTransport:
 def run_rank_threads(num_ranks: int, work: Callable[[LocalTransport], T]) -> list[T]:
     """Run `work(transport)` in one thread per rank and return the results in rank order; the first error is raised."""
     hub = LocalHub(num_ranks)
+
+    def stop() -> None:
+        hub.has_failed.set()
+        hub.meeting.abort()
+
+    return run_threads(num_ranks, lambda rank: work(hub.transport(rank)), stop)
+
+
+def run_threads(number: int, work: Callable[[int], T], stop: Callable[[], None]) -> list[T]:
+    """Run `work(rank)` in so many threads and return the results in their order; the first error is raised.
+
+    `stop` makes the others end when one has failed.
+    """
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(hub.transport(rank))
+            results[rank] = work(rank)
         except BaseException as error:  # handed to the calling thread below
             errors[rank] = error
-            hub.has_failed.set()
-            hub.meeting.abort()
+            stop()
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(number)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT_SECONDS * 5)
     for error in sorted(errors.values(), key=lambda error: isinstance(error, TransportError)):
         raise error
-    return [results[rank] for rank in range(num_ranks)]
+    return [results[rank] for rank in range(number)]

@@ -77,7 +77,7 @@ def torchrun_main(num_ranks: int, folder: Path, *arguments: str) -> subprocess.C
     )
 
 
-def run_main(num_ranks: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_main(num_ranks: int, folder: Path, *arguments: str, num_nodes: int = 1) -> subprocess.CompletedProcess[str]:
     """The same by processes that are forked instead of started, which spares each of them its imports."""
     ranks = Ranks(
         "main",
@@ -86,6 +86,7 @@ def run_main(num_ranks: int, folder: Path, *arguments: str) -> subprocess.Comple
         num_ranks=num_ranks,
         folder=folder,
         environment=environment(folder / "cache"),
+        num_nodes=num_nodes,
     )
     code = ranks.wait()
     return subprocess.CompletedProcess([], code, ranks.output())

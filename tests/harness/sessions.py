@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from harness.local_transport import LocalTransport, run_rank_threads
+from harness.local_transport import LocalTransport
+from harness.replica_threads import run_replica_threads
 
 from mobius.config.cli import parse_args
 from mobius.data.batches import Batches
@@ -43,12 +44,19 @@ def in_sessions(
     options: str,
     training: TokenizedDataset,
     work: Callable[[Session, Batches], T],
+    *,
+    num_replicas: int = 1,
 ) -> list[T]:
-    """Open a session in a thread for each rank, and give what `work` makes of each, with its batches of `training`."""
+    """Open a session in a thread for each rank, and give what `work` makes of each, with its batches of `training`.
 
-    def run(transport: LocalTransport) -> T:
+    `num_ranks` are those of a pipeline.
+    """
+    num_all = num_replicas * num_ranks
+
+    def run(rank: int, transport: LocalTransport) -> T:
         with _MAKING:
-            config = parse_args(f"--device cpu --model_path {folder} {options}".split(), num_ranks=num_ranks)
+            words = f"--device cpu --model_path {folder} {options}".split()
+            config = parse_args(words, num_ranks=num_all, num_nodes=num_replicas)
             batches = Batches(
                 [WeightedSamples(training)],
                 batch_size=config.pipeline.batch_size,
@@ -57,7 +65,7 @@ def in_sessions(
                 seed=config.optim.seed,
                 is_packed=config.data.packing.value != "off",
             )
-            ranks = Ranks(transport.rank, num_ranks, transport.rank)
+            ranks = Ranks(rank, num_all, transport.rank, num_replicas=num_replicas, num_nodes=num_replicas)
             model_config = load_model_config(folder, config.model)
             blueprint = draw_blueprint(config, ranks, model_config, packed=packed_rows(batches))
         session = open_session(blueprint, folder, transport=transport)
@@ -70,7 +78,7 @@ def in_sessions(
 
     threads = torch.get_num_threads()  # those of this process, which runs other tests too
     try:
-        return run_rank_threads(num_ranks, run)
+        return run_replica_threads(num_replicas, num_ranks, run)
     finally:
         torch.set_num_threads(threads)
 

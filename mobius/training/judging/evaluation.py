@@ -129,6 +129,8 @@ class Evaluator:
         assert datasets, "without data there is no evaluator"
         self._datasets, self._blueprint = datasets, blueprint
         self._stages, self._transport = stages, transport
+        replicas = transport.replicas
+        self._replica, self._num_replicas = (0, 1) if replicas is None else (replicas.index, replicas.num_replicas)
         self._activity, self._is_first = activity or Activity(), True
         self._clock = WaitClock(blueprint.place.device)
         self._meter = MemoryMeter(blueprint.place.device)
@@ -149,7 +151,7 @@ class Evaluator:
     def _evaluate(self, show_progress: bool) -> EvaluationResult:
         num_microbatches = self._blueprint.plan.round_size
         self._activity.begins("the start of the evaluation")
-        self._transport.barrier()
+        self._transport.everyone.barrier()
         start = time.perf_counter()
         self._transport.bound_sends(max_sends_under_way(num_microbatches * self._batches_per_pass))
         counts, made = {name: _Counts() for name in self._datasets}, list[tuple[list[str], EvaluationSums]]()
@@ -167,7 +169,10 @@ class Evaluator:
                     own.num_targets += batch.num_targets
                     own.num_tokens += batch.num_tokens
                     own.num_samples += batch.num_samples
-                made.append((names, self._executor(len(batches)).evaluate(join(batches, self._blueprint))))
+                mine = slice(self._replica, None, self._num_replicas)
+                if own_batches := batches[mine]:  # a last pass may have fewer than there are replicas
+                    executor = self._executor(len(own_batches))
+                    made.append((names[mine], executor.evaluate(join(own_batches, self._blueprint))))
                 progress.update(len(batches))
         self._transport.bound_sends(max_sends_under_way(num_microbatches))
         self._activity.begins("the end of the evaluation")
@@ -199,9 +204,9 @@ class Evaluator:
         self._meter.synchronize()
 
     def _passes(self) -> Iterator[tuple[list[str], list[Batch]]]:
-        """Batches of each pass, and the dataset of each of them."""
+        """Batches of each pass of all replicas, which take turns, and the dataset of each of them."""
         every = ((name, batch) for name, batches in self._datasets.items() for batch in batches)
-        while named := list(islice(every, self._batches_per_pass)):
+        while named := list(islice(every, self._batches_per_pass * self._num_replicas)):
             yield [name for name, _ in named], [batch for _, batch in named]
 
     def _executor(self, num_batches: int) -> Executor:
@@ -237,11 +242,12 @@ class Evaluator:
                 counts[name].num_correct += own_correct
 
     def _agree(self, counts: Mapping[str, _Counts], start: float) -> EvaluationResult:
-        """Result of all ranks, from the sums of the one that has the last stage."""
+        """Result of all ranks, from the sums of those that have the last stage."""
         # fsum rounds once, at the end: the result knows nothing of the order.
         own = [[math.fsum(each.losses), each.num_correct] for each in counts.values()]
         own.append([math.fsum(loss for each in counts.values() for loss in each.losses), 0])
-        *summed, (loss_sum, _) = self._transport.sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
+        sums = self._transport.everyone.sum_over_ranks(torch.tensor(own, dtype=torch.float64))
+        *summed, (loss_sum, _) = sums.tolist()
         total = _Counts(
             num_targets=sum(each.num_targets for each in counts.values()),
             num_tokens=sum(each.num_tokens for each in counts.values()),
@@ -288,7 +294,7 @@ def make_evaluator(session: Session, samples: Sequence[EvaluationSamples], *, pa
         transport=session.transport,
         activity=session.activity,
     )
-    if blueprint.place.device.type == "cuda" and blueprint.place.ranks.num_ranks > 1:
+    if blueprint.place.device.type == "cuda" and blueprint.place.ranks.num_places > 1:
         evaluator.rehearse()
     return evaluator
 
@@ -306,7 +312,7 @@ def evaluation_samples(data: RunData) -> list[EvaluationSamples]:
 
 def _batch_size(blueprint: Blueprint) -> int:
     """Rows of an evaluation's batch: as many as a round of a step has, since a whole step may not fit at once."""
-    return blueprint.config.pipeline.batch_size // blueprint.plan.num_rounds
+    return blueprint.answer.request.rows // blueprint.plan.num_rounds
 
 
 def batches_per_pass(plan: Plan) -> int:

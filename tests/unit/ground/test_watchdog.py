@@ -279,7 +279,7 @@ def test_only_the_own_user_is_heard(tmp_path: Path, user: int) -> None:
 import os
 from mobius.roll_call import Call, RollCall
 os.setuid({user})
-RollCall(1, 2).call_all(Call.TELL)
+RollCall(1, (0, 1)).call_all(Call.TELL)
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     caller = subprocess.run([sys.executable, "-c", call], env=environment, capture_output=True, text=True, check=False)

@@ -119,7 +119,7 @@ def as_run(
     free = total - OUTSIDE_BYTES
     here: dict[str, Any] = {
         "has_gpus": lambda *_: True,
-        "meet_at_store": lambda ranks: None,
+        "meet_pipeline": lambda ranks: None,
         "order_devices": lambda *_: None,
         "choose_device": lambda *_: torch.device("cuda", ranks.rank),
         "check_dtype": lambda *_: None,

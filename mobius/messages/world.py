@@ -1,0 +1,72 @@
+"""All processes of a run: torch's process groups are made here, and small numbers are summed over everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mobius.errors import TransportError, first_line
+from mobius.messages.meeting import open_store
+
+MEETING_TIMEOUT = timedelta(minutes=10)
+MESSAGES_TIMEOUT = timedelta(hours=12)
+"""Ranks wait for one another's loading, saving and disks, too. A dead rank is seen at once all the same, and one that
+stands still is the watchdog's business.
+"""
+
+
+class World:
+    """Owns torch's default process group and one of gloo for numbers on hosts; `close` ends all groups."""
+
+    def __init__(self, *, rank: int, num_ranks: int, device: torch.device) -> None:
+        """Meet all other processes; collective. Raises TransportError."""
+        self.rank, self.num_ranks = rank, num_ranks
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            self.backend,
+            store=open_store(rank, num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            device_id=device if self.backend == "nccl" else None,
+            timeout=MEETING_TIMEOUT,
+        )
+        self.scalars = dist.new_group(backend="gloo", timeout=MESSAGES_TIMEOUT)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum a small CPU tensor (float64) over all processes; blocks."""
+        return summed(values, self.scalars, self.rank)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        self.sum_over_ranks(torch.zeros(1, dtype=torch.float64))
+
+    def close(self) -> None:
+        """End the connections, on the way out of a run that went well."""
+        dist.destroy_process_group()
+
+
+def summed(values: Tensor, group: Any, rank: int) -> Tensor:
+    """The sum of a CPU tensor over a group of gloo, to which process `rank` belongs; raises TransportError."""
+    total = values.clone()
+    with needing_others(rank):
+        dist.all_reduce(total, group=group)
+    return total
+
+
+@contextmanager
+def needing_others(rank: int, peer: int | None = None) -> Iterator[None]:
+    """Within it, torch's errors are told as the loss of `peer`, or of another rank that is not known."""
+    try:
+        yield
+    except RuntimeError as error:
+        who = "another rank" if peer is None else f"its neighbour rank {peer}"
+        raise TransportError(
+            f"rank {rank} stops: it lost {who}, whose own message (above or below) tells the cause. "
+            f"What this rank saw: {first_line(error)}"
+        ) from error

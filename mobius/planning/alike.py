@@ -1,0 +1,111 @@
+"""Whether the machines of a run that has replicas are alike, found before anything large is read or planned.
+
+Nothing here is asked of a run on one node. Every process tells what it runs, and all come to the same answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+import mobius
+from mobius.config.config import Config
+from mobius.config.yaml_file import to_yaml
+from mobius.errors import ConfigError
+from mobius.messages.meeting import Meeting, Told, meet_at_store, read_all, read_number
+from mobius.ranks import Ranks, boot
+from mobius.units import bytes_text
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES: Final = ("torch", "transformers", "safetensors", "numpy")
+_OF_A_NODE: Final = ("cuda_visible_devices", "node_rank", "master_port", "rdzv_endpoint", "host_memory_limit")
+"""Options in which nodes may differ."""
+_NOTICED: Final = 0.02
+"""Share of GPU memory by which machines may differ without a word."""
+
+
+def meet_replicas(config: Config, ranks: Ranks) -> Meeting | None:
+    """Seat of this process among those of all replicas; None where there is one pipeline. Collective.
+
+    Raises ConfigError, on all processes alike, where code, versions or options differ, and TransportError.
+    """
+    if ranks.num_replicas == 1:
+        return None
+    everyone = meet_at_store(ranks)
+    _compare({"Mobius' own code": _code()} | _versions() | _options(config), everyone)
+    return everyone
+
+
+def check_same_data(fingerprint: Callable[[], str], everyone: Meeting | None) -> None:
+    """Raise ConfigError where processes have read other data, as `meet_replicas`."""
+    if everyone is not None:
+        _compare({"the training data": fingerprint()}, everyone)
+
+
+def smallest_machine(
+    everyone: Meeting, ranks: Ranks, total_bytes: int | None, free_bytes: int | None
+) -> tuple[int | None, int | None, int]:
+    """Total and free GPU memory of the smallest GPU, and the pipelines that share this machine's host memory."""
+    told = everyone.gather([boot(), total_bytes or 0, free_bytes or 0])
+    machines = read_all(told, lambda each: str(each[0]))
+    totals, free = ([read_number(each[index]) for each in told] for index in (1, 2))
+    if total_bytes is not None and max(totals) > (1 + _NOTICED) * min(totals):
+        logger.warning(
+            "GPUs differ: rank %d has %s, rank %d %s; the run is planned for the smallest",
+            totals.index(min(totals)),
+            bytes_text(min(totals)),
+            totals.index(max(totals)),
+            bytes_text(max(totals)),
+        )
+    sharing = max(1, machines.count(boot()) // ranks.num_places)
+    both = (None, None) if total_bytes is None else (min(totals), min(free))
+    return *both, sharing
+
+
+def _compare(own: Mapping[str, str], everyone: Meeting) -> None:
+    told = everyone.gather([socket.gethostname(), dict(own)])
+    hosts = read_all(told, lambda each: str(each[0]))
+    facts = read_all(told, lambda each: {str(name): str(value) for name, value in each[1].items()})
+    if problems := _differences(facts, hosts):
+        raise ConfigError(*problems, hint="All nodes must run the same: same code, same packages, same options.")
+
+
+def _differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[str]:
+    """A line for each fact in which a process differs from the first one."""
+    found = list[str]()
+    for name in dict.fromkeys(name for each in facts for name in each):
+        values = [each.get(name, "not given") for each in facts]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            found.append(
+                f"{name} differs: {values[0]} on rank 0 ({hosts[0]}), {values[other]} on rank {other} ({hosts[other]})"
+            )
+    return found
+
+
+def _code() -> str:
+    """Digest of the package's files."""
+    digest = hashlib.sha256()
+    folder = Path(mobius.__file__).parent
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in (".py", ".c", ".json"):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES}
+
+
+def _options(config: Config) -> dict[str, str]:
+    values: Mapping[str, Told] = yaml.safe_load(to_yaml(config))
+    return {f"`--{name}`": str(value) for name, value in values.items() if name not in _OF_A_NODE}

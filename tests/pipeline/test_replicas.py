@@ -1,0 +1,124 @@
+"""Replicas that share a step train what one pipeline trains with the same batch: loss, gradients and twenty steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from harness.runs import make_checkpoint
+from harness.sessions import in_sessions, random_samples
+from torch import Tensor
+
+from mobius.data.batches import Batches
+from mobius.training.session import Session
+
+STEPS, FEW_STEPS = 20, 4
+USUAL = """--batch_size 12 --num_chunks 2 --num_stages 4 --seq_length 24 --packing off --num_iterations {}
+    --learning_rate 2e-3 --warmup_steps 1 --weight_decay 0.1 --adam_epsilon 1e-5 --save_strategy no --fp32"""
+CLIPPED, FREE = "--max_grad_norm 0.5", "--max_grad_norm 0"
+LORA = "--use_lora --lora_rank 4 --lora_alpha 8 --learning_rate 1e-2"
+
+Trained = tuple[list[tuple[float, float]], dict[str, Tensor], dict[str, Tensor]]
+"""Loss and norm of each step, weights by name, and the first step's gradients but for a factor (its first moments). All
+as far as they are on a rank."""
+
+
+@dataclass
+class Case:
+    """A run as `num_replicas` pipelines of `num_ranks`."""
+
+    num_replicas: int
+    num_ranks: int
+    options: str
+    family: str = "llama"
+    is_tied: bool = False
+    more: str = ""
+    """Options that only the replicas have."""
+    num_steps: int = FEW_STEPS
+
+
+CASES = {
+    "streamed, clipped": Case(2, 1, CLIPPED),
+    "streamed, three replicas of two": Case(3, 2, CLIPPED, num_steps=STEPS),
+    "streamed, updated stage by stage": Case(2, 2, f"{FREE} --fp32_gradients"),
+    "updates wait": Case(2, 1, f"{CLIPPED} --no_overlap_optimizer --no_prefetch"),
+    "resident": Case(3, 1, f"{CLIPPED} --no_offload"),
+    "some resident, updated stage by stage": Case(2, 2, f"{FREE} --resident_stages 1"),
+    "tied, on one rank": Case(3, 1, CLIPPED, is_tied=True, num_steps=STEPS),
+    "tied, on two ranks": Case(2, 2, f"{FREE} --resident_stages 1", is_tied=True),
+    "another family, tied": Case(2, 1, CLIPPED, family="gemma3_text", is_tied=True),
+    "packed": Case(2, 1, f"{CLIPPED} --packing on"),
+    "rounds": Case(2, 1, f"{CLIPPED} --num_chunks 6 --num_rounds 3", more="--resident_stages 1"),
+    "adapters": Case(2, 2, f"--max_grad_norm 0.05 {LORA}"),
+    "frozen parts": Case(2, 1, f"{CLIPPED} --freeze embedding,layers.0-1"),
+}
+
+
+def train(session: Session, batches: Batches, num_steps: int) -> Trained:
+    trainer = session.trainer(batches)
+    done = [trainer.train_step()]
+    trainer.drain()
+    gradients: dict[str, Tensor] = {}
+    for memory in session.stages.memory.values():
+        state = memory.state
+        flat = torch.zeros(state.layout.num_trained)
+        for own in state.owned:
+            flat[own.place] = own.state.exp_avg / _clip_factor(session, done[0].grad_norm)
+        gradients |= state.layout.trained_views(flat)
+    done += [trainer.train_step() for _ in range(num_steps - 1)]
+    trainer.drain()
+    weights: dict[str, Tensor] = {}
+    for memory in session.stages.memory.values():
+        state = memory.state
+        weights |= {name: view.clone() for name, view in state.layout.views(state.weights).items()}
+    return [(step.loss, step.grad_norm) for step in done], weights, gradients
+
+
+def _clip_factor(session: Session, norm: float) -> float:
+    most = session.blueprint.config.optim.max_grad_norm
+    return min(1.0, most / (norm + 1e-6)) if most else 1.0
+
+
+def run(case: Case, folder: Path, num_replicas: int) -> list[Trained]:
+    options = f"{USUAL.format(case.num_steps)} {case.options} {case.more if num_replicas > 1 else ''}"
+    data = random_samples(60, 12 if "--packing on" in options else 24, seed=1)
+    work = partial(train, num_steps=case.num_steps)
+    return in_sessions(case.num_ranks, folder, options, data, work, num_replicas=num_replicas)
+
+
+def merged(results: list[Trained], part: int) -> dict[str, Tensor]:
+    return {name: value for result in results for name, value in result[part].items()}  # type: ignore[attr-defined]
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Largest over all tensors, each as a share of its own largest entry."""
+    assert one.keys() == other.keys()
+    assert all(bool(one[name].any()) == bool(other[name].any()) for name in one)
+    moved = [name for name in one if one[name].any()]  # the first gradient of half of an adapter is 0
+    return max(float((one[name] - other[name]).abs().max() / one[name].abs().max()) for name in moved)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replicas_train_what_one_pipeline_trains(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    number = case.num_ranks
+    make_checkpoint(tmp_path / "model", is_tied=case.is_tied, family=case.family)
+    alone, shared = (run(case, tmp_path / "model", replicas) for replicas in (1, case.num_replicas))
+    (loss, norm), (own_loss, own_norm) = alone[0][0][0], shared[0][0][0]
+    assert own_loss == pytest.approx(loss, rel=1e-6)
+    assert own_norm == pytest.approx(norm, rel=3e-5)  # torch's norm of 100,000 numbers is off by as much on a CPU
+    gradients: dict[str, Tensor] = {}
+    for result in shared:  # each replica has its own part, and zeros elsewhere
+        for key, value in result[2].items():
+            gradients[key] = gradients.get(key, torch.zeros_like(value)) + value
+    assert largest_difference(merged(alone, 2), gradients) < 2e-6
+
+    assert [loss for loss, _ in shared[0][0]] == pytest.approx([loss for loss, _ in alone[0][0]], rel=1e-5)
+    assert CLIPPED not in case.options or shared[0][0][0][1] > 0.5, "nothing was clipped"
+    assert largest_difference(merged(alone, 1), merged(shared[:number], 1)) < 1e-5
+    for replica in range(1, case.num_replicas):
+        others = merged(shared[replica * number : (replica + 1) * number], 1)
+        assert all(torch.equal(value, others[key]) for key, value in merged(shared[:number], 1).items())

@@ -1,0 +1,78 @@
+"""Nodes that differ are told apart before anything is planned, and the smallest one is planned for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import pytest
+from torch.distributed import HashStore
+
+from mobius.config.cli import parse_args
+from mobius.errors import ConfigError
+from mobius.messages.meeting import Meeting
+from mobius.planning import alike
+from mobius.ranks import Ranks, boot
+
+T = TypeVar("T")
+
+
+def together(work: Callable[[int, Meeting], T], num_ranks: int = 3) -> list[T | BaseException]:
+    """Everybody's result, or error."""
+    store, results = HashStore(), dict[int, T | BaseException]()
+    store.set_timeout(timedelta(seconds=60))
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank, Meeting(store, rank=rank, num_ranks=num_ranks))
+        except ConfigError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def test_other_data_on_a_node_is_told_on_all_of_them_with_both() -> None:
+    told = together(lambda rank, seat: alike.check_same_data(lambda: "abc" if rank < 2 else "xyz", seat))
+    assert all(isinstance(error, ConfigError) for error in told)
+    assert len(set(map(str, told))) == 1
+    assert "the training data differs: abc on rank 0 (" in str(told[0])
+    assert "xyz on rank 2 (" in str(told[0])
+    assert together(lambda rank, seat: alike.check_same_data(lambda: "abc", seat)) == [None] * 3
+
+
+def test_options_may_differ_in_what_is_a_nodes_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(words: Callable[[int], str]) -> list[object]:
+        seats: dict[int, Meeting] = {}
+
+        def work(rank: int, seat: Meeting) -> object:
+            seats[rank] = seat
+            config = parse_args(words(rank).split())
+            return alike.meet_replicas(config, Ranks(rank, 3, 0, num_replicas=3, num_nodes=3)) is seat
+
+        monkeypatch.setattr(alike, "meet_at_store", lambda ranks: seats[ranks.rank])
+        return together(work)
+
+    endpoint = "--nnodes 3 --rdzv_endpoint node0:29502"
+    assert meet(lambda rank: f"{endpoint} --node_rank {rank} --cuda_visible_devices {rank}") == [True] * 3
+    told = meet(lambda rank: f"--learning_rate {1 + (rank == 1)}e-5")
+    assert "`--learning_rate` differs: 1e-05 on rank 0 (" in str(told[0])
+    assert str(told[2]) == str(told[0])
+
+
+def test_the_smallest_gpu_is_planned_for_and_a_shared_host_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    def work(rank: int, seat: Meeting) -> tuple[int | None, int | None, int]:
+        ranks = Ranks(rank, 4, rank % 2, num_replicas=2, num_nodes=2)
+        return alike.smallest_machine(seat, ranks, (24, 24, 80, 80)[rank] * 2**30, (20, 19, 70, 75)[rank] * 2**30)
+
+    caplog.set_level(logging.WARNING, "mobius")
+    assert together(work, 4) == [(24 * 2**30, 19 * 2**30, 2)] * 4
+    assert "GPUs differ: rank 0 has 24 GiB, rank 2 80 GiB" in caplog.text.replace(".00", "").replace(".0 ", " ")
+    assert boot()
