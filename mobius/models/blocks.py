@@ -29,6 +29,7 @@ from mobius.models.by_plan.anatomy import NotByPlanError, find_anatomy, without_
 from mobius.models.by_plan.constants import keep_constants
 from mobius.models.by_plan.scalings import Scaled, Steps
 from mobius.models.compiled import Arguments, CompiledFunction, ModuleGraphs
+from mobius.models.experts.forward import use_experts
 from mobius.models.linear import TappedLinear, linears_called_once, tap_linears, weight_name
 from mobius.models.loss import LogitsLoss
 from mobius.models.seam import Attention, cut_layer
@@ -122,9 +123,9 @@ class ModelParts:
         """
         self.adapters = adapters
         self.attention = None if packed is None else _attention_of(config, device, packed)
+        config = copy.deepcopy(config)  # what it says of attention and experts is changed
         if self.attention is not None:
             register()
-            config = copy.deepcopy(config)
             config._attn_implementation = IMPLEMENTATION
         self.config = config
         with _described_by(config), torch.device("meta"):
@@ -135,6 +136,7 @@ class ModelParts:
         self.model = model.eval()
         keep_constants(model)
         tap_linears(model)
+        use_experts(model)
         with _described_by(config):
             self._make_buffers_real(device)
             self.anatomy = find_anatomy(model)

@@ -49,8 +49,10 @@ FIELDS: Mapping[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 10,
     # experts
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 6),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 3),
+    "norm_topk_prob": True,
+    **dict.fromkeys(("routed_scaling_factor", "moe_routed_scaling_factor", "route_scale"), 1.7),
     **dict.fromkeys(("n_group", "topk_group"), 1),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),
 }
@@ -60,6 +62,8 @@ _PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "
 _KINDS = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
 _OF_TWO_KINDS = ("cohere2", "cwm", "exaone4", "gemma2", "ministral", "olmo3", "vaultgemma")
 _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_moe": {"mlp_only_layers": [1]},
+    "qwen3_moe": {"decoder_sparse_step": 2},
     **dict.fromkeys(("glm", "glm4", "phi", "gpt_neox"), _PARTIAL),
     **{family: {"layer_types": _KINDS} for family in _OF_TWO_KINDS},
     "gemma3_text": {"layer_types": _KINDS, "attn_logit_softcapping": None},

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from mobius.models.by_plan.scalings import Steps, Watch
+from mobius.models.experts.fused import why_not_run
 
 _TOKENS = 5
 
@@ -147,8 +148,8 @@ def _check_names(model: PreTrainedModel, parts: list[str]) -> None:
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if outside := sorted(name for name in trained if not name.startswith(tuple(parts))):
         raise NotByPlanError(f"has parameters outside of embedding, layers, norm and head (such as {outside[0]})")
-    if experts := sorted(name for name in trained if ".experts." in name):
-        raise NotByPlanError(f"has layers with several experts, which are not run here (such as {experts[0]})")
+    if reason := why_not_run(model):
+        raise NotByPlanError(reason)
     if constants := sorted(model.state_dict().keys() - trained):
         raise NotByPlanError(
             f"stores constants among its weights that are whole numbers or stay in fp32 (such as {constants[0]})"

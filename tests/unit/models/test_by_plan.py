@@ -106,7 +106,6 @@ def test_a_scaled_module_keeps_the_names_of_its_parameters() -> None:
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("mixtral", "has layers with several experts"),
         ("hrm_text", "has no embedding, layers and norm by the names of its pipeline plan"),
     ],
 )

@@ -1,0 +1,53 @@
+"""Experts that transformers holds in one tensor per matrix: all of a layer at once, [experts, out, in].
+
+A class of that form is found by what its decorator leaves on it (`use_experts_implementation`), not by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+_OPTIONS = ("has_gate", "has_bias", "is_transposed")
+"""Facts that the decorator leaves on each of its modules."""
+
+
+def matrices(experts: nn.Module) -> tuple[str, str]:
+    """Names of the two matrices of fused experts, the one into them and the one out of them."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of experts in the fused form, by name; each calls its matrices by transformers' experts interface."""
+    return {name: module for name, module in model.named_modules() if _is_fused(module)}
+
+
+def _is_fused(module: nn.Module) -> bool:
+    return hasattr(type(module).forward, "__wrapped__") and all(name in vars(module) for name in _OPTIONS)
+
+
+def why_not_run(model: nn.Module) -> str | None:
+    """A clause, to be read after the family's name, that says why the model's experts cannot be run; None if they can.
+
+    Their parameters are told by the word `experts` in their names, shared experts apart, which every token takes.
+    """
+    fused = fused_experts(model)
+    for name, module in fused.items():
+        if reason := _other_form(module):
+            return f"has experts with {reason}, which are not run here ({name})"
+    known = tuple(f"{name}." for name in fused)
+    others = sorted(name for name, _ in model.named_parameters() if ".experts." in name and not name.startswith(known))
+    return f"has experts that are not held in one tensor per matrix (such as {others[0]})" if others else None
+
+
+def _other_form(experts: Any) -> str | None:
+    if experts.has_bias:
+        return "biases"
+    if getattr(experts, "has_post_expert_norm", False):
+        return "norms of their own"
+    shapes: Mapping[str, tuple[int, ...]] = {name: tuple(each.shape) for name, each in experts.named_parameters()}
+    if shapes.keys() != {*matrices(experts)} or any(len(shape) != 3 for shape in shapes.values()):
+        return f"other parameters than two matrices of three dimensions ({', '.join(shapes)})"
+    return None

@@ -1,0 +1,95 @@
+"""Products of rows with the matrices of experts, where rows are sorted by expert and ends tell whose they are.
+
+    rows        0 0 0 1 1 3        experts of 6 rows
+    ends        3     5 5 6        int32: behind each expert's last row; expert 2 has none
+
+Each is one operation in a graph, which reads the ends when it runs: on a GPU without the host, for bf16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_NAME = "mobius::grouped_product"
+
+
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Row r times the matrix of its expert: [rows, in], [experts, in, out], int32 [experts] -> [rows, out].
+
+    `weight` may be a transposed view. Autograd sees no graph of it. Does not wait for a GPU in bf16; other formats do.
+    """
+    return _operations()[0](rows, weight, ends)
+
+
+def weight_gradient(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """left^T right of each expert's rows: [rows, out], [rows, in], int32 [experts] -> [experts, out, in]."""
+    return _operations()[1](left, right, ends)
+
+
+def add_weight_gradient(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
+    """Add left^T right of each expert's rows to `total`, fp32 [experts, out, in].
+
+    `left` [rows, out] and `right` [rows, in] are of the working dtype, in which a product is rounded first on a CPU.
+    """
+    for expert, own in spans(ends):
+        total[expert].add_(torch.mm(left[own].t(), right[own]))
+
+
+class Span(NamedTuple):
+    """The rows of an expert that has some."""
+
+    expert: int
+    rows: slice
+
+
+def spans(ends: Tensor) -> Iterator[Span]:
+    """Rows of each expert that has some; waits for a GPU."""
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            yield Span(expert, slice(start, end))
+        start = end
+
+
+@functools.cache
+def _operations() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The two operations, registered when they are first asked for."""
+
+    @torch.library.custom_op(_NAME, mutates_args=())
+    def multiply(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        if _runs_on_gpu(rows):
+            return cast(Tensor, _of_torch()(rows, weight, offs=ends))
+        output = rows.new_empty(len(rows), weight.shape[2])
+        for expert, own in spans(ends):
+            torch.mm(rows[own], weight[expert], out=output[own])
+        return output
+
+    @torch.library.custom_op(f"{_NAME}_of_weight", mutates_args=())
+    def multiply_factors(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+        if _runs_on_gpu(left):
+            return cast(Tensor, _of_torch()(left.t(), right, offs=ends))
+        output = left.new_zeros(len(ends), left.shape[1], right.shape[1])
+        for expert, own in spans(ends):
+            torch.mm(left[own].t(), right[own], out=output[expert])
+        return output
+
+    multiply.register_fake(lambda rows, weight, _: rows.new_empty(len(rows), weight.shape[2]))
+    multiply_factors.register_fake(lambda left, right, ends: left.new_empty(len(ends), left.shape[1], right.shape[1]))
+    return multiply, multiply_factors
+
+
+def _runs_on_gpu(rows: Tensor) -> bool:
+    """Whether torch's own product takes it, which leaves the host alone."""
+    return rows.device.type == "cuda" and rows.dtype == torch.bfloat16
+
+
+@functools.cache
+def _of_torch() -> Callable[..., Any]:
+    """Grouped product of torch, by the name that this version has."""
+    return getattr(F, "grouped_mm", None) or torch._grouped_mm
