@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,8 @@ from mobius.models.by_plan.constants import keep_constants
 from mobius.models.by_plan.scalings import Scaled, Steps
 from mobius.models.compiled import Arguments, CompiledFunction, ModuleGraphs
 from mobius.models.experts.forward import use_experts
-from mobius.models.linear import TappedLinear, linears_called_once, tap_linears, weight_name
+from mobius.models.experts.taps import experts_called_once
+from mobius.models.linear import LinearTap, Tap, TappedLinear, linears_called_once, tap_linears
 from mobius.models.loss import LogitsLoss
 from mobius.models.seam import Attention, cut_layer
 from mobius.models.sliced_attention.sliceable import sliceable
@@ -52,8 +53,8 @@ class Block:
     """On the meta device; its buffers (which are never trained) are real."""
     shapes: Mapping[str, tuple[int, ...]]
     """Parameter name within the module -> shape."""
-    tapped: tuple[str, ...] = ()
-    """Linears within the module whose weight gradient is made outside of autograd (`linear.py`)."""
+    tapped: tuple[Tap, ...] = ()
+    """Weights within the module whose gradient is made outside of autograd (`linear.py`, `experts`)."""
     compiled: CompiledFunction[..., Tensor] | None = None
     """The module's code compiled, shared like `module`; None to run it eagerly."""
     frozen: frozenset[str] = frozenset()
@@ -147,7 +148,7 @@ class ModelParts:
         self.norm = norm.compile("norms") if compiled else norm
         head = _block(f"{anatomy.head}.", model.get_submodule(anatomy.head))
         is_tapped = isinstance(head.module, TappedLinear) and head.module.weight.requires_grad
-        self.head = replace(head, tapped=("",)) if is_tapped else head
+        self.head = replace(head, tapped=(LinearTap(""),)) if is_tapped else head
         arguments = LayerInputs(self, device=device, dtype=torch.float32)(_PROBE_TOKENS)
         _check_rotary(config, arguments)
         self._probed, self._is_compiled = arguments, compiled
@@ -226,7 +227,7 @@ class ModelParts:
         cut = cut_layer(layer.module, hidden, on_meta, family=self.config.model_type)
 
         def half(module: nn.Module, trained: frozenset[str]) -> Block:
-            tapped = tuple(linear for linear in layer.tapped if weight_name(linear) in trained)
+            tapped = tuple(tap for tap in layer.tapped if tap.weight in trained)
             # FlexAttention, which compiles itself, is in neither half.
             graphs = ModuleGraphs(module, name="halves of layers") if self._is_compiled else None
             return replace(_block("", module), tapped=tapped, graphs=graphs)
@@ -247,7 +248,7 @@ class ModelParts:
         return _block(f"{above}.", Scaled(own, module, steps))
 
     def _layer_blocks(self, prefix: str, arguments: LayerArguments, *, compiled: bool) -> Iterator[Block]:
-        """One block per layer, with the names of its linears that one forward calls once, on all of its tokens.
+        """One block per layer, with taps of its linears and experts that one forward calls once, on all of its tokens.
 
         Layers with equal signatures get the module of the first of them.
         """
@@ -257,7 +258,7 @@ class ModelParts:
             if signature not in templates:
                 hidden, on_meta = self._on_meta(own)
                 with _described_by(self.config):
-                    tapped = linears_called_once(layer, partial(layer, hidden, **on_meta), num_tokens=_PROBE_TOKENS)
+                    tapped = _taps(layer, partial(layer, hidden, **on_meta))
                 template = replace(_block("", layer), tapped=tapped)
                 templates[signature] = template.compile("layers") if compiled else template
             yield replace(templates[signature], prefix=f"{prefix}.{index}.")
@@ -281,6 +282,12 @@ def _head_size(config: PretrainedConfig) -> int:
     if (plain := getattr(config, "qk_nope_head_dim", None)) is not None:  # of queries and keys, which are in two parts
         return int(plain + getattr(config, "qk_rope_head_dim", 0))
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _taps(layer: nn.Module, run: Callable[[], object]) -> tuple[Tap, ...]:
+    """Taps of a layer that `run` runs on the probe's tokens."""
+    linears = linears_called_once(layer, run, num_tokens=_PROBE_TOKENS)
+    return *linears, *experts_called_once(layer, run, num_tokens=_PROBE_TOKENS)
 
 
 def _block(prefix: str, module: nn.Module) -> Block:

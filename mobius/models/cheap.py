@@ -17,6 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 _aten = torch.ops.aten
 _MOVES = (_aten.cat, _aten._to_copy, _aten._unsafe_view, _aten.empty, _aten.full, _aten.zeros, _aten.scalar_tensor)
 """Operations that copy or fill, which torch does not tag; rotary embeddings concatenate."""
+_CHANGED = (_aten.topk,)
+"""Operations whose results families change in place: routers norm the shares that they have chosen."""
 
 
 def is_cheap(operation: object) -> bool:
@@ -41,5 +43,5 @@ def keeping_products() -> tuple[Any, Any]:
 
 def _policy(_: object, operation: OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
     # Neither what changes its input nor a tensor that others change is to be handed out a second time.
-    is_run_again = is_cheap(operation) or operation._schema.is_mutable
+    is_run_again = is_cheap(operation) or operation._schema.is_mutable or operation.overloadpacket in _CHANGED
     return CheckpointPolicy.PREFER_RECOMPUTE if is_run_again else CheckpointPolicy.MUST_SAVE

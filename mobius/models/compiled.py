@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.func import functional_call
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -30,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from mobius.errors import first_line
 from mobius.models.cheap import recompute_cheap
-from mobius.models.linear import make_leaves
+from mobius.models.linear import Tap, make_leaves
 from mobius.plan.plan import KeptLevel
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class ModuleGraphs:
             return None if graph is None else cast(Tensors, tuple(graph(*call.tensors)))
 
     def recompute(
-        self, weights: Weights, tapped: Sequence[str], inputs: Tensors, arguments: Mapping[str, Any], gradients: Tensors
+        self, weights: Weights, tapped: Sequence[Tap], inputs: Tensors, arguments: Mapping[str, Any], gradients: Tensors
     ) -> tuple[Gradients, Tensors] | None:
         """Gradients of the leaves and those of `inputs`, from the inputs; `gradients` are those of the outputs."""
         with torch.no_grad():
@@ -155,7 +156,7 @@ class ModuleGraphs:
     def keep(
         self,
         weights: Weights,
-        tapped: Sequence[str],
+        tapped: Sequence[Tap],
         inputs: Tensors,
         arguments: Mapping[str, Any],
         level: KeptLevel = KeptLevel.EVERYTHING,
@@ -196,6 +197,7 @@ class ModuleGraphs:
         return self._graph(("split", level, call.key), lambda: _split(call, level))
 
     def _call(self, weights: Weights, tapped: Sequence[str], inputs: Tensors, arguments: Mapping[str, Any]) -> _Call:
+    def _call(self, weights: Weights, tapped: Sequence[Tap], inputs: Tensors, arguments: Mapping[str, Any]) -> _Call:
         tensors, kinds = (arguments if isinstance(arguments, Arguments) else Arguments(arguments)).flat
         return _Call(
             self._module,
@@ -243,7 +245,7 @@ class _Call:
     weights: Sequence[str]
     num_inputs: int
     buffers: Sequence[str]
-    tapped: Sequence[str]
+    tapped: Sequence[Tap]
     frozen: frozenset[str]
     arguments: Mapping[str, Any]
     """Arguments behind the module's inputs."""
@@ -320,7 +322,8 @@ def _split(call: _Call, level: KeptLevel) -> _SplitGraphs:
 
     # By this name the partitioner tells gradients from other inputs; it sees what is cheap in small operations only.
     def joint(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Results:
-        return call.differentiate(primals, tangents)
+        # Families change some values in place, which the partitioner does not see.
+        return cast(Results, dispatch_functionalize(call.differentiate, FunctionalTensorMode())(primals, tangents))
 
     like = _outputs_like(call)
     given = list(call.tensors), [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in like]

@@ -15,6 +15,8 @@ from mobius.models.blocks import Block
 from mobius.models.cheap import keeping_products
 from mobius.models.compiled import Gradients, KeptActivations, LayerProducts, Tensors, as_tuple
 from mobius.models.linear import add_product, make_leaves, tap_names, weight_name
+from mobius.models.compiled import Gradients, KeptActivations, Tensors, as_tuple
+from mobius.models.linear import make_leaves
 from mobius.plan.plan import KeptLevel
 
 Views = Mapping[str, Tensor]
@@ -180,7 +182,6 @@ def _add(block: Block, results: Gradients, gradients: Views) -> None:
     plain = [name for name in found if name in sums]
     if plain:
         torch._foreach_add_([sums[name] for name in plain], [found[name] for name in plain])
-    for linear in block.tapped:
-        input_tap, output_tap = tap_names(linear)
-        if output_tap in found and weight_name(linear) in sums:
-            add_product(sums[weight_name(linear)], found[output_tap], found[input_tap])
+    for tap in block.tapped:
+        if tap.weight in sums:
+            tap.add(sums[tap.weight], found)

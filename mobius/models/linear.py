@@ -12,13 +12,52 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 INPUT_TAP, OUTPUT_TAP = "input_tap", "output_tap"
+
+
+class Tap(Protocol):
+    """A way for the gradient of one weight to leave backward as factors."""
+
+    @property
+    def weight(self) -> str:
+        """Name of the weight within its block."""
+
+    def make(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
+        """Inputs of a graph, by name, whose gradients are the factors; `weight` is its value."""
+
+    def add(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
+        """Add the gradient whose factors are in `found`, by name, to `total` (fp32); nothing if none are."""
+
+
+@dataclass(frozen=True)
+class LinearTap:
+    """The taps of a TappedLinear, whose name is empty for the block itself."""
+
+    linear: str
+
+    @property
+    def weight(self) -> str:
+        return f"{self.linear}.weight".removeprefix(".")
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        """Names of its input's tap and of its output's."""
+        return f"{self.linear}.{INPUT_TAP}".removeprefix("."), f"{self.linear}.{OUTPUT_TAP}".removeprefix(".")
+
+    def make(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
+        return dict(zip(self._names, make_taps(weight, num_tokens=num_tokens), strict=True))
+
+    def add(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
+        of_input, of_output = self._names
+        if of_output in found:
+            add_product(total, found[of_output], found[of_input])
 
 
 class TappedLinear(nn.Linear):
@@ -71,8 +110,8 @@ def tap_linears(module: nn.Module) -> None:
             module.set_submodule(name, tapped.train(child.training))
 
 
-def linears_called_once(module: nn.Module, run: Callable[[], object], *, num_tokens: int) -> tuple[str, ...]:
-    """Names of the trained tapped linears below `module` that `run` calls once, each on `num_tokens` rows.
+def linears_called_once(module: nn.Module, run: Callable[[], object], *, num_tokens: int) -> tuple[LinearTap, ...]:
+    """Taps of the trained tapped linears below `module` that `run` calls once, each on `num_tokens` rows.
 
     Others cannot be tapped: one that is called twice would add up its factors, one that sees only some tokens (experts)
     has other shapes, and of one whose output is changed in place the gradient would be another's.
@@ -95,17 +134,7 @@ def linears_called_once(module: nn.Module, run: Callable[[], object], *, num_tok
     def is_fit(made: list[Tensor]) -> bool:
         return [each.shape[:-1].numel() for each in made] == [num_tokens] and made[0]._version == 0
 
-    return tuple(name for linear, name in linears.items() if is_fit(outputs[linear]))
-
-
-def weight_name(linear: str) -> str:
-    """Name of the weight of `linear`, whose name is empty for the module itself."""
-    return f"{linear}.weight".removeprefix(".")
-
-
-def tap_names(linear: str) -> tuple[str, str]:
-    """Names of its input's tap and of its output's."""
-    return f"{linear}.{INPUT_TAP}".removeprefix("."), f"{linear}.{OUTPUT_TAP}".removeprefix(".")
+    return tuple(LinearTap(name) for linear, name in linears.items() if is_fit(outputs[linear]))
 
 
 def make_taps(weight: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -116,17 +145,17 @@ def make_taps(weight: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def make_leaves(
-    weights: Mapping[str, Tensor], tapped: Sequence[str], frozen: Collection[str] = frozenset(), *, num_tokens: int
+    weights: Mapping[str, Tensor], tapped: Sequence[Tap], frozen: Collection[str] = frozenset(), *, num_tokens: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Inputs of a graph by name: weights of the linears `tapped` and what is `frozen`, and the graph's leaves.
+    """Inputs of a graph by name: weights of what is `tapped` and what is `frozen`, and the graph's leaves.
 
     These are the other parameters, and taps.
     """
     own = dict(weights)
-    fixed = {name: own.pop(name).detach() for name in (*map(weight_name, tapped), *frozen)}
+    fixed = {name: own.pop(name).detach() for name in (*(tap.weight for tap in tapped), *frozen)}
     leaves = {name: weight.detach().requires_grad_() for name, weight in own.items()}
-    for linear in tapped:
-        leaves |= zip(tap_names(linear), make_taps(fixed[weight_name(linear)], num_tokens=num_tokens), strict=True)
+    for tap in tapped:
+        leaves |= tap.make(fixed[tap.weight], num_tokens=num_tokens)
     return fixed, leaves
 
 

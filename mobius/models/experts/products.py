@@ -3,7 +3,11 @@
     rows        0 0 0 1 1 3        experts of 6 rows
     ends        3     5 5 6        int32: behind each expert's last row; expert 2 has none
 
-Each is one operation in a graph, which reads the ends when it runs: on a GPU without the host, for bf16.
+Each is one operation in a graph, which reads the ends when it runs: on a GPU without the host.
+
+    GPU     rows x matrices: torch's grouped product where it is one kernel (bf16 on Hopper), else Triton's
+            factors of gradients: Triton's, which adds to the fp32 sum in place
+    CPU     one matrix product per expert
 """
 
 from __future__ import annotations
@@ -16,13 +20,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mobius.models.experts.kernels import kernels
+
 _NAME = "mobius::grouped_product"
+_WITH_ONE_KERNEL = (9, 10)
+"""Major compute capabilities on which torch's grouped product leaves the host alone; others read the ends there."""
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Row r times the matrix of its expert: [rows, in], [experts, in, out], int32 [experts] -> [rows, out].
 
-    `weight` may be a transposed view. Autograd sees no graph of it. Does not wait for a GPU in bf16; other formats do.
+    `weight` may be a transposed view. Autograd sees no graph of it. On a GPU it returns before it is done.
     """
     return _operations()[0](rows, weight, ends)
 
@@ -35,8 +43,11 @@ def weight_gradient(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 def add_weight_gradient(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
     """Add left^T right of each expert's rows to `total`, fp32 [experts, out, in].
 
-    `left` [rows, out] and `right` [rows, in] are of the working dtype, in which a product is rounded first on a CPU.
+    `left` [rows, out] and `right` [rows, in] are of the working dtype. A GPU sums in fp32 throughout, in one kernel; on
+    a CPU an expert's product is rounded to the working dtype first.
     """
+    if total.device.type == "cuda" and kernels().add_factors(total, left, right, ends):
+        return
     for expert, own in spans(ends):
         total[expert].add_(torch.mm(left[own].t(), right[own]))
 
@@ -63,8 +74,8 @@ def _operations() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
     @torch.library.custom_op(_NAME, mutates_args=())
     def multiply(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        if _runs_on_gpu(rows):
-            return cast(Tensor, _of_torch()(rows, weight, offs=ends))
+        if rows.device.type == "cuda" and (output := _multiply_on_gpu(rows, weight, ends)) is not None:
+            return output
         output = rows.new_empty(len(rows), weight.shape[2])
         for expert, own in spans(ends):
             torch.mm(rows[own], weight[expert], out=output[own])
@@ -72,21 +83,26 @@ def _operations() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
     @torch.library.custom_op(f"{_NAME}_of_weight", mutates_args=())
     def multiply_factors(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-        if _runs_on_gpu(left):
-            return cast(Tensor, _of_torch()(left.t(), right, offs=ends))
-        output = left.new_zeros(len(ends), left.shape[1], right.shape[1])
-        for expert, own in spans(ends):
-            torch.mm(left[own].t(), right[own], out=output[expert])
-        return output
+        total = torch.zeros(len(ends), left.shape[1], right.shape[1], device=left.device)
+        add_weight_gradient(total, left, right, ends)
+        return total.to(left.dtype, copy=True)
 
-    multiply.register_fake(lambda rows, weight, _: rows.new_empty(len(rows), weight.shape[2]))
+    multiply.register_fake(lambda rows, weight, ends: rows.new_empty(len(rows), weight.shape[2]))
     multiply_factors.register_fake(lambda left, right, ends: left.new_empty(len(ends), left.shape[1], right.shape[1]))
     return multiply, multiply_factors
 
 
-def _runs_on_gpu(rows: Tensor) -> bool:
-    """Whether torch's own product takes it, which leaves the host alone."""
-    return rows.device.type == "cuda" and rows.dtype == torch.bfloat16
+def _multiply_on_gpu(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor | None:
+    """The product by one kernel, or None if there is none."""
+    is_aligned = all(width * rows.element_size() % 16 == 0 for width in weight.shape[1:])
+    if rows.dtype == torch.bfloat16 and is_aligned and _capability(rows.device) in _WITH_ONE_KERNEL:
+        return cast(Tensor, _of_torch()(rows, weight, offs=ends))
+    return kernels().multiply(rows, weight, ends)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 @functools.cache

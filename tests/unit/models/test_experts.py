@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
+
 import pytest
 import torch
 from harness.pipelines import model_of
 from harness.tiny_families import tiny_config
 from torch import Tensor, nn
 
-from mobius.models.experts.forward import use_experts
-from mobius.models.experts.fused import fused_experts, why_not_run
+from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.compiled import KeptActivations
+from mobius.models.experts.forward import run_experts, run_without_scatter, use_experts
+from mobius.models.experts.fused import fused_experts, matrices, why_not_run
+from mobius.models.experts.taps import ExpertsTap
+from mobius.models.graph import backward, recomputed_backward, run_with_graph
+from mobius.plan.plan import KeptLevel
 
+CPU = torch.device("cpu")
 TOKENS, CHOSEN = 24, 3
 
 
@@ -26,11 +35,14 @@ def random_inputs(experts: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(TOKENS, 32, requires_grad=True), chosen, torch.rand(TOKENS, CHOSEN, requires_grad=True)
 
 
-def results_of(experts: nn.Module, hidden: Tensor, chosen: Tensor, shares: Tensor) -> list[Tensor]:
-    """Output, and gradients of hidden states, shares and parameters."""
-    output = experts(hidden, chosen, shares)
+def results_of(
+    run: Callable[..., Tensor], hidden: Tensor, chosen: Tensor, shares: Tensor, parameters: Iterable[Tensor] = ()
+) -> list[Tensor]:
+    """Output, and gradients of hidden states, shares and parameters, which a module has itself."""
+    parameters = run.parameters() if isinstance(run, nn.Module) else parameters
+    output = run(hidden, chosen, shares)
     gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
-    return [output, *torch.autograd.grad(output, [hidden, shares, *experts.parameters()], gradient)]
+    return [output, *torch.autograd.grad(output, [hidden, shares, *parameters], gradient)]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "aria_text"])
@@ -48,6 +60,80 @@ def test_outputs_and_gradients_are_those_of_transformers(family: str) -> None:
     assert all(map(torch.equal, actual, expected["grouped_mm"]))
     for own, eager in zip(actual, expected["eager"], strict=True):
         torch.testing.assert_close(own, eager, rtol=1e-6, atol=1e-6 * float(eager.detach().abs().max()))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "aria_text"])
+def test_the_way_of_gpus_gives_the_same(family: str) -> None:
+    experts = experts_of(family)
+    inputs = random_inputs(experts)
+    use_experts(experts)
+    expected = results_of(experts, *inputs)
+
+    actual = results_of(partial(run_without_scatter, experts), *inputs, parameters=experts.parameters())
+
+    for own, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-6 * float(other.detach().abs().max()))
+
+
+@pytest.mark.parametrize("run", [run_experts, run_without_scatter])
+@pytest.mark.parametrize("family", ["qwen3_moe", "aria_text"])
+def test_factors_that_leave_by_taps_make_the_weights_gradients(family: str, run: Callable[..., Tensor]) -> None:
+    experts = experts_of(family)
+    inputs = random_inputs(experts)
+    use_experts(experts)
+    expected = results_of(partial(run, experts), *inputs, parameters=experts.parameters())
+    own = [ExpertsTap(name, CHOSEN) for name in matrices(experts)]
+    taps = {
+        name: leaf
+        for tap in own
+        for name, leaf in tap.make(experts.get_parameter(tap.weight), num_tokens=TOKENS).items()
+    }
+    vars(experts)["_buffers"].update(taps)
+
+    actual = results_of(partial(run, experts), *inputs, parameters=taps.values())
+
+    assert all(map(torch.equal, actual[:3], expected[:3]))
+    found = dict(zip(taps, actual[3:], strict=True))
+    for tap, gradient in zip(own, expected[3:], strict=True):
+        total = torch.ones_like(gradient)
+        tap.add(total, found)
+        assert torch.equal(total, 1 + gradient)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_all_matrices_of_a_sparse_layer_are_tapped_but_the_routers(family: str) -> None:
+    parts = ModelParts(tiny_config(family), CPU)
+    layer = next(layer for layer in parts.layers if "mlp.gate.weight" in layer.shapes)
+    matrices = {name for name, shape in layer.shapes.items() if len(shape) > 1}
+    assert matrices - {tap.weight for tap in layer.tapped} == {"mlp.gate.weight"}
+
+
+@pytest.mark.parametrize("level", KeptLevel)
+def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly(level: KeptLevel) -> None:
+    config = tiny_config("qwen3_moe")
+    results = []
+    for compiled in (False, True):
+        parts = ModelParts(config, CPU, compiled=compiled)
+        layer = next(layer for layer in parts.layers if "mlp.gate.weight" in layer.shapes)
+        generator = torch.Generator().manual_seed(1)
+        weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in layer.full_shapes().items()}
+        hidden, gradient = torch.randn(2, 2, 8, config.hidden_size, generator=generator)
+        arguments = LayerInputs(parts, device=CPU, dtype=torch.float32)(8)[1]
+        own = []
+        for recomputed in (False, True):
+            sums = {name: torch.zeros_like(value) for name, value in weights.items()}
+            if recomputed:
+                of_input = recomputed_backward(layer, weights, hidden, arguments, sums, gradient)
+            else:
+                graph = run_with_graph(layer, weights, hidden, arguments, level)
+                assert isinstance(graph, KeptActivations) == compiled
+                own.append(graph.output)
+                of_input = backward(layer, graph, sums, gradient)
+            own += [of_input, *sums.values()]
+        results.append(own)
+        assert layer.graphs is None or not layer.graphs._is_broken
+    for eager, graph in zip(*results, strict=True):
+        torch.testing.assert_close(graph, eager, rtol=1e-5, atol=2e-6 * float(eager.detach().abs().max()))
 
 
 def test_transposed_matrices_are_known() -> None:

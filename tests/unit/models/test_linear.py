@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.graph import backward, run_with_graph
-from mobius.models.linear import TappedLinear, add_product, linears_called_once, make_taps, tap_linears
+from mobius.models.linear import LinearTap, TappedLinear, add_product, linears_called_once, make_taps, tap_linears
 
 CPU = torch.device("cpu")
 
@@ -78,9 +78,9 @@ def test_only_what_is_called_once_on_all_tokens_is_tapped(times: int, num_rows: 
     module = TwoLinears(times=times, num_rows=num_rows).to("meta")
     tap_linears(module)
 
-    names = linears_called_once(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3)
+    taps = linears_called_once(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3)
 
-    assert set(names) == expected
+    assert {tap.linear for tap in taps} == expected
 
 
 class Clipped(nn.Module):
@@ -98,7 +98,8 @@ def test_a_linear_whose_output_is_changed_in_place_is_not_tapped() -> None:
     module = Clipped().to("meta")
     tap_linears(module)
 
-    assert linears_called_once(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3) == ("plain",)
+    taps = linears_called_once(module, lambda: module(torch.empty(1, 3, 4, device="meta")), num_tokens=3)
+    assert taps == (LinearTap("plain"),)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,7 +108,7 @@ def test_all_matrices_of_a_dense_layer_are_tapped_and_of_the_head(family: str) -
 
     for block in (*parts.layers, parts.head):
         matrices = {name for name, shape in block.shapes.items() if len(shape) == 2}
-        assert {f"{name}.weight".removeprefix(".") for name in block.tapped} == matrices
+        assert {tap.weight for tap in block.tapped} == matrices
 
 
 @pytest.mark.parametrize("family", FAMILIES)
