@@ -30,6 +30,7 @@ from mobius.models.by_plan.constants import keep_constants
 from mobius.models.by_plan.scalings import Scaled, Steps
 from mobius.models.compiled import Arguments, CompiledFunction, ModuleGraphs
 from mobius.models.experts.forward import use_experts
+from mobius.models.experts.fused import has_auxiliary_loss
 from mobius.models.experts.taps import experts_called_once
 from mobius.models.linear import LinearTap, Tap, TappedLinear, linears_called_once, tap_linears
 from mobius.models.loss import LogitsLoss
@@ -39,6 +40,11 @@ from mobius.plan.partition import ModelShape, TrainedParameters
 
 LayerArguments = Sequence[Arguments]
 """Keyword arguments of each of the model's layers beside its hidden states."""
+_NO_AUXILIARY_LOSS = (
+    "{file}: 'output_router_logits' is true, which adds a loss on how evenly routers choose their experts. It is made "
+    "of the counts of all layers together, which stages do not exchange. Set it to false there: routers are trained "
+    "by the loss of the tokens alone."
+)
 _PROBE_TOKENS = 13
 """A sequence length that is no model's width or number of experts."""
 
@@ -136,6 +142,8 @@ class ModelParts:
         # Dropout would draw other numbers in the recomputed forward; fine-tuning models ship with 0.
         self.model = model.eval()
         keep_constants(model)
+        if has_auxiliary_loss(model):
+            raise CheckpointError(_NO_AUXILIARY_LOSS.format(file=_file_of(config)))
         tap_linears(model)
         use_experts(model)
         with _described_by(config):

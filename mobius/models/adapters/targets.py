@@ -6,6 +6,7 @@ A frozen parameter is one that requires no gradient, on the meta device already;
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,11 @@ from torch import nn
 
 from mobius.config.adapters import PARTS, AdapterConfig, layers_of, words_of
 from mobius.errors import ConfigError
+from mobius.log import SAID_ONCE
 from mobius.models.adapters.lora import LoraLinear
+from mobius.models.experts.fused import fused_experts, matrices
+
+logger = logging.getLogger(__name__)
 
 _NAMES = re.compile(r"[\w.]+", re.ASCII)
 _LISTED = 6
@@ -37,6 +42,7 @@ def adapt(model: nn.Module, names: PartNames, config: AdapterConfig) -> None:
     Raises ConfigError for a target that is not there, or cannot be trained so.
     """
     if config.is_lora:
+        _refuse_experts(model, config.lora_target)
         targets = _wanted(_linears(model, names), config.lora_target)
         model.requires_grad_(False)
         for name, linear in targets.items():
@@ -55,6 +61,23 @@ def adapt(model: nn.Module, names: PartNames, config: AdapterConfig) -> None:
         raise ConfigError(f"`--freeze` {config.freeze} leaves nothing to train; name fewer parts")
 
 
+def _refuse_experts(model: nn.Module, target: str) -> None:
+    """Experts have no linears of their own, so that their matrices get no adapter: say so, and refuse their names."""
+    fused = fused_experts(model)
+    if not fused:
+        return
+    first, module = next(iter(fused.items()))
+    reason = f"experts are held in one tensor for all of a layer ({first}.{matrices(module)[0]}), which gets no adapter"
+    linears = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    named = {"experts", *matrices(module)} - linears
+    if wanted := [word for word in words_of(target) if named & {*word.split(".")}]:
+        raise ConfigError(
+            f"`--lora_target` {wanted[0]} names experts: {reason}. Name linear layers, such as those of attention "
+            "(--lora_target all takes them all), or train all parameters (--finetuning_type full)"
+        )
+    logger.info("adapters are beside linear layers only: %s and stays as it is", reason, extra=SAID_ONCE)
+
+
 def _linears(model: nn.Module, names: PartNames) -> dict[str, nn.Linear]:
     """Linear layers within the model's layers, by name."""
     layers = model.get_submodule(names.layers)
@@ -66,7 +89,8 @@ def _linears(model: nn.Module, names: PartNames) -> dict[str, nn.Linear]:
 def _wanted(linears: Mapping[str, nn.Linear], target: str) -> dict[str, nn.Linear]:
     """The linears that `--lora_target` says."""
     if target.strip() in ("all", "all-linear"):
-        return dict(linears)
+        # A gate of one number for each token is smaller than any rank but 1.
+        return {name: linear for name, linear in linears.items() if linear.out_features > 1}
     words = words_of(target)
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
     if not all(map(_NAMES.fullmatch, words)):

@@ -11,6 +11,8 @@ _WHOLE = "Its rows have to be computed whole: choose a --seq_length that fits, o
 _EXAMPLES = "llama, mistral, qwen3 or gemma3_text"
 
 _SLICEABLE_KINDS = {"full_attention", "sliding_attention"}
+_WINDOWS_IN_MASKS = ("qwen2_moe",)
+"""Families whose code tells attention of its windows by masks alone."""
 _WITHOUT_TOKENS = {"mlp", "moe"}
 """Layers that look at no other token."""
 _STATE = "layers that carry a state from token to token, which would have to be handed on and differentiated, too"
@@ -78,12 +80,16 @@ def _of_kinds(config: Any) -> str | None:
 
 def _of_fields(config: Any) -> str | None:
     """A reason within other fields of the configuration."""
+    is_windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     width = (getattr(config, "qk_nope_head_dim", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0)
     values = getattr(config, "v_head_dim", None)
     found = {
         f"it has {_BIAS}": getattr(config, "alibi", False),
         "its tokens see later ones (use_bidirectional_attention)": getattr(
             config, "use_bidirectional_attention", False
+        ),
+        "its windows are in its masks alone (sliding_attention in layer_types), which attention here does not read": (
+            is_windowed and config.model_type in _WINDOWS_IN_MASKS
         ),
         "it has an encoder, whose tokens see later ones (is_encoder_decoder)": config.is_encoder_decoder,
         "its tokens see later ones (is_decoder is false)": getattr(config, "is_decoder", None) is False,

@@ -11,6 +11,8 @@ from harness.pipelines import model_of
 from harness.tiny_families import tiny_config
 from torch import Tensor, nn
 
+from mobius.config.adapters import AdapterConfig, FinetuningType
+from mobius.errors import CheckpointError, ConfigError
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.compiled import KeptActivations
 from mobius.models.experts.forward import run_experts, run_without_scatter, use_experts
@@ -108,8 +110,7 @@ def test_all_matrices_of_a_sparse_layer_are_tapped_but_the_routers(family: str) 
     assert matrices - {tap.weight for tap in layer.tapped} == {"mlp.gate.weight"}
 
 
-@pytest.mark.parametrize("level", KeptLevel)
-def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly(level: KeptLevel) -> None:
+def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly() -> None:
     config = tiny_config("qwen3_moe")
     results = []
     for compiled in (False, True):
@@ -125,7 +126,7 @@ def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly(level: KeptLevel) 
             if recomputed:
                 of_input = recomputed_backward(layer, weights, hidden, arguments, sums, gradient)
             else:
-                graph = run_with_graph(layer, weights, hidden, arguments, level)
+                graph = run_with_graph(layer, weights, hidden, arguments, KeptLevel.PRODUCTS)
                 assert isinstance(graph, KeptActivations) == compiled
                 own.append(graph.output)
                 of_input = backward(layer, graph, sums, gradient)
@@ -134,6 +135,29 @@ def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly(level: KeptLevel) 
         assert layer.graphs is None or not layer.graphs._is_broken
     for eager, graph in zip(*results, strict=True):
         torch.testing.assert_close(graph, eager, rtol=1e-5, atol=2e-6 * float(eager.detach().abs().max()))
+
+
+def test_a_loss_over_all_routers_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"'output_router_logits' is true.* Set it to false there"):
+        ModelParts(tiny_config("mixtral", output_router_logits=True), CPU)
+
+
+def test_adapters_are_beside_linears_and_not_experts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        parts = ModelParts(tiny_config("qwen2_moe"), CPU, adapters=AdapterConfig(FinetuningType.LORA, lora_rank=2))
+    adapted = {name.rpartition(".lora_A")[0].rpartition(".")[2] for layer in parts.layers for name in layer.shapes}
+    assert "shared_expert_gate" not in adapted, "a gate of one number"
+    assert {"q_proj", "o_proj", "gate_proj", "down_proj"} <= adapted
+    assert not any("experts." in name for layer in parts.layers for name in layer.shapes.keys() - layer.frozen)
+    assert "experts are held in one tensor for all of a layer" in caplog.text
+
+
+@pytest.mark.parametrize("target", ["experts", "q_proj,mlp.experts.gate_up_proj", "gate_up_proj"])
+def test_an_adapter_for_experts_is_refused_by_name(target: str) -> None:
+    with pytest.raises(ConfigError, match=r"names experts: .*mlp\.experts\.gate_up_proj.*gets no adapter"):
+        ModelParts(
+            tiny_config("qwen3_moe"), CPU, adapters=AdapterConfig(FinetuningType.LORA, lora_rank=2, lora_target=target)
+        )
 
 
 def test_transposed_matrices_are_known() -> None:

@@ -1,0 +1,70 @@
+"""On a GPU: grouped products beside fp64, gradients beside autograd's, and training beside transformers alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.expert_products import Case, off
+from harness.expert_training import losses_of_both
+
+from mobius.models.experts.kernels import ExpertKernels
+from mobius.models.experts.products import add_weight_gradient, grouped_product, weight_gradient
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+NEAR = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+"""Of products that are rounded to the format; sums in fp32 are as near in all of them."""
+WIDTHS = [(256, 384), (40, 72), (130, 33)]
+"""Of whole tiles, of parts of them, and of such as no kernel of 16 bytes takes."""
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("dtype", NEAR)
+def test_products_are_those_of_each_expert(dtype: torch.dtype, widths: tuple[int, int]) -> None:
+    case, own = Case(GPU, dtype, width=widths[0], out_width=widths[1]), ExpertKernels()
+    for matrix in case.matrices:
+        of_triton = own.multiply(case.rows, matrix, case.ends)
+        assert of_triton is not None
+        assert off(of_triton, case.product(matrix)) < NEAR[dtype]
+        assert off(grouped_product(case.rows, matrix, case.ends), case.product(matrix)) < NEAR[dtype]
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("dtype", NEAR)
+def test_factors_are_added_to_the_fp32_sum_in_fp32(dtype: torch.dtype, widths: tuple[int, int]) -> None:
+    case = Case(GPU, dtype, width=widths[0], out_width=widths[1])
+    total = torch.ones_like(case.weight_gradient(), dtype=torch.float32)
+
+    assert ExpertKernels().add_factors(total, case.gradient, case.rows, case.ends)
+
+    assert off(total, case.weight_gradient() + 1) < NEAR[torch.float32]
+    assert off(weight_gradient(case.gradient, case.rows, case.ends), case.weight_gradient()) < NEAR[dtype]
+
+
+def test_neither_product_waits_for_the_gpu() -> None:
+    case = Case(GPU, torch.bfloat16, width=256, out_width=384)
+    total = torch.zeros_like(case.weight_gradient(), dtype=torch.float32)
+    for mode in ("default", "error"):  # the first round compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            grouped_product(case.rows, case.matrices[0], case.ends)
+            grouped_product(case.gradient, case.matrices[0].transpose(1, 2), case.ends)
+            add_weight_gradient(total, case.gradient, case.rows, case.ends)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_in_fp32_are_autograds(compiled: bool) -> None:
+    losses = losses_of_both(GPU, torch.float32, steps=3, width=64, compiled=compiled)
+    assert losses.furthest < 1e-4, losses
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_twenty_steps_in_bf16_lose_what_transformers_loses(compiled: bool) -> None:
+    losses = losses_of_both(GPU, torch.bfloat16, steps=20, width=256, compiled=compiled)
+
+    print(f"{losses}, at most {losses.furthest:.2e} apart")  # shown by `-rP`
+    assert losses.plain[-1] < 0.9 * losses.plain[0], "nothing was learned that could differ"
+    assert losses.furthest < 5e-3

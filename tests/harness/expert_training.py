@@ -1,0 +1,90 @@
+"""Some steps of a small model with experts, in one stage of the pipeline and by transformers alone, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from harness.pipelines import model_of
+from harness.tiny_families import tiny_config
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.loss import shift_labels
+from mobius.plan.partition import partition_of
+from mobius.runtime.stage import StageModule
+
+LEARNING_RATE = 3e-4
+ROWS, LENGTH = 4, 64
+
+Step = Callable[[Mapping[str, Tensor], Tensor], tuple[float, dict[str, Tensor]]]
+"""Weights in the working dtype and tokens [B, L] -> loss, and gradients of all weights by name."""
+
+
+class Losses(NamedTuple):
+    """Loss of each step; both lists are equally long."""
+
+    run: list[float]
+    plain: list[float]
+
+    @property
+    def furthest(self) -> float:
+        """Largest difference of a step, as a share of the plain loss."""
+        return max(abs(own / plain - 1) for own, plain in zip(self.run, self.plain, strict=True))
+
+
+def losses_of_both(device: torch.device, dtype: torch.dtype, *, steps: int, width: int, compiled: bool) -> Losses:
+    """Losses of a qwen3_moe of two layers, all of experts, on the same rows again and again, with fp32 masters."""
+    shape = {"hidden_size": width, "moe_intermediate_size": width, "num_experts": 16, "num_experts_per_tok": 4}
+    config = tiny_config("qwen3_moe", num_hidden_layers=2, decoder_sparse_step=1, use_sliding_window=False, **shape)
+    model = model_of(config)
+    masters = {name: parameter.detach().clone().to(device) for name, parameter in model.named_parameters()}
+    tokens = torch.randint(0, config.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2)).to(device)
+    ways = _in_a_stage(model, device, dtype, compiled=compiled), _by_transformers(model.to(device, dtype))
+    return Losses(*(_train(step, masters, tokens, dtype, steps) for step in ways))
+
+
+def _train(
+    step: Step, initial: Mapping[str, Tensor], tokens: Tensor, dtype: torch.dtype, num_steps: int
+) -> list[float]:
+    masters = {name: value.clone().requires_grad_() for name, value in initial.items()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=LEARNING_RATE)
+    losses = []
+    for _ in range(num_steps):
+        loss, gradients = step({name: value.detach().to(dtype) for name, value in masters.items()}, tokens)
+        for name, value in masters.items():
+            value.grad = gradients[name].float()
+        optimizer.step()
+        losses.append(loss)
+    return losses
+
+
+def _by_transformers(model: PreTrainedModel) -> Step:
+    def step(weights: Mapping[str, Tensor], tokens: Tensor) -> tuple[float, dict[str, Tensor]]:
+        model.load_state_dict(dict(weights), strict=False)
+        model.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return float(loss.detach()), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    return step
+
+
+def _in_a_stage(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> Step:
+    parts = ModelParts(model.config, device, compiled=compiled)
+    stage = StageModule(parts, partition_of((len(parts.layers),))[0], loss_chunk_tokens=ROWS * LENGTH)
+    arguments = LayerInputs(parts, device=device, dtype=dtype)(LENGTH)
+
+    def step(weights: Mapping[str, Tensor], tokens: Tensor) -> tuple[float, dict[str, Tensor]]:
+        sums = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in weights.items()}
+        targets = shift_labels(tokens)
+        hidden, kept = stage.forward(weights, tokens, arguments)
+        num_targets = int((targets >= 0).sum())
+        loss, gradient = stage.loss(weights, sums, hidden, targets, num_targets=num_targets, loss_scale=1.0)
+        gradient = stage.backward(weights, sums, kept, gradient, arguments)
+        stage.embedding_backward(weights, sums, tokens, gradient)
+        return float(loss), sums
+
+    return step
