@@ -25,10 +25,11 @@ of its layers, and the scalings before the first layer, behind the last norm and
 operations. Masks, rotary embeddings and their kinds are the family's own.
 
 A family is in this table if its tiny model with all its features on (grouped queries, biases, norms of queries and
-keys, windows, partial rotary embeddings, scalings and caps) gives loss and every gradient of plain transformers: two
-ranks with two streamed stages each, two microbatches, fp32 on a CPU, to the bit; of a tied matrix to 1e-6 of its
-largest entry, since two stages make its gradient and their sums meet in another order. Packed rows, tiles and slices
-add in another order, too: their gradients are within 2e-6 of the norm.
+keys, windows, partial rotary embeddings, scalings and caps, experts with shared ones and dense layers among sparse
+ones) gives loss and every gradient of plain transformers: two ranks with two streamed stages each, two microbatches,
+fp32 on a CPU, to the bit; of a tied matrix to 1e-6 of its largest entry, since two stages make its gradient and their
+sums meet in another order. Packed rows, tiles and slices add in another order, too: their gradients are within 2e-6 of
+the norm. Experts are compared with transformers' `grouped_mm`, its default.
 
 `bash scripts/check_families` writes this page and the list that the program reads; with names it checks these only. CI
 compares it for some families.
