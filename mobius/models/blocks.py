@@ -201,7 +201,8 @@ class ModelParts:
             layer_parameters=tuple(layer.num_parameters for layer in self.layers),
             head_parameters=self.norm.num_parameters + self.head.num_parameters,
             hidden_size=self.config.hidden_size,
-            intermediate_size=self.config.intermediate_size,
+            # A family whose layers are all of experts may have theirs alone.
+            intermediate_size=getattr(self.config, "intermediate_size", None) or self.config.moe_intermediate_size,
             vocab_size=self.config.vocab_size,
             is_tied=self.is_tied,
             num_heads=self.config.num_attention_heads,

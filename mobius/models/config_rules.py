@@ -65,7 +65,7 @@ _RULES: Mapping[str, Rule] = {
     "num_key_value_heads": _or_null(_integer(1, _MOST_HEADS)),
     "head_dim": _or_null(_integer(1, _MOST_HEADS)),
     "max_position_embeddings": _integer(1, 2**40),
-    "sliding_window": _or_null(_integer(1, 2**40)),
+    "sliding_window": _or_null(_integer(0, 2**40)),  # 0 where a family has windows that are not used
     "sliding_window_pattern": Rule(
         "an integer from 1, or letters L and G such as LLLG",
         lambda value: (type(value) is int and 1 <= value <= 2**20) or (isinstance(value, str) and {*value} <= {*"LG"}),
@@ -73,7 +73,7 @@ _RULES: Mapping[str, Rule] = {
     "max_window_layers": _integer(0, 2**20),
     "hidden_act": _ACTIVATION,
     "hidden_activation": _ACTIVATION,
-    "rms_norm_eps": _SHARE,
+    "rms_norm_eps": _or_null(_SHARE),  # null where a family has layer_norm_eps, too
     "initializer_range": _SHARE,
     "attention_dropout": _or_null(_SHARE),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout"), _or_null(_SHARE)),

@@ -238,7 +238,7 @@ def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weight
     config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
     width = config.hidden_size, config.num_attention_heads
     for option, field in _SHAPE_OPTIONS.items():
-        wanted, own = getattr(options, option), getattr(config, field)
+        wanted, own = getattr(options, option), getattr(config, field, None)
         if wanted is None or wanted == own:
             continue
         if has_weights and option != "num_layers":

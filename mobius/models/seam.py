@@ -137,11 +137,17 @@ class _Seam:
         self.num_calls = 0
 
     def meet(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **settings: Any,
     ) -> tuple[Tensor, None]:
         self.num_calls += 1
         if self.given is None:
-            raise _Reached(module, (query, key, value), settings | {"attention_mask": mask})
+            raise _Reached(module, (query, key, value), settings | {"attention_mask": attention_mask})
         return self.given, None
 
     def reach(self, *, layer: Callable[..., object], hidden: Tensor, arguments: Mapping[str, Any]) -> _Reached | None:
