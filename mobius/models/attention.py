@@ -100,10 +100,9 @@ def attend_documents(
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     if query.device.type != "cuda":
         output = attend_one_by_one(query, key, value, document_bounds, scale, sliding_window or 0, softcap or 0.0)
-        return output.transpose(1, 2).contiguous(), None  # some families view it
+        return output.transpose(1, 2), None
     if block_masks is not None:
-        output = _flex(query, key, value, block_masks.of_window(sliding_window), scale, softcap)
-        return output.transpose(1, 2).contiguous(), None
+        return _flex(query, key, value, block_masks.of_window(sliding_window), scale, softcap).transpose(1, 2), None
     return _varlen(query, key, value, document_bounds, scale, sliding_window), None
 
 

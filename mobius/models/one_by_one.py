@@ -28,11 +28,15 @@ def attend_one_by_one(
 def _operation() -> Callable[..., Tensor]:
     """The operation, registered when it is first asked for."""
 
+    def like_tokens(heads: Tensor) -> Tensor:
+        # [B, L, H, D] in memory, as which it leaves: some families take a view of that.
+        return torch.empty_like(heads.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
     @torch.library.custom_op(_NAME, mutates_args=())
     def attend(
         query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, window: int, softcap: float
     ) -> Tensor:
-        output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        output = like_tokens(query).zero_()
         for own in _spans(bounds, query.shape[2]):
             output[own] = _attend(query[own], key[own], value[own], scale, window, softcap)
         return output
@@ -63,7 +67,7 @@ def _operation() -> Callable[..., Tensor]:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return (*differentiate(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
 
-    attend.register_fake(lambda query, *_: torch.empty_like(query, memory_format=torch.contiguous_format))
+    attend.register_fake(lambda query, *_: like_tokens(query))
     differentiate.register_fake(
         lambda gradient, query, key, value, *_: tuple(
             torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
