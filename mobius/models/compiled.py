@@ -171,7 +171,7 @@ class ModuleGraphs:
             return KeptActivations(outputs, [*call.tensors, *kept], graphs)
 
     def make_products(
-        self, weights: Weights, tapped: Sequence[str], inputs: Tensor, arguments: Mapping[str, Any]
+        self, weights: Weights, tapped: Sequence[Tap], inputs: Tensor, arguments: Mapping[str, Any]
     ) -> tuple[Tensors, LayerProducts] | None:
         """The outputs, and what `resume` needs: neither weights nor arguments are held."""
         with torch.no_grad():
@@ -183,7 +183,7 @@ class ModuleGraphs:
             return outputs, LayerProducts(inputs, [*kept])
 
     def resume(
-        self, weights: Weights, tapped: Sequence[str], products: LayerProducts, arguments: Mapping[str, Any]
+        self, weights: Weights, tapped: Sequence[Tap], products: LayerProducts, arguments: Mapping[str, Any]
     ) -> KeptActivations:
         """Backward's part of what `make_products` gave, with equal weights and arguments; empties `products`."""
         call = self._call(weights, tapped, (products.inputs,), arguments)
@@ -196,7 +196,6 @@ class ModuleGraphs:
     def _split_graphs(self, call: _Call, level: KeptLevel) -> _SplitGraphs | None:
         return self._graph(("split", level, call.key), lambda: _split(call, level))
 
-    def _call(self, weights: Weights, tapped: Sequence[str], inputs: Tensors, arguments: Mapping[str, Any]) -> _Call:
     def _call(self, weights: Weights, tapped: Sequence[Tap], inputs: Tensors, arguments: Mapping[str, Any]) -> _Call:
         tensors, kinds = (arguments if isinstance(arguments, Arguments) else Arguments(arguments)).flat
         return _Call(

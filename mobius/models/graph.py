@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from mobius.models.blocks import Block
 from mobius.models.cheap import keeping_products
 from mobius.models.compiled import Gradients, KeptActivations, LayerProducts, Tensors, as_tuple
-from mobius.models.linear import add_product, make_leaves, tap_names, weight_name
-from mobius.models.compiled import Gradients, KeptActivations, Tensors, as_tuple
 from mobius.models.linear import make_leaves
 from mobius.plan.plan import KeptLevel
 
