@@ -35,6 +35,7 @@ from mobius.models.experts.taps import experts_called_once
 from mobius.models.linear import LinearTap, Tap, TappedLinear, linears_called_once, tap_linears
 from mobius.models.loss import LogitsLoss
 from mobius.models.seam import Attention, cut_layer
+from mobius.models.shapes.experts import count_experts
 from mobius.models.sliced_attention.sliceable import sliceable
 from mobius.plan.partition import ModelShape, TrainedParameters
 
@@ -210,6 +211,9 @@ class ModelParts:
             num_key_heads=getattr(self.config, "num_key_value_heads", None),
             is_sliceable=sliceable(self.config) is None,
             trained=self._trained_parameters(),
+            experts=count_experts(
+                self.config, [layer.shapes for layer in self.layers], [layer.frozen for layer in self.layers]
+            ),
         )
 
     def _trained_parameters(self) -> TrainedParameters | None:

@@ -18,7 +18,7 @@ from mobius.log import SAID_ONCE
 from mobius.models.base_files import read_json_object, shown, told
 from mobius.models.by_plan.checked import checked_families
 from mobius.models.config_rules import disagreements, wrong_fields
-from mobius.models.known_shapes import LLAMA_SHAPES, SHAPES_ON_HUB, llama_fields
+from mobius.models.shapes.known import KNOWN_SHAPES, SHAPES_ON_HUB, known_fields
 from mobius.models.text_parts.taken import checked_text_parts, is_taken, text_part
 from mobius.models.weights import folder_has_weights, has_own_head
 
@@ -53,7 +53,7 @@ def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
             raise CheckpointError(f"{given}: the folder has no config.json, so it is no Hugging Face model.")
         return folder
     advice = "Give a folder with a config.json, or an id such as meta-llama/Llama-2-7b-hf."
-    if model_path in LLAMA_SHAPES:
+    if model_path in KNOWN_SHAPES:
         raise CheckpointError(
             f"{given}: that is a shape to plan for (--dry_run, scripts/simulate.py), without weights, and there is no "
             f"folder {folder.absolute()}. {advice}"
@@ -294,7 +294,7 @@ def load_planned_config(options: ModelConfig) -> tuple[PretrainedConfig, Path | 
     cannot be had, and a line says so. Raises CheckpointError like `locate_model` and `load_model_config`.
     """
     name = options.model_path
-    if name in LLAMA_SHAPES and not Path(name).is_dir():
+    if name in KNOWN_SHAPES and not Path(name).is_dir():
         return _config_of_shape(name, options, has_weights=False), None
     try:
         folder = locate_model(name)
@@ -308,6 +308,7 @@ def load_planned_config(options: ModelConfig) -> tuple[PretrainedConfig, Path | 
 
 def _config_of_shape(name: str, options: ModelConfig, *, has_weights: bool) -> PretrainedConfig:
     """As of a folder with or without weights, which decides what the shape options may change."""
-    config: PretrainedConfig = CONFIG_MAPPING["llama"].from_dict(llama_fields(name))
+    fields = known_fields(name)
+    config: PretrainedConfig = CONFIG_MAPPING[str(fields["model_type"])].from_dict(fields)
     _apply_options(config, options, has_weights=has_weights)
     return config

@@ -335,12 +335,31 @@ class Remedy:
     num_bytes: int
 
 
+def describe_experts(request: PlanRequest) -> str:
+    """The largest layer's share of a streaming GPU, which no cut makes less; empty for a model without experts."""
+    shape, available = request.shape, request.gpu_bytes
+    if shape.experts is None or available is None:
+        return ""
+    layer = max(range(shape.num_layers), key=lambda each: shape.layer_parameters[each])
+    own, routed, slots = shape.layer_parameters[layer], shape.experts.layers[layer], request.config.pipeline.num_slots
+    trained = own if shape.trained is None else 0 if shape.keeps_trained else shape.trained.layers[layer]
+    weights, sums = own * request.sizes.weight, trained * 4
+    text = (
+        f" A layer's experts are loaded together: of layer {layer}'s {own:.3g} parameters {routed:.3g} are those of "
+        f"its {shape.experts.number} experts. It takes {bytes_text(weights)} in each of {slots} weight slot(s) and "
+        f"{bytes_text(sums)} for the fp32 sums of its gradients, {bytes_text(slots * weights + sums)} together"
+    )
+    if weights + sums <= available:
+        return f"{text}."
+    return f"{text}; with one slot (--no_prefetch) it would not fit either: use GPUs with more memory."
+
+
 def check_gpu_memory(
-    need: GpuNeed, *, available_bytes: int, is_offloading: bool, remedies: Sequence[Remedy] = ()
+    need: GpuNeed, *, available_bytes: int, is_offloading: bool, remedies: Sequence[Remedy] = (), largest: str = ""
 ) -> None:
     """Raise GpuMemoryError, with the arithmetic and what to change, if `need` exceeds `available_bytes` of one GPU.
 
-    `remedies` are single changes that were tried and fit.
+    `remedies` are single changes that were tried and fit; without any, `largest` tells what cannot be made smaller.
     """
     if need.total <= available_bytes:
         return
@@ -350,7 +369,7 @@ def check_gpu_memory(
     else:
         general = ["raise --num_chunks (smaller microbatches) and --num_rounds", "lower --batch_size or --seq_length"]
         general.insert(0, "raise --num_stages (smaller stages)" if is_offloading else "use --use_offload")
-        advice = f"To fit: {'; '.join(general)}."
+        advice = f"To fit: {'; '.join(general)}.{largest}"
     raise GpuMemoryError(
         f"rank {need.rank} needs {bytes_text(need.total)} of GPU memory ({need.describe()}), "
         f"{bytes_text(available_bytes)} is available. {advice}"

@@ -196,7 +196,7 @@ def estimate_profile(
 ) -> Profile:
     """A profile by arithmetic for `num_ranks` of `card`; `pcie` is another generation than the card's own.
 
-    Layers of equal parameter count are one kind. `attention_length` is that of packed rows
+    Layers of equal parameter counts are one kind. `attention_length` is that of packed rows
     (`PackedRows.attention_length`); None: rows are one document each. Raises PlanError for an unknown generation.
     """
     host = host or Host()
@@ -206,7 +206,7 @@ def estimate_profile(
         raise PlanError(f"PCIe generation {generation} is not known; known are {known}.")
     layers = LayerEstimate(card, shape, is_packed=attention_length is not None, compiled=compiled)
     length = seq_length if attention_length is None else attention_length
-    counts = list(dict.fromkeys(shape.layer_parameters))
+    kinds = shape.layer_kinds
     copies = estimate_copies(PCIE_BYTES[generation], host.bandwidth, num_ranks)
     memory = _memory_rate(card)
     embedding_bytes = 2.0 * 2 * shape.hidden_size * microbatch_tokens
@@ -217,8 +217,8 @@ def estimate_profile(
         basis=f"{num_ranks} x {card.name}, PCIe {generation}, by data sheets and shares measured on H200s",
         num_ranks=num_ranks,
         microbatch_tokens=microbatch_tokens,
-        layer_kinds=tuple(layers.layer(count, microbatch_tokens, length) for count in counts),
-        kind_of_layer=tuple(counts.index(count) for count in shape.layer_parameters),
+        layer_kinds=tuple(layers.layer(layer, microbatch_tokens, length) for layer in kinds),
+        kind_of_layer=shape.kind_of_layer,
         embedding_forward=embedding_bytes / memory,
         # The gradient of the whole matrix is made and added to its fp32 sum: 2 written, 2 read, 4 read, 4 written.
         embedding_backward=12 * shape.embedding_parameters / memory,
@@ -252,12 +252,24 @@ class LayerEstimate:
     """Whether rows hold several documents, for which attention has another kernel."""
     compiled: bool = True
 
-    def layer(self, parameters: int, tokens: int, length: float) -> LayerSeconds:
-        """A layer with so many parameters, on `tokens` tokens in sequences of `length`."""
+    def layer(self, layer: int, tokens: int, length: float) -> LayerSeconds:
+        """The model's layer of this number, on `tokens` tokens in sequences of `length`."""
         within, beyond = self._cut(length)
-        products = 2 * (parameters + within * self.shape.hidden_size) * tokens
-        sums = ACCUMULATION_BYTES * parameters / _memory_rate(self.card)
-        return self._products(products, sums) + self._beyond(tokens, beyond)
+        products = 2 * (self.shape.active_parameters[layer] + within * self.shape.hidden_size) * tokens
+        sums = ACCUMULATION_BYTES * self.shape.layer_parameters[layer] / _memory_rate(self.card)
+        return self._products(products, sums) + self._experts(layer, tokens) + self._beyond(tokens, beyond)
+
+    def _experts(self, layer: int, tokens: int) -> LayerSeconds:
+        """Passes over memory of a layer's experts, beside their operations and the sums of their gradients.
+
+        Each token is copied for its experts, and their results are added up: 4 widths forward, as many backward. All
+        experts' weights are read, once forward and once backward, although each has few tokens. By bytes, not measured.
+        """
+        if self.shape.experts is None:
+            return LayerSeconds(0.0, 0.0, 0.0)
+        copies = 4 * self.shape.layer_widths(layer).copies * tokens
+        seconds = 2 * (copies + self.shape.experts.layers[layer]) / _memory_rate(self.card)
+        return LayerSeconds(seconds, seconds, 2 * seconds)
 
     def attention(self, tokens: int, length: float) -> LayerSeconds:
         """Causal attention alone, as a part of `layer`."""
@@ -319,7 +331,7 @@ def attending(
     if estimate is not None:
         before, after = (estimate.attention(profile.microbatch_tokens, each) for each in (measured_length, length))
     else:
-        parameters, kind = shape.layer_parameters[0], profile.of_layer(0)
+        parameters, kind = shape.active_parameters[0], profile.of_layer(0)
         all_before = parameters + shape.hidden_size * measured_length
         before, after = (kind.times(shape.hidden_size * each / all_before) for each in (measured_length, length))
     kinds = tuple(kind + after + before.times(-1) for kind in profile.layer_kinds)

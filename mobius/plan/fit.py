@@ -32,6 +32,7 @@ from mobius.plan.budget import (
     GpuNeed,
     Remedy,
     check_gpu_memory,
+    describe_experts,
     estimated_layer,
     fullest,
     gpu_need,
@@ -273,6 +274,7 @@ def _refuse_what_cannot_fit(request: PlanRequest, layer: LayerBytes | None, avai
             available_bytes=available,
             is_offloading=is_offloading,
             remedies=find_remedies(lowest, bytes_of, available),
+            largest=describe_experts(request) if is_offloading else "",
         )
         return
     raise GpuMemoryError(

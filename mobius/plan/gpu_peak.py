@@ -27,6 +27,10 @@ The eager ones are counted, op by op, on a CPU (tests/harness/live_bytes.py); of
 for Llama, Mistral and Qwen2; norms on queries and keys (Qwen3) make a graph 1.25 times as large, Gemma 3's 1.8 times
 (eager, counted). Where a GPU is at hand, a layer is measured instead (runtime/stage.py).
 
+In a layer with experts I is the sum over a token's experts and a shared part, A + Q has the router's outputs in it, and
+each of a token's K experts has a copy of its hidden states and a result: 2 K H more of a graph, and as much again for
+their gradients in the peak. By the widths, not counted.
+
 A forward that keeps its products alone holds A + Q + 2 H + 2 I, eager A + Q + 3 H + 2 I: no norm's result, not what the
 last product takes, nothing in fp32. Its backward makes them again, and so has the same peak.
 
@@ -43,7 +47,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mobius.limits import KEYS_PER_CALL, RECEIVES_AHEAD, max_fetched, max_leaving, max_sends_under_way
-from mobius.plan.partition import ModelShape
+from mobius.plan.partition import LayerWidths, ModelShape
 from mobius.plan.plan import KeptLevel, Plan
 from mobius.schedule.stashing import goes_whole
 
@@ -130,14 +134,47 @@ def estimate_layer(
     tile_tokens: int | None = None,
     is_sliced: bool = False,
 ) -> LayerBytes:
-    """The layer with most parameters, by widths; `weight_bytes` per element of the working format.
+    """The layer that takes most, by widths; `weight_bytes` per element of the working format.
 
     `num_documents` is the fixed number that variable-length attention is told of for a microbatch; 0: rows are one
     document each, in the dense kernel. `tile_tokens` as in `runtime.stage.StageModule`; slices are run like
     tiles, in one if they are not cut further.
     """
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    attention = max(0, max(shape.layer_parameters, default=0) - 3 * hidden * inner) // hidden
+    kinds = [
+        _layer_bytes(
+            weight_bytes,
+            shape,
+            shape.layer_widths(layer),
+            tokens,
+            compiled=compiled,
+            beside=document_bytes(shape, num_documents),
+            tile_tokens=min(tile_tokens or tokens, tokens),
+            is_sliced=is_sliced,
+        )
+        for layer in shape.layer_kinds
+    ]
+    # Kept graphs are counted as of equal layers, so each number is the largest of any layer's.
+    tiled = [kind.recomputed for kind in kinds if kind.recomputed is not None]
+    return LayerBytes(
+        max((kind.graph for kind in kinds), default=0),
+        max((kind.peak for kind in kinds), default=0),
+        max(tiled) if tiled else None,
+        max((kind.products or 0 for kind in kinds), default=0),
+    )
+
+
+def _layer_bytes(
+    weight_bytes: int,
+    shape: ModelShape,
+    widths: LayerWidths,
+    tokens: int,
+    *,
+    compiled: bool,
+    beside: int,
+    tile_tokens: int,
+    is_sliced: bool,
+) -> LayerBytes:
+    hidden, attention, inner, copies = shape.hidden_size, widths.products, widths.feed_forward, 2 * widths.copies
     if compiled:
         graph, products = attention + 3 * hidden + 3 * inner, attention + 2 * hidden + 2 * inner
         peak = graph + 4 * hidden + 3 * inner
@@ -145,9 +182,9 @@ def estimate_layer(
         norms = 3 if weight_bytes == 4 else 6
         graph, products = attention + (3 + norms) * hidden + 4 * inner, attention + 3 * hidden + 2 * inner
         peak = max(graph + 3 * inner, attention + (6 + 2 * norms) * hidden + 3 * inner)
-    beside = document_bytes(shape, num_documents)
+    # Copies for experts and their results are kept, and have gradients while backward is within the experts.
+    graph, products, peak = graph + copies, products + copies, peak + 2 * copies
     tiled = None
-    tile_tokens = min(tile_tokens or tokens, tokens)
     if is_sliced or tokens > tile_tokens:
         behind, within = _tiled_bytes(weight_bytes, shape, attention, compiled=compiled)
         tiled = max(behind * tokens + peak * tile_tokens * weight_bytes, within * tokens + beside)

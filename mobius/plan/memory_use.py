@@ -71,7 +71,7 @@ def estimated_seconds(
     trained: Sequence[int] | None = None,
     updated: Sequence[int] | None = None,
 ) -> float:
-    """Estimate one rank's step; `parameters` are those of its stages, `tokens` those of a step.
+    """Estimate one rank's step; `parameters` are those of its stages that compute, `tokens` those of a step.
 
     Compute is 6 FLOP per parameter and token, 2 more where a forward is run again, 2 less for each that is not
     `trained` (None: all are). The CPU updates what of streamed stages is `updated` there (None: what is trained), one
@@ -101,14 +101,19 @@ def closed_form(request: PlanRequest, profile: Profile | None = None) -> Score:
     """Seconds of one rank by `estimated_seconds`, its neighbours left out, at the rates of `profile` or the default."""
     plan, rates = request.plan, Rates() if profile is None else Rates.of(profile, request)
     shape, own = request.shape, [[plan.cuts[stage] for stage in plan.stages_of(rank)] for rank in range(plan.num_ranks)]
-    counts = [[cut.num_parameters(shape) for cut in cuts] for cuts in own]
-    trained = [[cut.num_trained(shape) for cut in cuts] for cuts in own]
+    counts = [[cut.num_active(shape) for cut in cuts] for cuts in own]
+    trained = [[cut.num_active_trained(shape) for cut in cuts] for cuts in own]
+    updated = [[0 if shape.keeps_trained else cut.num_trained(shape) for cut in cuts] for cuts in own]
 
     def score(rank: int, use: MemoryUse) -> float:
-        tokens, clips = request.step_tokens, request.rules.clips
-        own, updated = trained[rank], [0] * len(trained[rank]) if shape.keeps_trained else None
         return estimated_seconds(
-            use, counts[rank], tokens=tokens, clips=clips, rates=rates, trained=own, updated=updated
+            use,
+            counts[rank],
+            tokens=request.step_tokens,
+            clips=request.rules.clips,
+            rates=rates,
+            trained=trained[rank],
+            updated=updated[rank],
         )
 
     return score

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from mobius.errors import PlanError
 
@@ -21,6 +22,46 @@ class TrainedParameters:
     """Norm's and head's together."""
     stay: bool
     """Whether they are always on the GPU, as adapters are, also those of streamed stages."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Counts of the experts of a model's layers, of which a token takes some: all are stored, and few compute."""
+
+    number: int
+    """Experts of a layer."""
+    per_token: int
+    """Experts that a token goes through."""
+    layers: tuple[int, ...]
+    """Parameters of all experts of every layer, 0 for a layer without any."""
+    shared_width: int = 0
+    """Feed-forward width, in elements per token, of what all tokens go through beside their experts."""
+    trained: tuple[int, ...] | None = None
+    """Trained parameters among `layers`; None: all of them."""
+
+    def idle(self, layer: int) -> int:
+        """Parameters of a layer that compute nothing for a token."""
+        return self._idle(self.layers[layer])
+
+    def idle_trained(self, layer: int) -> int:
+        """The trained ones among them."""
+        return self._idle((self.layers if self.trained is None else self.trained)[layer])
+
+    def _idle(self, parameters: int) -> int:
+        return parameters * (self.number - self.per_token) // self.number
+
+
+@dataclass(frozen=True)
+class LayerWidths:
+    """Elements per token of what a layer computes, beside hidden states that come once."""
+
+    products: int
+    """Inputs and outputs of all products but the feed-forward's: in Llama 4 H, in a layer with experts the router's
+    and a shared part's, too."""
+    feed_forward: int
+    """Width of the feed-forward part, its experts' added up."""
+    copies: int
+    """Hidden states of a token for its experts, one for each, and as many results."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +90,8 @@ class ModelShape:
     """Whether attention of a sequence can be computed slice by slice (`models/sliced_attention`)."""
     trained: TrainedParameters | None = None
     """None: all are trained."""
+    experts: Experts | None = None
+    """None: every parameter computes for every token."""
 
     @property
     def attention_width(self) -> int:
@@ -81,10 +124,54 @@ class ModelShape:
         shared = self._shared if self.trained.embedding else 0
         return self.trained.embedding + sum(self.trained.layers) + self.trained.head - shared
 
+    @property
+    def num_active(self) -> int:
+        """Parameters that compute for a token, shared ones counted once: all but those of other experts."""
+        return self.num_parameters - sum(self.layer_parameters) + sum(self.active_parameters)
+
+    @cached_property
+    def active_parameters(self) -> tuple[int, ...]:
+        """Parameters of every layer that compute for a token."""
+        if self.experts is None:
+            return self.layer_parameters
+        return tuple(count - self.experts.idle(layer) for layer, count in enumerate(self.layer_parameters))
+
+    @cached_property
+    def active_trained(self) -> tuple[int, ...]:
+        """The trained parameters among them."""
+        if self.trained is None or self.experts is None:
+            return self.active_parameters if self.trained is None else self.trained.layers
+        return tuple(count - self.experts.idle_trained(layer) for layer, count in enumerate(self.trained.layers))
+
+    def layer_widths(self, layer: int) -> LayerWidths:
+        """Widths of a layer by its parameters: each row or column of a matrix [width, H] is an element per token."""
+        hidden, own = self.hidden_size, self.layer_parameters[layer]
+        if self.experts is None or self.experts.layers[layer] == 0:
+            inner = self.intermediate_size
+            return LayerWidths(max(0, own - 3 * hidden * inner) // hidden, inner, 0)
+        experts, shared = self.experts, self.experts.shared_width
+        routed = experts.layers[layer] // (3 * hidden * experts.number) * experts.per_token
+        others = max(0, own - experts.layers[layer] - 3 * hidden * shared) // hidden
+        return LayerWidths(others, routed + shared, experts.per_token * hidden)
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """The first layer of each kind: layers with equal numbers of parameters, all and active ones, are one."""
+        return tuple(self.kind_of_layer.index(kind) for kind in range(1 + max(self.kind_of_layer, default=-1)))
+
+    @cached_property
+    def kind_of_layer(self) -> tuple[int, ...]:
+        """Index into `layer_kinds` for every layer."""
+        counts = list(zip(self.layer_parameters, self.active_parameters, strict=True))
+        unique = list(dict.fromkeys(counts))
+        return tuple(map(unique.index, counts))
+
     def describe(self) -> str:
-        """Number of parameters, and of those that are trained where others are not."""
+        """Number of parameters, and of those that are active for a token, or are trained, where others are not."""
+        parts = [] if self.experts is None else [f"{self.num_active:.3g} are active for a token"]
+        parts += [] if self.trained is None else [f"{self.num_trained:.3g} are trained"]
         text = f"{self.num_parameters:.3g} parameters"
-        return text if self.trained is None else f"{text}, of which {self.num_trained:.3g} are trained"
+        return f"{text}, of which {' and '.join(parts)}" if parts else text
 
     @property
     def _shared(self) -> int:
@@ -106,13 +193,14 @@ class ModelShape:
     def product_operations(self) -> int:
         """Operations of a token's products with parameters: 2 forward, 2 for gradients of inputs, 2 for parameters'.
 
-        The last for those that are trained, the second where anything before them is; the embedding has none.
+        The last for those that are trained, the second where anything before them is; the embedding has none, nor have
+        experts that the token does not go through.
         """
+        forward = sum(self.active_parameters) + self.head_parameters
         if self.trained is None:
-            return 6 * (sum(self.layer_parameters) + self.head_parameters)
-        forward = sum(self.layer_parameters) + self.head_parameters
-        back = sum(self.layer_parameters[self.first_backward :]) + self.head_parameters
-        return 2 * (forward + back + sum(self.trained.layers) + self.trained.head)
+            return 6 * forward
+        back = sum(self.active_parameters[self.first_backward :]) + self.head_parameters
+        return 2 * (forward + back + sum(self.active_trained) + self.trained.head)
 
 
 @dataclass(frozen=True)
@@ -137,6 +225,15 @@ class StageCut:
         """The parameters among them that are trained."""
         own = shape.trained
         return self.num_parameters(shape) if own is None else self._sum(own.embedding, own.layers, own.head)
+
+    def num_active(self, shape: ModelShape) -> int:
+        """The parameters of this stage that compute for a token."""
+        return self._sum(shape.embedding_parameters, shape.active_parameters, shape.head_parameters)
+
+    def num_active_trained(self, shape: ModelShape) -> int:
+        """The parameters among them that are trained."""
+        own = shape.trained
+        return self.num_active(shape) if own is None else self._sum(own.embedding, shape.active_trained, own.head)
 
     def num_travelling(self, shape: ModelShape) -> int:
         """The parameters among them that are loaded if the stage is streamed."""

@@ -38,8 +38,13 @@ def format_columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def describe_stages(plan: Plan, shape: ModelShape) -> str:
-    """One line per stage: its rank, layers and parameters, whether it is streamed, what backward runs again."""
-    rows = [["stage", "rank", "layers", "parameters", "weights", "activations"]]
+    """One line per stage: its rank, layers, parameters, whether it is streamed, what backward runs again.
+
+    Where layers have experts, also the parameters that compute for a token.
+    """
+    has_experts = shape.experts is not None
+    active = ["active"] if has_experts else []
+    rows = [["stage", "rank", "layers", "parameters", *active, "weights", "activations"]]
     for cut in plan.cuts:
         parts = ["embedding"] if cut.is_first else []
         parts += [f"{cut.first_layer}-{cut.end_layer - 1}"] if cut.layers else []
@@ -51,6 +56,7 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
                 str(cut.stage % plan.num_ranks),
                 ", ".join(parts) or "none",
                 f"{cut.num_parameters(shape) / 1e6:.1f}M",
+                *([f"{cut.num_active(shape) / 1e6:.1f}M"] if has_experts else []),
                 "-" if holds_nothing else "resident" if cut.stage in plan.resident else "streamed",
                 _activations(plan, cut),
             ]

@@ -136,11 +136,13 @@ class Profile:
             attention's sum and norm      2 H read, H written
             activation times up           2 I read, I written
 
+            copies for experts and their results' sum    K H read, K H written, each
+
         An estimate, not measured: backward reads some of it anyway, and reads what it has made again.
         """
-        hidden, inner = shape.hidden_size, shape.intermediate_size
-        attention = max(0, shape.layer_parameters[layer] - 3 * hidden * inner) // hidden
-        return 2 * (5 * hidden + attention + 3 * inner) * self.microbatch_tokens / self.gpu_bandwidth
+        widths = shape.layer_widths(layer)
+        elements = 5 * shape.hidden_size + widths.products + 3 * widths.feed_forward + 4 * widths.copies
+        return 2 * elements * self.microbatch_tokens / self.gpu_bandwidth
 
     def describe(self) -> str:
         """One line: what is measured or estimated, and the layers' seconds."""
@@ -189,7 +191,7 @@ def with_frozen(profile: Profile, shape: ModelShape) -> Profile:
     if trained is None:
         return profile
     kinds: list[LayerSeconds] = []
-    for layer, (parameters, own) in enumerate(zip(shape.layer_parameters, trained.layers, strict=True)):
+    for layer, (parameters, own) in enumerate(zip(shape.active_parameters, shape.active_trained, strict=True)):
         seconds, attention = profile.of_layer(layer), (profile.attention_length or 0) * shape.hidden_size
         spared = (1 - own / parameters) / 2 * parameters / (parameters + attention)
         backward = seconds.backward * (1 - spared) if layer >= shape.first_backward else 0.0

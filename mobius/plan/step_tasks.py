@@ -87,7 +87,7 @@ def _slice_parts(cut: StageCut, shape: ModelShape, profile: Profile) -> tuple[fl
     for layer in cut.layers:
         projected = shape.hidden_size * (shape.attention_width + 2 * shape.key_width)
         products = profile.of_layer(layer).forward - attention.forward
-        keys += products * min(1.0, projected / shape.layer_parameters[layer])
+        keys += products * min(1.0, projected / shape.active_parameters[layer])
     number = len(cut.layers)
     return keys, (number * attention.forward, number * attention.recomputed_backward)
 

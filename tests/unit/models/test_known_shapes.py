@@ -1,9 +1,15 @@
 """Published shapes, built without memory, have their published sizes; parameters of 7B are counted by hand."""
 
-import pytest
-from harness.plan_requests import known_shape
+import math
 
-from mobius.models.known_shapes import LLAMA_SHAPES
+import pytest
+import torch
+from harness.plan_requests import known_shape
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mobius.models.shapes.experts import count_experts
+from mobius.models.shapes.known import EXPERT_SHAPES, LLAMA_SHAPES, known_fields
 from mobius.plan.partition import ModelShape
 
 
@@ -37,3 +43,36 @@ def test_grouped_queries_have_fewer_keys_and_values() -> None:
     # Queries and output 8192 x 8192 each, keys and values 8192 x 1024 each, three of 8192 x 28672, two norms.
     layer = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
     assert known_shape("70b").layer_parameters == (layer,) * 80
+
+
+# Qwen3-30B-A3B: 128 experts of 3 x 2048 x 768 in each of 48 layers, 8 to a token; Mixtral: 8 of 3 x 4096 x 14336, 2.
+@pytest.mark.parametrize(
+    ("name", "billions", "number", "per_token", "expert"),
+    [("qwen3-30b-a3b", 30.5, 128, 8, 3 * 2048 * 768), ("mixtral-8x7b", 46.7, 8, 2, 3 * 4096 * 14336)],
+)
+def test_known_shapes_with_experts_have_their_published_sizes(
+    name: str, billions: float, number: int, per_token: int, expert: int
+) -> None:
+    fields = known_fields(name)
+    config = CONFIG_MAPPING[str(fields["model_type"])].from_dict(fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = [{name: tuple(each.shape) for name, each in layer.named_parameters()} for layer in model.model.layers]
+    assert sum(map(math.prod, (each.shape for each in model.parameters()))) == pytest.approx(billions * 1e9, rel=0.002)
+    frozen = [[], *[["mlp.experts.down_proj"]] * (len(layers) - 1)]
+    found = count_experts(config, layers, frozen)
+    assert found is not None
+    assert (found.number, found.per_token, found.shared_width) == (number, per_token, 0)
+    assert found.layers == (number * expert,) * len(layers)
+    assert found.trained == (number * expert, *[number * expert * 2 // 3] * (len(layers) - 1))
+    assert name in EXPERT_SHAPES
+
+
+def test_what_all_tokens_take_beside_their_experts_is_none_of_them() -> None:
+    config = CONFIG_MAPPING["qwen2_moe"](hidden_size=64, num_experts=4, num_experts_per_tok=2)
+    shared = {f"mlp.shared_expert.{each}_proj.weight": (96, 64) for each in ("gate", "up", "down")}
+    shapes = {"mlp.experts.gate_up_proj": (4, 64, 64), "mlp.experts.down_proj": (4, 64, 32), "mlp.gate.weight": (4, 64)}
+    found = count_experts(config, [shapes | shared, {"mlp.up_proj.weight": (128, 64)}], [[], []])
+    assert found is not None
+    assert (found.layers, found.shared_width) == ((4 * 3 * 64 * 32, 0), 96)
+    assert count_experts(config, [{"mlp.up_proj.weight": (128, 64)}], [[]]) is None

@@ -65,15 +65,12 @@ def test_a_layer_over_a_long_sequence_takes_what_was_measured() -> None:
 
 def test_attention_has_rates_of_its_own_beyond_what_the_shares_were_measured_with() -> None:
     shape, length = known_shape("8b"), cards.WITHIN
-    (count,) = set(shape.layer_parameters)
 
     def per_pair(card: str, length: int, *, is_packed: bool = False) -> float:
         """Seconds of forward by pair of a token and one that it attends to."""
         layers = LayerEstimate(CARDS[card], shape, is_packed=is_packed)
         attention = layers.attention(4096, length).forward
-        assert layers.layer(count, 4096, length).forward - layers.layer(count, 4096, 0).forward == pytest.approx(
-            attention
-        )
+        assert layers.layer(0, 4096, length).forward - layers.layer(0, 4096, 0).forward == pytest.approx(attention)
         return attention / length
 
     assert per_pair("H200", length) == pytest.approx(per_pair("H200", 512))
@@ -92,7 +89,7 @@ def test_measured_layers_attend_over_more_by_the_cards_rates_or_else_by_operatio
     found = attending(measured, shape, measured_length=4096, length=65536, estimate=estimate)
     (before,), (after,), (count,) = measured.layer_kinds, found.layer_kinds, set(shape.layer_parameters)
     if estimate is not None:
-        assert after.recomputed_backward == pytest.approx(estimate.layer(count, 4096, 65536).recomputed_backward)
+        assert after.recomputed_backward == pytest.approx(estimate.layer(0, 4096, 65536).recomputed_backward)
         assert found.attention == estimate.attention(4096, 65536)
     else:
         operations = [count + 4096 * length for length in (4096, 65536)]

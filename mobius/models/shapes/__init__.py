@@ -1,0 +1,1 @@
+"""Sizes of models: published ones by name, and counts of experts."""
