@@ -137,10 +137,17 @@ def parameters_of(metadata: Metadata, manifest: Manifest) -> list[StageParameter
         raise CheckpointError(f"torch's index lacks {len(missing)} tensors of the checkpoint, such as {missing[0]!r}.")
     states = {name for name in found if name.rpartition(".")[2] in STATE_DTYPES}
     weights = [record for record in manifest.files if not states.issuperset(record.checksums)]
-    return [
+    parameters = [
         StageParameter(name, found[name], stage, is_trained=f"{name}.exp_avg" in found)
         for stage, record in enumerate(weights)
         for name in record.checksums
+    ]
+    # Experts of a layer are one parameter to the optimizer, and their weights a tensor for each.
+    named = {parameter.name for parameter in parameters}
+    owners = {name.rpartition(".")[0] for name in states} - named
+    return [
+        *parameters,
+        *(StageParameter(name, found[f"{name}.exp_avg"], len(weights), pieces=()) for name in sorted(owners)),
     ]
 
 

@@ -6,8 +6,9 @@
                                            NAME.master                        fp32, fp16 runs
 
 A run with adapters saves what is trained alone, as `trained*.safetensors` in the place of `model*.safetensors`. Every
-tensor has its parameter's name and shape, and a file has whole parameters of one stage. Where only one file of a
-kind is needed, it is `model.safetensors` or `optimizer.safetensors`. Readers go by names alone, so that nothing read
+tensor has its parameter's name and shape, and a file has whole parameters of one stage. Weights that the family stores
+in pieces, one for each expert, are stored so; what the optimizer keeps of them is not. Where only one file of a kind is
+needed, it is `model.safetensors` or `optimizer.safetensors`. Readers go by names alone, so that nothing read
 depends on the number of GPUs or stages that wrote it.
 """
 
@@ -69,11 +70,22 @@ class StageParameter:
     stage: int
     is_trained: bool = True
     """Frozen parameters have weights, but no state of the optimizer."""
+    pieces: tuple[str, ...] | None = None
+    """Names of the tensors that its weights are stored as; None: one, by its own name."""
 
     @property
     def num_elements(self) -> int:
         """Product of the shape."""
         return math.prod(self.shape)
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """Names of the tensors that its weights are stored as."""
+        return (self.name,) if self.pieces is None else self.pieces
+
+    def state_names(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Names of the tensors that the optimizer's state is stored as."""
+        return tuple(f"{self.name}.{key}" for key in keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +137,10 @@ def plan_files(
     assert len({parameter.name for parameter in parameters}) == len(parameters), "a parameter is saved twice"
     by_stage = sorted(parameters, key=lambda parameter: parameter.stage)  # stable: their order within a stage stays
     keys = optimizer_keys(dtype) if has_optimizer else ()
-    weights = _divide(by_stage, {"": dtype.itemsize}, max_file_bytes)
+    weights = _divide([(each, each.weight_names) for each in by_stage], dtype.itemsize, max_file_bytes)
     trained = [parameter for parameter in by_stage if parameter.is_trained] if has_optimizer else []
-    states = _divide(trained, {f".{key}": STATE_DTYPES[key].itemsize for key in keys}, max_file_bytes)
+    state_bytes = sum(STATE_DTYPES[key].itemsize for key in keys)
+    states = _divide([(each, each.state_names(keys)) for each in trained], state_bytes, max_file_bytes)
     model, optimizer = _named(weights_name, weights), _named("optimizer", states)
     num_stages = max((parameter.stage for parameter in parameters), default=-1) + 1
     return tuple(StageFiles(stage, model.get(stage, ()), optimizer.get(stage, ())) for stage in range(num_stages))
@@ -140,7 +153,9 @@ def space_needed(parameters: Sequence[StageParameter], dtype: torch.dtype, has_o
     num_bytes = _SMALL_FILE_BYTES
     for parameter in parameters:
         per_element = dtype.itemsize + parameter.is_trained * state_bytes
-        num_bytes += parameter.num_elements * per_element + (1 + len(keys)) * (_HEADER_BYTES + len(parameter.name))
+        num_bytes += parameter.num_elements * per_element
+        names = (*parameter.weight_names, *parameter.state_names(keys))
+        num_bytes += sum(_HEADER_BYTES + len(name) for name in names)
     return num_bytes
 
 
@@ -187,7 +202,7 @@ def write_stage(
     `progress` is called before each file is written, and behind it. It is summed up meanwhile: where training waits for
     the disk, the disk does not wait for that.
 
-    `tensors` has contiguous CPU tensors by their full names, best views of where they live: those are written without a
+    `tensors` has CPU tensors by their full names, best contiguous views of where they live: those are written without a
     copy. Each is asked for once. What the mapping allocates for it is held until its file is written. Raises
     CheckpointError that names the file, and after that `folder` is good for nothing but `folders.discard`.
     """
@@ -196,7 +211,7 @@ def write_stage(
         for part in (*files.model, *files.optimizer):
             path = folder / part.file_name
             progress()
-            values = {name: tensors[name] for name in part.names}
+            values = {name: tensors[name].contiguous() for name in part.names}
             sums = {name: beside.submit(checksum, value) for name, value in values.items()}
             num_bytes = sum(value.nbytes for value in values.values())
             with told_as("write", path, num_bytes):
@@ -235,21 +250,22 @@ def _free_text(path: Path) -> str:
 
 
 def _divide(
-    parameters: Sequence[StageParameter], bytes_of: Mapping[str, int], max_file_bytes: int
+    named: Sequence[tuple[StageParameter, tuple[str, ...]]], bytes_per_element: int, max_file_bytes: int
 ) -> list[tuple[int, tuple[str, ...]]]:
-    """Stage and tensor names of each file; a parameter has a tensor for each ending, of so many bytes per element."""
+    """Stage and tensor names of each file; each parameter has tensors of so many bytes per element together."""
     groups: list[tuple[int, tuple[str, ...]]] = []
-    for stage, its_own in groupby(parameters, key=lambda parameter: parameter.stage):
+    for stage, its_own in groupby(named, key=lambda pair: pair[0].stage):
         names: list[str] = []
         num_bytes = 0
-        for parameter in its_own:
-            more = parameter.num_elements * sum(bytes_of.values())
+        for parameter, its_names in its_own:
+            more = parameter.num_elements * bytes_per_element
             if names and num_bytes + more > max_file_bytes:
                 groups.append((stage, tuple(names)))
                 names, num_bytes = [], 0
-            names += [parameter.name + ending for ending in bytes_of]
+            names += its_names
             num_bytes += more
-        groups.append((stage, tuple(names)))
+        if names:
+            groups.append((stage, tuple(names)))
     return groups
 
 

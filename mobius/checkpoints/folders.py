@@ -111,8 +111,8 @@ def complete(
     if missing := names ^ manifest.tensor_files.keys():
         raise CheckpointError(f"{partial} lacks tensors, or has too many: {listed(sorted(missing))}.")
     _check_sizes(partial, manifest)
-    elements = sum(parameter.num_elements for parameter in parameters)
-    weights = {parameter.name for parameter in parameters}
+    elements = sum(parameter.num_elements for parameter in parameters if parameter.weight_names)
+    weights = {name for parameter in parameters for name in parameter.weight_names}
     totals = {"total_parameters": elements, "total_size": elements * dtype.itemsize}
     _write_index(
         partial, weights_name, totals, {n: r.file_name for n, r in manifest.tensor_files.items() if n in weights}

@@ -29,6 +29,7 @@ from mobius.memory.shares import Replicas
 from mobius.memory.stage_memory import StageMemory
 from mobius.memory.stage_state import Remainder, StageState
 from mobius.memory.streams import Event, new_stream, record_current
+from mobius.models.stored.pieces import Piece, stored_views
 
 COPIED_AT_ONCE = 2**24
 """Bytes that one thread copies at a time."""
@@ -52,6 +53,8 @@ class SavedStage:
     """Whether frozen weights are saved, too."""
     replicas: Replicas | None = None
     """Counterparts that share the stage: the first one writes it, and has all of its weights."""
+    pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    """What weights are stored as, where that is not one tensor by the parameter's name."""
 
     def flat_tensors(self, *, has_optimizer: bool) -> dict[str, Tensor]:
         """Flat tensors that make up the state, by what they hold: weights, and `optimizer_keys` of the format.
@@ -80,8 +83,11 @@ class SavedStage:
         found: dict[str, Tensor] = {}
         for kind, tensor in flat.items():
             views = layout.views(tensor) if kind == WEIGHTS and self.has_frozen else layout.trained_views(tensor)
-            ending = "" if kind == WEIGHTS else f".{kind}"
-            found |= {f"{name}{ending}": view for name, view in views.items() if name in self.names}
+            own = {name: view for name, view in views.items() if name in self.names}
+            if kind == WEIGHTS:
+                found |= stored_views(own, self.pieces)
+            else:
+                found |= {f"{name}.{kind}": view for name, view in own.items()}
         return found
 
 

@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from mobius.config.adapters import AdapterConfig
 from mobius.errors import CheckpointError
+from mobius.models.adapters.lora import adapted_linear
 from mobius.models.adapters.targets import PartNames, adapt
 from mobius.models.attention import IMPLEMENTATION, BlockMasks, DocumentAttention, Documents, choose_attention, register
 from mobius.models.base_files import told
@@ -37,6 +38,7 @@ from mobius.models.loss import LogitsLoss
 from mobius.models.seam import Attention, cut_layer
 from mobius.models.shapes.experts import count_experts
 from mobius.models.sliced_attention.sliceable import sliceable
+from mobius.models.stored.pieces import Piece, pieces_of
 from mobius.plan.partition import ModelShape, TrainedParameters
 
 LayerArguments = Sequence[Arguments]
@@ -187,6 +189,16 @@ class ModelParts:
     def stored_names(self) -> dict[str, str]:
         """Parameter -> the name it is stored under, where that is another one: a tied head's."""
         return {self.tied_names[1]: self.tied_names[0]} if self.tied_names else {}
+
+    def base_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Parameter -> shape, without adapters."""
+        named = (item for block in self.blocks for item in block.full_shapes().items())
+        return {name: shape for name, shape in named if adapted_linear(name) is None}
+
+    @cached_property
+    def pieces(self) -> Mapping[str, tuple[Piece, ...]]:
+        """What a parameter is stored as, where that is not one tensor by its name; raises CheckpointError."""
+        return pieces_of(self.model, self.base_shapes())
 
     @property
     def first_trained(self) -> int:

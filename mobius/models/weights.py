@@ -7,29 +7,32 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
 from mobius.log import SAID_ONCE
-from mobius.models.adapters.lora import adapted_linear
 from mobius.models.base_files import read_json_object, shown
 from mobius.models.blocks import ModelParts
+from mobius.models.stored.pieces import Piece
 from mobius.models.text_parts.names import text_names
 
 logger = logging.getLogger(__name__)
 
-PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN_DTYPES = tuple(_DTYPES)
 """Dtypes that are trained, in the words of the format; others are quantized weights, or no weights."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -155,14 +158,14 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
     """
     if not folder_has_weights(folder):
         return
-    checkpoint = CheckpointWeights(folder, parts.stored_names)
+    checkpoint = CheckpointWeights(folder, parts.stored_names, parts.pieces)
     stored = checkpoint.stored
-    named = (item for block in parts.blocks for item in block.full_shapes().items())
-    shapes = {name: shape for name, shape in named if adapted_linear(name) is None}
-    unknown = [name for name in stored if name not in shapes]
-    _refuse_quantized(folder, filter(None, map(checkpoint.find, shapes)), unknown)
+    shapes = parts.base_shapes()
+    known = {piece.name for pieces in parts.pieces.values() for piece in pieces} | shapes.keys()
+    unknown = [name for name in stored if name not in known]
+    _refuse_quantized(folder, filter(None, map(checkpoint.find, sorted(known))), unknown)
     for name, shape in shapes.items():
-        checkpoint.find_shaped(name, shape)
+        checkpoint.find_parts(name, shape)
     # An adapter's, for example; Mistral's own copy of the model is known.
     others = {*folder.glob("*.safetensors")} - {tensor.path for tensor in stored.values()}
     unread = sorted(path.name for path in others if not path.name.startswith(("consolidated", "optimizer")))
@@ -222,9 +225,19 @@ def has_own_head(folder: Path) -> bool:
 class CheckpointWeights:
     """Parameters from a folder of safetensors, one file or sharded; only what is asked for is read."""
 
-    def __init__(self, folder: Path, aliases: Mapping[str, str], *, dtype: torch.dtype = torch.float32) -> None:
-        """Index `folder`; `aliases` tells tied names; values must fit into `dtype`. Raises CheckpointError."""
-        self._folder, self._dtype = folder, dtype
+    def __init__(
+        self,
+        folder: Path,
+        aliases: Mapping[str, str],
+        pieces: Mapping[str, tuple[Piece, ...]] = MappingProxyType({}),
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Index `folder`; `aliases` tells tied names, `pieces` parameters that are stored in several tensors.
+
+        Values must fit into `dtype`. Raises CheckpointError.
+        """
+        self._folder, self._pieces, self._dtype = folder, pieces, dtype
         self._aliases = {**aliases, **{other: name for name, other in aliases.items()}}
         self.stored = _read_headers(folder)
 
@@ -247,9 +260,31 @@ class CheckpointWeights:
             )
         return tensor
 
+    def find_parts(self, name: str, shape: tuple[int, ...]) -> list[tuple[Piece | None, StoredTensor]]:
+        """The tensors that make up a parameter, each with its place in it; None: it is all of it.
+
+        A checkpoint may have it whole although the family stores pieces. Raises CheckpointError as `find_shaped`.
+        """
+        if self.find(name) is not None or name not in self._pieces:
+            return [(None, self.find_shaped(name, shape))]
+        return [(piece, self.find_shaped(piece.name, piece.shape)) for piece in self._pieces[name]]
+
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor. Raises CheckpointError as `find_shaped`, and for a value that is not finite or does not fit."""
-        stored = self.find_shaped(name, shape)
+        """The parameter. Raises CheckpointError as `find_shaped`, and for a value that is not finite or does not fit.
+
+        Pieces are read one at a time, each into its place.
+        """
+        found = self.find_parts(name, shape)
+        if found[0][0] is None:
+            return self._checked(found[0][1])
+        dtypes = {_DTYPES.get(stored.dtype, torch.float32) for _, stored in found}
+        whole = torch.empty(shape, dtype=functools.reduce(torch.promote_types, dtypes))
+        for piece, stored in found:
+            assert piece is not None, name
+            piece.of(whole).copy_(self._checked(stored))
+        return whole
+
+    def _checked(self, stored: StoredTensor) -> Tensor:
         tensor = stored.read()
         # The extremes tell it of all: a NaN makes both of them NaN, and rounding keeps the order. One pass without a
         # copy, at some 20 GB/s on one core; `isfinite` on all of it would allocate, and do 0.4.
@@ -289,21 +324,19 @@ class InitialWeights:
 
     def __init__(self, parts: ModelParts, *, seed: int) -> None:
         self._model, self._aliases, self._seed = parts.model, parts.stored_names, seed
+        self._drawn: dict[str, Tensor] = {}
+        """Parameters of the last module that were drawn with one that was asked for; all experts are one module."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Initialize the leaf module that owns `name` on the CPU in fp32 and return that parameter.
 
         Raises CheckpointError for one that the family leaves as its constructor made it, which is not here.
         """
-        path, _, local = self._aliases.get(name, name).rpartition(".")
-        leaf = copy.deepcopy(self._model.get_submodule(path)).to_empty(device="cpu")
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            for parameter in leaf.parameters(recurse=False):
-                parameter.fill_(torch.nan)
-            # One hash of both: the CPU generator looks at the low 32 bits of a seed only.
-            torch.manual_seed(zlib.crc32(f"{self._seed} {path}".encode()))
-            self._model._init_weights(leaf)
-        tensor = cast(nn.Parameter, getattr(leaf, local)).detach()
+        name = self._aliases.get(name, name)
+        if name not in self._drawn:
+            self._drawn.clear()  # before there is another one
+            self._drawn.update(self._draw(name.rpartition(".")[0]))
+        tensor = self._drawn.pop(name)
         assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
         if not tensor.isfinite().all():
             raise CheckpointError(
@@ -311,3 +344,13 @@ class InitialWeights:
                 "weights. Give a model with weights."
             )
         return tensor
+
+    def _draw(self, path: str) -> dict[str, Tensor]:
+        leaf = copy.deepcopy(self._model.get_submodule(path)).to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for parameter in leaf.parameters(recurse=False):
+                parameter.fill_(torch.nan)
+            # One hash of both: the CPU generator looks at the low 32 bits of a seed only.
+            torch.manual_seed(zlib.crc32(f"{self._seed} {path}".encode()))
+            self._model._init_weights(leaf)
+        return {f"{path}.{local}": parameter.detach() for local, parameter in leaf.named_parameters(recurse=False)}

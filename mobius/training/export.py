@@ -19,6 +19,8 @@ from mobius.errors import CheckpointError, NoResultError
 from mobius.interruption import Standing
 from mobius.models.adapters.files import Base
 from mobius.models.base_files import BaseFiles
+from mobius.models.blocks import ModelParts
+from mobius.models.stored.pieces import stored_shapes, stored_views
 from mobius.output.adapters.folder import verify_adapter, write_adapter
 from mobius.output.hf_folder import (
     SavedParameter,
@@ -49,11 +51,15 @@ def saved_parameters(blueprint: Blueprint) -> list[StageParameter]:
     blocks += [] if parts.is_tied else [(parts.head, plan.num_stages - 1)]
     frozen = frozenset[str]().union(*(block.frozen_names() for block, _ in blocks))
     return [
-        StageParameter(name, shape, stage, name not in frozen)
+        StageParameter(name, shape, stage, name not in frozen, _piece_names(parts, name))
         for block, stage in blocks
         for name, shape in block.full_shapes().items()
         if name not in frozen or not parts.adapters.is_lora
     ]
+
+
+def _piece_names(parts: ModelParts, name: str) -> tuple[str, ...] | None:
+    return None if name not in parts.pieces else tuple(piece.name for piece in parts.pieces[name])
 
 
 def export_bytes(blueprint: Blueprint) -> int:
@@ -96,18 +102,22 @@ def export_model(
     """
     blueprint, everyone = session.blueprint, session.everyone
     rank, folder = everyone.rank, output.export_folder  # all replicas have all weights: the first one writes
+    pieces = blueprint.parts.pieces
     parameters = [
-        SavedParameter(each.name, each.shape, each.stage % blueprint.plan.num_ranks)
+        SavedParameter(name, shape, each.stage % blueprint.plan.num_ranks)
         for each in saved_parameters(blueprint)
+        for name, shape in stored_shapes(each.name, each.shape, pieces)
     ]
     itemsize = blueprint.dtype.itemsize
     shards = plan_shards(parameters, itemsize)
     states = [own.state for own in session.stages.memory.values()]
-    values = {name: view for state in states for name, view in state.layout.views(state.weights).items()}
+    values: dict[str, Tensor] = {}
+    for state in states:
+        values |= stored_views(state.layout.views(state.weights), pieces)
 
     def read(name: str) -> Tensor:
         session.activity.progress()
-        return values[name].cpu()
+        return values[name].cpu().contiguous()
 
     if rank == 0:
         output.begin_export()

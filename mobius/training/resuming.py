@@ -7,7 +7,7 @@ trained: devices, stages, saving, evaluation, logging. The rest is refused with 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 import yaml
+from torch import Tensor
 
 from mobius.activity import Activity
 from mobius.checkpoints.folders import find_checkpoints, open_checkpoint, remove_leftovers
@@ -29,6 +30,7 @@ from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError
 from mobius.memory.stage_state import StageState
 from mobius.messages.meeting import Meeting, meet_at_store
 from mobius.models.blocks import ModelParts
+from mobius.models.stored.pieces import Piece
 from mobius.optim.stepper import StepCounts
 from mobius.output.output_folder import kept_free
 from mobius.output.run_log import STATE_FILE, TrainerState
@@ -170,11 +172,12 @@ def restore(
     With `weights_only` only working weights: to evaluate or save them, not to train on. `progress` is called with each
     parameter that is set.
     """
-    stored = parts.stored_names
+    stored, pieces = parts.stored_names, parts.pieces
 
     def set_one(job: tuple[StageState, str]) -> None:
         state, name = job
-        _restore_parameter(state, name, reader, stored.get(name, name), weights_only)
+        stored_name = stored.get(name, name)
+        _restore_parameter(state, name, reader, stored_name, pieces.get(stored_name), weights_only)
 
     layouts = [(own.state, own.state.layout) for own in stages.memory.values()]
     has_all = not parts.adapters.is_lora
@@ -200,34 +203,57 @@ def restoring(
 
 
 def _restore_parameter(
-    state: StageState, name: str, reader: CheckpointReader, stored_name: str, weights_only: bool
+    state: StageState,
+    name: str,
+    reader: CheckpointReader,
+    stored_name: str,
+    pieces: Sequence[Piece] | None,
+    weights_only: bool,
 ) -> None:
     layout = state.layout
     part, shape = layout.slice_of(name), layout.offsets[name][1]
 
-    def read(target: torch.Tensor, key: str | None) -> None:
-        on_host = target.device.type == "cpu"
-        out = target[part].view(shape) if on_host else None
-        values = (
-            reader.read_weight(stored_name, shape, out=out)
-            if key is None
-            else reader.read_state(stored_name, key, shape, out=out)
-        )
-        if not on_host:
-            target[part].copy_(values.reshape(-1))
+    def place(target: Tensor, read: Callable[..., Tensor]) -> None:
+        """Have `read` fill the parameter's part of `target`, or copy there what it reads."""
+        view = target[part].view(shape)
+        if view.device.type == "cpu":
+            read(out=view)
+        else:
+            view.copy_(read())
 
-    read(state.weights, None)
+    place(state.weights, partial(_read_weight, reader, stored_name, shape, pieces))
     if not layout.is_trained(name) or weights_only:
         return
     if state.shares is None:
         for key, tensor in optimizer_tensors(state).items():
-            read(tensor, key)
+            place(tensor, partial(reader.read_state, stored_name, key, shape))
         return
     owned = [(own.state, cut) for own in state.owned if (cut := own.overlap(part)) is not None]
     for key in optimizer_tensors(state) if owned else ():
         values = reader.read_state(stored_name, key, shape).reshape(-1)
         for own, (inside, given) in owned:
             optimizer_tensors(own)[key][inside].copy_(values[given])
+
+
+def _read_weight(
+    reader: CheckpointReader,
+    name: str,
+    shape: tuple[int, ...],
+    pieces: Sequence[Piece] | None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A parameter's weights, into `out` if it is given; pieces are read into their places, one after the other."""
+    if pieces is None:
+        return reader.read_weight(name, shape, out=out)
+    whole = torch.empty(shape, dtype=reader.dtype) if out is None else out
+    for piece in pieces:
+        own = piece.of(whole)
+        if own.is_contiguous():
+            reader.read_weight(piece.name, piece.shape, out=own)
+        else:
+            own.copy_(reader.read_weight(piece.name, piece.shape))
+    return whole
 
 
 def _named(config: Config) -> Path | None:

@@ -369,8 +369,10 @@ class CheckpointSaver:
         config = self._config
         own = self._session.stages.memory
         names = {stage: {p.name for p in self._parameters if p.stage == stage} for stage in own}
-        replicas = self._session.transport.replicas
-        stages = {stage: SavedStage(memory, names[stage], self._is_whole, replicas) for stage, memory in own.items()}
+        replicas, pieces = self._session.transport.replicas, self._blueprint.parts.pieces
+        stages = {
+            stage: SavedStage(memory, names[stage], self._is_whole, replicas, pieces) for stage, memory in own.items()
+        }
         limit = config.pipeline.host_memory_limit
         if limit is None:
             free = float(numbers_of_ranks(self._everyone, [float(available_host_bytes())]).amin())

@@ -246,9 +246,10 @@ def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
 
 def base_weights(blueprint: Blueprint, folder: Path) -> WeightSource:
     """Source of the model's own weights: those in `folder`, or fresh ones."""
+    parts = blueprint.parts
     if folder_has_weights(folder):
-        return CheckpointWeights(folder, blueprint.parts.stored_names, dtype=blueprint.dtype)
-    return InitialWeights(blueprint.parts, seed=blueprint.config.optim.seed)
+        return CheckpointWeights(folder, parts.stored_names, parts.pieces, dtype=blueprint.dtype)
+    return InitialWeights(parts, seed=blueprint.config.optim.seed)
 
 
 def _first_weights(blueprint: Blueprint, folder: Path) -> WeightSource:

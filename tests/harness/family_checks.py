@@ -82,7 +82,7 @@ def _name_not_stored(model: PreTrainedModel) -> str | None:
         model.save_pretrained(folder)
         values = model.state_dict()
         parts = ModelParts(model.config, CPU)
-        source = CheckpointWeights(Path(folder), parts.stored_names)
+        source = CheckpointWeights(Path(folder), parts.stored_names, parts.pieces)
         for block in (parts.embedding, *parts.layers, parts.norm, parts.head):
             for name, shape in block.full_shapes().items():
                 try:

@@ -7,8 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness.forked import HANG_SECONDS, ROOT, Ranks
@@ -19,10 +20,17 @@ TOKENIZER = ROOT / "assets" / "tiny-llama"
 VOCAB = 4096
 
 
+EXPERTS: Mapping[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+"""Fields of a tiny mixture of experts, such as qwen3_moe."""
+
+
 def make_checkpoint(
-    folder: Path, *, num_layers: int = 4, is_tied: bool = False, family: str = "llama"
+    folder: Path, *, num_layers: int = 4, is_tied: bool = False, family: str = "llama", **fields: Any
 ) -> PreTrainedModel:
-    """Save a tiny model with random weights as a sharded Hugging Face folder with the quickstart tokenizer."""
+    """Save a tiny model with random weights as a sharded Hugging Face folder with the quickstart tokenizer.
+
+    `fields` are further ones of its configuration.
+    """
     torch.manual_seed(3)
     config = AutoConfig.for_model(
         family,
@@ -34,6 +42,7 @@ def make_checkpoint(
         # transformers gives each Gemma tokenizer a token of its own.
         vocab_size=VOCAB + 64 * (family == "gemma3_text"),
         tie_word_embeddings=is_tied,
+        **fields,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder, max_shard_size="300KB")

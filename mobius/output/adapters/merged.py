@@ -5,6 +5,7 @@ W' = W + scale * B A        in fp32, rounded once to the format that is written
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from mobius.models.adapters.files import AdapterFolder
 from mobius.models.adapters.lora import LORA_A, LORA_B, adapted_linear
 from mobius.models.base_files import BaseFiles, read_base_files
 from mobius.models.blocks import ModelParts
+from mobius.models.stored.pieces import stored_shapes
 from mobius.models.weights import CheckpointWeights, folder_has_weights
 from mobius.output.hf_folder import (
     SavedParameter,
@@ -59,10 +61,16 @@ def merge_adapter(
         raise CheckpointError(f"{base_folder} has no weights, so there is nothing to merge an adapter into.")
     shapes = base_shapes(parts)
     added = _factors(adapter, shapes)
-    base = CheckpointWeights(base_folder, parts.stored_names)
+    base = CheckpointWeights(base_folder, parts.stored_names, parts.pieces)
+    owners = {piece.name: (name, piece) for name, pieces in parts.pieces.items() for piece in pieces}
 
     def read(name: str) -> Tensor:
         progress()
+        whole, piece = owners.get(name, (name, None))
+        return merged(whole) if piece is None else piece.of(merged(whole)).contiguous()
+
+    @functools.lru_cache(maxsize=1)  # pieces of a parameter follow each other
+    def merged(name: str) -> Tensor:
         if name in adapter.stored:
             return adapter.stored[name].read().to(dtype)
         weight = base.read(name, shapes[name])
@@ -71,7 +79,8 @@ def merge_adapter(
         factors = (adapter.stored[f"{added[name]}.{kind}.weight"].read().float() for kind in (LORA_B, LORA_A))
         return weight.float().add_(torch.mm(*factors), alpha=adapter.scale).to(dtype)
 
-    write_whole(folder, parts, shapes, read, base_files or read_base_files(base_folder), dtype=dtype)
+    stored = dict(each for name, shape in shapes.items() for each in stored_shapes(name, shape, parts.pieces))
+    write_whole(folder, parts, stored, read, base_files or read_base_files(base_folder), dtype=dtype)
 
 
 def write_whole(
