@@ -1,0 +1,63 @@
+"""A mixture of experts is trained from a folder of transformers to one, and goes on from a checkpoint to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from convert_checkpoint import main as convert
+from harness.compared_runs import assert_equal_tensors, assert_goes_on_exactly, tensors_of
+from harness.runs import EXPERTS, make_checkpoint
+from transformers import AutoModelForCausalLM
+
+from mobius.config.cli import given_options, parse_args
+from mobius.models.by_plan.checked import CheckedFamilies
+from mobius.ranks import Ranks
+from mobius.training.run import run_training
+
+Run = Callable[..., None]
+OPTIONS = """--model_path experts --dtype bf16 --num_iterations 4 --save_steps 2 --save_total_limit 0
+    --learning_rate 1e-3 --save_params none"""
+
+
+@pytest.fixture
+def trained(run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of a run of four steps with checkpoints behind two and four of them."""
+    monkeypatch.setattr(CheckedFamilies, "why_not", lambda *_: None)
+    make_checkpoint(workplace / "experts", family="qwen3_moe", decoder_sparse_step=2, **EXPERTS)
+    run(*OPTIONS.split())
+    return Path("out")
+
+
+def test_what_a_run_saves_of_experts_is_what_transformers_would(trained: Path, tmp_path: Path) -> None:
+    before = tensors_of(Path("experts"))
+    for folder in (trained, trained / "checkpoint-2", trained / "checkpoint-4"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path / folder.name)
+        stored = {name: value for name, value in tensors_of(folder).items() if name in before}
+        assert stored.keys() == before.keys() == tensors_of(tmp_path / folder.name).keys()
+        for name, value in tensors_of(tmp_path / folder.name).items():
+            assert torch.equal(value, stored[name]), name
+    name = "model.layers.1.mlp.experts.5.down_proj.weight"
+    assert name in before
+    assert not torch.equal(tensors_of(trained)[name], before[name].bfloat16()), "experts are trained"
+    saved = tensors_of(trained / "checkpoint-4")
+    assert all(torch.equal(value, saved[name]) for name, value in tensors_of(trained).items())
+    # The optimizer has one state for all experts of a layer.
+    assert "model.layers.1.mlp.experts.down_proj.exp_avg" in saved
+
+
+def test_a_run_of_experts_goes_on_to_the_bit_also_from_a_converted_checkpoint(trained: Path) -> None:
+    checkpoint = trained / "checkpoint-2"
+    assert convert(["to-dcp", str(checkpoint), "dcp"]) == 0
+    assert convert(["from-dcp", "dcp", "back/checkpoint-2", "--trust-dcp-metadata"]) == 0
+    assert_equal_tensors(checkpoint, Path("back/checkpoint-2"))
+
+    words = ["--device", "cpu", "--resume_from_checkpoint", "back/checkpoint-2", "--save_dir", "resumed"]
+    words += ["--save_params", "none", "--save_results", "resumed.txt"]
+    run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
+
+    assert_goes_on_exactly(trained, Path("resumed"), step=2)
+    assert_equal_tensors(trained / "checkpoint-4", Path("resumed/checkpoint-4"))
