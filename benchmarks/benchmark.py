@@ -39,7 +39,7 @@ from typing import Any
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scripts"))
 
 from launch import end_runs_when_terminated, run_ranks, split_words
-from make_model import SIZES, num_parameters, write_config
+from make_model import SIZES, num_active, num_parameters, write_config
 from predicted import remarks
 from rows import (
     Measurement,
@@ -277,6 +277,7 @@ def main() -> None:
         num_gpus=arguments.ranks,
         gpu_name=names[0] if names else "",
         warmup=arguments.warmup,
+        num_active=num_active(arguments.size, arguments.layers),
     )
     end_runs_when_terminated()
     ends = time.monotonic() + arguments.total_seconds

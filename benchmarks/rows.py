@@ -26,6 +26,8 @@ class Workload:
     """As the driver tells it; "" without a GPU."""
     warmup: int
     """Steps at the start that medians leave out."""
+    num_active: int | None = None
+    """Parameters that compute for a token, where they are not all: of experts a few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,8 @@ def model_flops_utilization(tokens_per_second: float, workload: Workload) -> flo
     card = card_of_device(workload.gpu_name)
     if card is None:
         return None
-    return 6 * workload.num_parameters * tokens_per_second / (workload.num_gpus * card.tera_flops * 1e12)
+    active = workload.num_active or workload.num_parameters
+    return 6 * active * tokens_per_second / (workload.num_gpus * card.tera_flops * 1e12)
 
 
 def _value(title: str, look: str, get: Callable[[Measurement], float | None]) -> tuple[str, Callable[[Row], str]]:

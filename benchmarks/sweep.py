@@ -27,7 +27,7 @@ sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scri
 
 from benchmark import gpu_names
 from launch import end_runs_when_terminated, split_words
-from make_model import SIZES, write_config
+from make_model import SIZES, fields_of, write_config
 from service import Service
 from sweep_results import TITLES, Result, choice_row, describe, faster, prediction_cells, print_table, report, result_of
 from sweep_settings import CHOICE, PREDICTION, Options, Setting
@@ -108,7 +108,7 @@ def compare_choice(setting: Setting, arguments: argparse.Namespace, measure: Mea
     start, auto = time.monotonic(), measure(Options())
     if auto.step_seconds is None:
         return [setting.name, "-", "-", "-", "-", auto.problem or "failed"]
-    layers = arguments.layers or SIZES[setting.size][2]
+    layers = arguments.layers or fields_of(setting.size)["num_hidden_layers"]
     results, note = [auto], "whole sweep"
     for result in sweep(measure, auto, num_layers=layers, batch_size=setting.batch_size, num_ranks=arguments.gpus):
         results.append(result)
@@ -123,7 +123,7 @@ def compare_prediction(setting: Setting, arguments: argparse.Namespace, measure:
 
     With stages given nothing but the host is measured at the start, as in most runs: that saves half a minute.
     """
-    apart, *_ = stage_numbers(arguments.layers or SIZES[setting.size][2], arguments.gpus, 0)
+    apart, *_ = stage_numbers(arguments.layers or fields_of(setting.size)["num_hidden_layers"], arguments.gpus, 0)
     result = measure(Options(apart, setting.num_chunks))
     if result.step_seconds is None:
         return [setting.name, *["-"] * 3, result.problem or "failed"]

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import benchmark
 import pytest
 from harness.forked import HANG_SECONDS
 from launch import free_port, run_ranks
-from make_model import num_parameters, write_config
+from make_model import num_active, num_parameters, write_config
 from rows import (
     Measurement,
     Row,
@@ -158,19 +159,33 @@ def test_a_mistake_is_told(argv: list[str], complaint: str, capsys: pytest.Captu
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("num_layers", [None, 2])
-def test_a_model_has_the_parameters_that_it_is_said_to_have(tmp_path: Path, num_layers: int | None) -> None:
+@pytest.mark.parametrize(
+    ("size", "num_layers"), [("tiny", None), ("tiny", 2), ("qwen3-30b-a3b", 2), ("mixtral-8x7b", 2)]
+)
+def test_a_model_has_the_parameters_that_it_is_said_to_have(tmp_path: Path, size: str, num_layers: int | None) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    write_config(tmp_path, "tiny", num_layers)
+    write_config(tmp_path, size, num_layers)
     config = AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
 
-    assert num_parameters("tiny", num_layers) == sum(parameter.numel() for parameter in model.parameters())
+    assert num_parameters(size, num_layers) == sum(parameter.numel() for parameter in model.parameters())
     assert config.num_hidden_layers == (num_layers or 4)
     assert (config.dtype, config.tie_word_embeddings) == (torch.bfloat16, False)
+
+
+def test_of_experts_those_of_a_token_are_active() -> None:
+    # An expert is 3 x 2048 x 768 in 48 layers, or 3 x 4096 x 14336 in 32; the models' pages tell 3.3B and 12.9B.
+    idle = 48 * (128 - 8) * 3 * 2048 * 768, 32 * (8 - 2) * 3 * 4096 * 14336
+    for size, count, billions in zip(("qwen3-30b-a3b", "mixtral-8x7b"), idle, (3.35, 12.88), strict=True):
+        assert num_parameters(size) - num_active(size) == count
+        assert num_active(size) == pytest.approx(billions * 1e9, rel=0.002)
+    assert num_active("7b") == num_parameters("7b")
+    rate = model_flops_utilization(1000.0, WORKLOAD)
+    assert rate is not None
+    assert model_flops_utilization(1000.0, replace(WORKLOAD, num_active=10**8)) == pytest.approx(rate / 10)
 
 
 def run_program(folder: Path, body: str, timeout_seconds: float = 60) -> Any:
