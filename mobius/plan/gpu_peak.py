@@ -27,9 +27,10 @@ The eager ones are counted, op by op, on a CPU (tests/harness/live_bytes.py); of
 for Llama, Mistral and Qwen2; norms on queries and keys (Qwen3) make a graph 1.25 times as large, Gemma 3's 1.8 times
 (eager, counted). Where a GPU is at hand, a layer is measured instead (runtime/stage.py).
 
-In a layer with experts I is the sum over a token's experts and a shared part, A + Q has the router's outputs in it, and
-each of a token's K experts has a copy of its hidden states and a result: 2 K H more of a graph, and as much again for
-their gradients in the peak. By the widths, not counted.
+In a layer with experts I is the sum over a token's K experts and a shared part, and A + Q has the router's outputs in
+it. Each of the K has a copy of its token's hidden states and a result: 2 K H more of a graph, and of the peak when it
+is compiled again as much. The eager peak is graph + 3 K H at least, in bf16 and fp16 graph + 7 K H, where a family has
+its router's shares in fp32 (Mixtral; Qwen3 rounds them). The eager ones are counted for Mixtral, within 3 %.
 
 A forward that keeps its products alone holds A + Q + 2 H + 2 I, eager A + Q + 3 H + 2 I: no norm's result, not what the
 last product takes, nothing in fp32. Its backward makes them again, and so has the same peak.
@@ -174,16 +175,18 @@ def _layer_bytes(
     tile_tokens: int,
     is_sliced: bool,
 ) -> LayerBytes:
-    hidden, attention, inner, copies = shape.hidden_size, widths.products, widths.feed_forward, 2 * widths.copies
+    hidden, attention, inner = shape.hidden_size, widths.products, widths.feed_forward
+    routed = 2 * widths.copies
     if compiled:
-        graph, products = attention + 3 * hidden + 3 * inner, attention + 2 * hidden + 2 * inner
-        peak = graph + 4 * hidden + 3 * inner
+        graph = attention + 3 * hidden + 3 * inner + routed
+        products = attention + 2 * hidden + 2 * inner + routed
+        peak = graph + 4 * hidden + 3 * inner + routed
     else:
         norms = 3 if weight_bytes == 4 else 6
-        graph, products = attention + (3 + norms) * hidden + 4 * inner, attention + 3 * hidden + 2 * inner
-        peak = max(graph + 3 * inner, attention + (6 + 2 * norms) * hidden + 3 * inner)
-    # Copies for experts and their results are kept, and have gradients while backward is within the experts.
-    graph, products, peak = graph + copies, products + copies, peak + 2 * copies
+        graph = attention + (3 + norms) * hidden + 4 * inner + routed
+        products = attention + 3 * hidden + 2 * inner + routed
+        summed = (3 if weight_bytes == 4 else 7) * widths.copies
+        peak = max(graph + 3 * inner, graph + summed, attention + (6 + 2 * norms) * hidden + 3 * inner)
     tiled = None
     if is_sliced or tokens > tile_tokens:
         behind, within = _tiled_bytes(weight_bytes, shape, attention, compiled=compiled)

@@ -73,6 +73,7 @@ def test_copies_for_experts_are_among_the_bytes_of_a_layer() -> None:
     graph = 4 * HIDDEN + NUMBER + 3 * HIDDEN + 3 * inner + 2 * PER_TOKEN * HIDDEN
     assert found.graph == 2 * 100 * graph
     assert found.peak == 2 * 100 * (graph + 4 * HIDDEN + 3 * inner + 2 * PER_TOKEN * HIDDEN)
+    assert found.products == 2 * 100 * (graph - HIDDEN - inner)
     # The dense layer of the model is wider.
     mixed = estimate_layer(2, SHAPE, 100, compiled=True)
     assert mixed.graph == 2 * 100 * (7 * HIDDEN + 3 * DENSE) > found.graph

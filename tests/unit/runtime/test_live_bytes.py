@@ -8,7 +8,7 @@ import torch
 from harness.live_bytes import count_layer, count_step, held_at_peak
 from harness.pipelines import CPU
 from harness.plan_requests import request_of
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from mobius.config.config import Dtype
 from mobius.models.blocks import ModelParts
@@ -56,6 +56,18 @@ def test_an_eager_layer_takes_what_its_widths_say(family: Any, widths: dict[str,
     )
     assert estimate.graph == pytest.approx(counted.graph, rel=0.03)
     assert 0.97 * counted.peak <= estimate.peak <= 1.1 * counted.peak
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "per_token"), [(192, 1), (192, 4), (384, 2)])
+def test_an_eager_layer_with_experts_takes_what_its_widths_say(width: int, per_token: int, dtype: Dtype) -> None:
+    sizes = _SIZES | {"intermediate_size": width, "num_local_experts": 4, "num_experts_per_tok": per_token}
+    config = with_attention(MixtralConfig(**sizes))
+    tokens = 512  # many for each expert, as on GPUs: what their weights' gradients take comes on top
+    counted = count_layer(config, shape=(BATCH, tokens), dtype=DTYPES[dtype])
+    estimate = estimate_layer(DTYPES[dtype].itemsize, ModelParts(config, CPU).shape(), BATCH * tokens, compiled=False)
+    assert estimate.graph == pytest.approx(counted.graph, rel=0.03)
+    assert 0.97 * counted.peak <= estimate.peak <= 1.15 * counted.peak
 
 
 def test_norms_on_queries_and_keys_make_a_graph_larger_than_the_widths_say() -> None:
