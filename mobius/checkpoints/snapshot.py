@@ -54,7 +54,7 @@ class SavedStage:
     replicas: Replicas | None = None
     """Counterparts that share the stage: the first one writes it, and has all of its weights."""
     pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
-    """What weights are stored as, where that is not one tensor by the parameter's name."""
+    """Tensors that weights are stored as, where that is not one by the parameter's name."""
 
     def flat_tensors(self, *, has_optimizer: bool) -> dict[str, Tensor]:
         """Flat tensors that make up the state, by what they hold: weights, and `optimizer_keys` of the format.

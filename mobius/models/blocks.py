@@ -197,7 +197,7 @@ class ModelParts:
 
     @cached_property
     def pieces(self) -> Mapping[str, tuple[Piece, ...]]:
-        """What a parameter is stored as, where that is not one tensor by its name; raises CheckpointError."""
+        """Parameter -> tensors that it is stored as, where that is not one by its name; raises CheckpointError."""
         return pieces_of(self.model, self.base_shapes())
 
     @property
