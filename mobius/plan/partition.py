@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from mobius.errors import PlanError
 
@@ -269,6 +272,56 @@ def balanced_partition(num_layers: int, num_stages: int, *, num_ranks: int = 1) 
     base, left_over = divmod(num_layers, num_stages)
     inner_first = [*range(1, num_stages - 1), num_stages - 1, 0][:left_over] if num_stages > 1 else [0][:left_over]
     return partition_of([base + (stage in inner_first) for stage in range(num_stages)])
+
+
+def cut_model(shape: ModelShape, num_stages: int, *, num_ranks: int = 1) -> tuple[StageCut, ...]:
+    """Cut a model into stages of layers that take about as long; raises PlanError as `balanced_partition`.
+
+    Layers that are alike are cut by their number. Where some have experts and others not, active parameters stand for
+    their time: the slowest stage is as fast as can be, and among such cuts stages are as alike as can be.
+    """
+    even = balanced_partition(shape.num_layers, num_stages, num_ranks=num_ranks)
+    if shape.experts is None or len(set(shape.active_parameters)) == 1 or num_stages >= shape.num_layers:
+        return even
+    return partition_of(_sizes_by_work(shape.active_parameters, num_stages))
+
+
+@cache  # asked for with every change of a request
+def _sizes_by_work(work: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
+    """Numbers of layers of stages, each of one at least, by the work of every layer."""
+    before = [0, *itertools.accumulate(work)]
+    ends = range(len(work) + 1)
+    sums = sorted({before[end] - before[first] for end in ends for first in range(end)})
+    limit = sums[bisect_left(sums, True, key=lambda most: _num_stages(work, most) <= num_stages)]
+    # By number of stages and end: the least sum of squares of the layers up to there, and where the last stage begins.
+    least: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    for _ in range(num_stages):
+        costs: dict[int, tuple[int, int]] = {}
+        for end in ends:
+            cuts = [
+                (least[-1][first][0] + (before[end] - before[first]) ** 2, first)
+                for first in least[-1]
+                if first < end and before[end] - before[first] <= limit
+            ]
+            if cuts:
+                costs[end] = min(cuts)
+        least.append(costs)
+    sizes, end = [], len(work)
+    for costs in reversed(least[1:]):
+        first = costs[end][1]
+        sizes.append(end - first)
+        end = first
+    return tuple(reversed(sizes))
+
+
+def _num_stages(work: Sequence[int], most: int) -> float:
+    """The fewest stages that have `most` work at most; infinite where a layer has more."""
+    number, filled = 1, 0
+    for own in work:
+        if own > most:
+            return math.inf
+        number, filled = (number, filled + own) if filled + own <= most else (number + 1, own)
+    return number
 
 
 def partition_of(sizes: Sequence[int]) -> tuple[StageCut, ...]:

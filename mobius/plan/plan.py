@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mobius.config.config import Recompute
-from mobius.plan.partition import ModelShape, StageCut, balanced_partition
+from mobius.plan.partition import ModelShape, StageCut, cut_model
 from mobius.schedule.stashing import goes_whole, reach
 
 
@@ -182,12 +182,12 @@ def make_plan(
     num_attention_kept: int = 0,
     num_products_home: int = 0,
 ) -> Plan:
-    """Cut the model evenly; all stages are streamed through `num_slots` slots, None: all are resident.
+    """Cut the model (`cut_model`); all stages are streamed through `num_slots` slots, None: all are resident.
 
     The last `num_attention_kept` stages of each rank keep attention's results.
     Raises PlanError if there are more stages than can be.
     """
-    cuts = balanced_partition(shape.num_layers, num_stages, num_ranks=num_ranks)
+    cuts = cut_model(shape, num_stages, num_ranks=num_ranks)
     plan = Plan(
         num_ranks,
         num_microbatches,

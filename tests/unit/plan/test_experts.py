@@ -1,5 +1,8 @@
 """Layers with experts: all their parameters are stored, move and are updated; those of a token's experts compute."""
 
+import itertools
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +15,7 @@ from mobius.plan.choice import answer, settle
 from mobius.plan.fit import fit_plan
 from mobius.plan.gpu_peak import estimate_layer
 from mobius.plan.memory_use import closed_form
-from mobius.plan.partition import Experts, LayerWidths, ModelShape, TrainedParameters
+from mobius.plan.partition import Experts, LayerWidths, ModelShape, TrainedParameters, cut_model
 from mobius.plan.plan import MemoryUse
 from mobius.plan.plan_table import describe_stages
 
@@ -34,7 +37,8 @@ SHAPE = ModelShape(
     head_size=128,
     experts=Experts(NUMBER, PER_TOKEN, (0, *[ROUTED] * 7), SHARED),
 )
-SAME_SIZE = replace(SHAPE, experts=None)
+ALL_SPARSE = replace(SHAPE, layer_parameters=(SPARSE_LAYER,) * 8, experts=Experts(16, 2, (ROUTED,) * 8, SHARED))
+SAME_SIZE = replace(ALL_SPARSE, experts=None)
 """A model of as many parameters, all of which compute."""
 
 
@@ -67,9 +71,8 @@ def test_widths_are_those_of_what_a_layer_multiplies() -> None:
 
 
 def test_copies_for_experts_are_among_the_bytes_of_a_layer() -> None:
-    only_sparse = replace(SHAPE, layer_parameters=(SPARSE_LAYER,) * 8, experts=Experts(16, 2, (ROUTED,) * 8, SHARED))
     inner = PER_TOKEN * WIDTH + SHARED
-    found = estimate_layer(2, only_sparse, 100, compiled=True)
+    found = estimate_layer(2, ALL_SPARSE, 100, compiled=True)
     graph = 4 * HIDDEN + NUMBER + 3 * HIDDEN + 3 * inner + 2 * PER_TOKEN * HIDDEN
     assert found.graph == 2 * 100 * graph
     assert found.peak == 2 * 100 * (graph + 4 * HIDDEN + 3 * inner + 2 * PER_TOKEN * HIDDEN)
@@ -94,17 +97,17 @@ def test_seconds_go_by_active_parameters_and_passes_over_all_experts() -> None:
 
 def test_bytes_are_those_of_all_parameters_and_mfu_that_of_active_ones() -> None:
     options = {"num_stages": 4, "resident_stages": "0"}
-    found, other = (answer(settle(request_of(shape, H200, **options))) for shape in (SHAPE, SAME_SIZE))
+    found, other = (answer(settle(request_of(shape, H200, **options))) for shape in (ALL_SPARSE, SAME_SIZE))
     assert host_need(found.request, found.plan) == host_need(other.request, other.plan)
     assert [need.states for need in found.needs] == [need.states for need in other.needs]
     attention = 8 * HIDDEN * 512
-    operations = (SHAPE.product_operations + 6 * attention) * found.request.step_tokens
+    operations = (ALL_SPARSE.product_operations + 6 * attention) * found.request.step_tokens
     assert found.mfu == pytest.approx(operations / found.step_seconds / (4 * 989e12), rel=1e-3)
     assert found.step_seconds < other.step_seconds
 
 
 def test_the_closed_form_computes_with_active_parameters_and_updates_all() -> None:
-    request, other = (settle(request_of(shape, H200, num_stages=4)) for shape in (SHAPE, SAME_SIZE))
+    request, other = (settle(request_of(shape, H200, num_stages=4)) for shape in (ALL_SPARSE, SAME_SIZE))
     resident, streamed = MemoryUse(1, 0, 0), MemoryUse(0, 0, 1)
     score, other_score = closed_form(request), closed_form(other)
     assert score(1, resident) == pytest.approx(other_score(1, resident) * ACTIVE / SPARSE_LAYER)
@@ -122,6 +125,41 @@ def test_the_table_of_stages_has_a_column_of_active_parameters() -> None:
     assert dense.split()[4:6] == [f"{in_both:.1f}M"] * 2
     assert sparse.split()[3:5] == [f"{SPARSE_LAYER / 1e6:.1f}M", f"{ACTIVE / 1e6:.1f}M"]
     assert "active" not in describe_stages(fit_plan(settle(request_of(SAME_SIZE, H200, num_stages=8))), SAME_SIZE)
+
+
+def cut_of(work: list[int], num_stages: int) -> list[int]:
+    """Numbers of layers; a layer has its work in active parameters, and three idle ones for each if it is above 1."""
+    experts = Experts(4, 1, tuple(4 * own if own > 1 else 0 for own in work))
+    shape = replace(SHAPE, layer_parameters=tuple(4 * own if own > 1 else 1 for own in work), experts=experts)
+    assert shape.active_parameters == tuple(work)
+    return [len(cut.layers) for cut in cut_model(shape, num_stages)]
+
+
+def test_stages_take_as_long_where_dense_layers_lie_among_sparse_ones() -> None:
+    assert cut_of([1, 1, 1, 1, 4, 4], 3) == [4, 1, 1]
+    assert cut_of([4, 1, 4, 1, 4, 1], 3) == [2, 2, 2]
+    assert cut_of([4] * 7, 3) == [2, 3, 2], "alike: by number"
+    assert cut_of([1, 4], 2) == [1, 1]
+    ends = [0, *itertools.accumulate(cut_of([1] * 20 + [4] * 4, 8))]
+    assert max(sum(([1] * 20 + [4] * 4)[first:end]) for first, end in itertools.pairwise(ends)) == 5
+
+
+def test_no_other_cut_has_a_shorter_slowest_stage_or_more_equal_ones() -> None:
+    draw = random.Random(3)
+    for _ in range(40):
+        work = [draw.choice([1, 2, 5, 9]) for _ in range(draw.randint(4, 9))]
+        number = draw.randint(2, len(work) - 1)
+        if len(set(work)) == 1:
+            continue
+
+        def cost(sizes: Sequence[int], work: list[int] = work) -> tuple[int, int]:
+            ends = list(itertools.accumulate(sizes))
+            stages = [sum(work[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+            return max(stages), sum(own * own for own in stages)
+
+        cuts = itertools.combinations(range(1, len(work)), number - 1)
+        best = min(cost([b - a for a, b in itertools.pairwise([0, *cut, len(work)])]) for cut in cuts)
+        assert cost(cut_of(work, number)) == best, (work, number)
 
 
 @pytest.mark.parametrize(("gib", "fits_slots"), [(0.2, True), (0.05, False)])
