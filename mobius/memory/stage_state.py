@@ -139,9 +139,13 @@ class StageState:
         if master is not self.weights:
             weights.copy_(master[part])
 
-    def set_parameter(self, name: str, value: Tensor) -> None:
-        """Set one parameter's working copy, and its master if it is trained, from `value` of any dtype and device."""
-        part, flat = self.layout.slice_of(name), value.reshape(-1)
+    def set_parameter(self, name: str, value: Tensor, *, offset: int = 0) -> None:
+        """Set one parameter's working copy, and its master if it is trained, from `value` of any dtype and device.
+
+        `value` may be a part of it: as many elements as it has, from the parameter's element `offset` on.
+        """
+        start, flat = self.layout.slice_of(name).start + offset, value.reshape(-1)
+        part = slice(start, start + len(flat))
         if self.shares is not None or not self.layout.is_trained(name):
             # In chunks: torch makes a copy in the value's dtype of all that comes from a GPU at once.
             chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (flat, self.weights[part]))

@@ -284,6 +284,18 @@ class CheckpointWeights:
             piece.of(whole).copy_(self._checked(stored))
         return whole
 
+    def read_parts(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
+        """The parameter in parts, each with the element that it begins at; raises CheckpointError as `read`.
+
+        These are the pieces that it is stored as, where their elements follow each other in the parameter.
+        """
+        found = self.find_parts(name, shape)
+        if not all(piece is None or piece.is_contiguous for piece, _ in found):
+            yield 0, self.read(name, shape)
+            return
+        for piece, stored in found:
+            yield 0 if piece is None else piece.offset, self._checked(stored)
+
     def _checked(self, stored: StoredTensor) -> Tensor:
         tensor = stored.read()
         # The extremes tell it of all: a NaN makes both of them NaN, and rounding keeps the order. One pass without a
@@ -291,6 +303,16 @@ class CheckpointWeights:
         if tensor.numel() and not torch.stack(torch.aminmax(tensor)).to(self._dtype).isfinite().all():
             raise CheckpointError(f"{stored.path}: {stored.name!r} {_describe_misfits(tensor, self._dtype)}")
         return tensor
+
+
+def parts_of(source: WeightSource, name: str, shape: tuple[int, ...]) -> Iterable[tuple[int, Tensor]]:
+    """The parameter in parts that follow each other in it, each with the element that it begins at.
+
+    From a checkpoint a layer's experts come one by one, so that no copy of all of them is made.
+    """
+    if isinstance(source, CheckpointWeights):
+        return source.read_parts(name, shape)
+    return [(0, source.read(name, shape))]
 
 
 def _describe_misfits(tensor: Tensor, dtype: torch.dtype) -> str:

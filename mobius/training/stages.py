@@ -19,7 +19,7 @@ from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
 from mobius.messages.transport import Messages
 from mobius.models.blocks import LayerInputs, ModelParts
-from mobius.models.weights import WeightSource
+from mobius.models.weights import WeightSource, parts_of
 from mobius.plan.plan import Plan
 from mobius.runtime.executor import Executor
 from mobius.runtime.slices import SequenceCaches, SlicedStage
@@ -163,7 +163,8 @@ class RankStages:
         for stage, name, shape in tqdm(named, desc="loading weights", unit="tensor", leave=False, disable=disable):
             own = self.memory[stage]
             state = own.frozen_state if name in self.modules[stage].frozen else own.state
-            state.set_parameter(name, source.read(name, shape))
+            for offset, value in parts_of(source, name, shape):
+                state.set_parameter(name, value, offset=offset)
             progress()
 
     def executor(

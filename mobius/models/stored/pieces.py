@@ -32,6 +32,11 @@ class Piece:
     strides: tuple[int, ...]
     offset: int
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements follow each other in the parameter."""
+        return self.strides == torch.empty(self.shape, device="meta").stride()
+
     def of(self, parameter: Tensor) -> Tensor:
         """The piece as a view of `parameter`, which is contiguous."""
         assert parameter.is_contiguous(), self.name

@@ -10,12 +10,17 @@ import torch
 from convert_checkpoint import main as convert
 from harness.compared_runs import assert_equal_tensors, assert_goes_on_exactly, tensors_of
 from harness.runs import EXPERTS, make_checkpoint
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mobius.config.cli import given_options, parse_args
+from mobius.memory.stage_state import StageState
 from mobius.models.by_plan.checked import CheckedFamilies
+from mobius.models.families import load_model_config
+from mobius.planning.blueprint import draw_blueprint
 from mobius.ranks import Ranks
 from mobius.training.run import run_training
+from mobius.training.session import open_session
 
 Run = Callable[..., None]
 OPTIONS = """--model_path experts --dtype bf16 --num_iterations 4 --save_steps 2 --save_total_limit 0
@@ -47,6 +52,30 @@ def test_what_a_run_saves_of_experts_is_what_transformers_would(trained: Path, t
     assert all(torch.equal(value, saved[name]) for name, value in tensors_of(trained).items())
     # The optimizer has one state for all experts of a layer.
     assert "model.layers.1.mlp.experts.down_proj.exp_avg" in saved
+
+
+def test_a_stage_takes_experts_one_by_one_each_once(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(CheckedFamilies, "why_not", lambda *_: None)
+    model = make_checkpoint(tmp_path, family="qwen3_moe", **EXPERTS)
+    taken: list[int] = []
+    set_parameter = StageState.set_parameter
+
+    def note(state: StageState, name: str, value: Tensor, *, offset: int = 0) -> None:
+        taken.extend([value.numel()] * name.endswith("experts.gate_up_proj"))
+        set_parameter(state, name, value, offset=offset)
+
+    monkeypatch.setattr(StageState, "set_parameter", note)
+    config = parse_args(f"--model_path {tmp_path} --device cpu --bf16 --num_stages 2 --batch_size 4".split())
+    blueprint = draw_blueprint(config, Ranks(0, 1, 0), load_model_config(tmp_path, config.model))
+    session = open_session(blueprint, tmp_path)
+    # 4 layers of 6 experts with two matrices [16, 32] each.
+    assert taken == [16 * 32] * (4 * 6 * 2)
+    for stage in session.stages.memory.values():
+        for name, view in stage.state.layout.views(stage.state.weights).items():
+            assert torch.equal(view, model.get_parameter(name).bfloat16()), name
+    session.close()
 
 
 def test_a_run_of_experts_goes_on_to_the_bit_also_from_a_converted_checkpoint(trained: Path) -> None:
