@@ -45,6 +45,8 @@ class CardFacts:
     """Whether the model had weights before."""
     num_parameters: int
     num_trained: int
+    num_active: int
+    """Parameters that compute for a token: all but those of other experts."""
     first_loss: float
     last_loss: float
     state: TrainerState
@@ -66,6 +68,7 @@ def model_card(facts: CardFacts) -> str:
     results = {
         "parameters": f"{facts.num_parameters:,}",
         "trained parameters": f"{facts.num_trained:,}",
+        **({"active for a token": f"{facts.num_active:,}"} if facts.num_active != facts.num_parameters else {}),
         "steps": f"{state.global_step:,}",
         "epochs": f"{state.epoch:.3f}",
         "tokens without padding": f"{state.num_input_tokens_seen:,}",

@@ -75,6 +75,7 @@ def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, model_fold
         is_pretrained=folder_has_weights(model_folder),
         num_parameters=blueprint.shape.num_parameters,
         num_trained=blueprint.shape.num_trained,
+        num_active=blueprint.shape.num_active,
         first_loss=_first_loss(history),
         last_loss=_first_loss(reversed(history)),
         state=log.state,

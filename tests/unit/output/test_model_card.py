@@ -28,6 +28,7 @@ def facts(model: str = "Qwen/Qwen3-0.6B", *datasets: DatasetEntry, name: str = "
         is_pretrained=True,
         num_parameters=596_049_920,
         num_trained=596_049_920,
+        num_active=596_049_920,
         first_loss=4.0,
         last_loss=1.25,
         state=state,
@@ -57,6 +58,13 @@ def test_the_text_tells_options_results_and_versions() -> None:
         assert f"\n| {row} |\n" in text, row
     for package in ("mobius", "torch", "transformers"):
         assert f"\n| {package} | " in text
+
+
+def test_parameters_of_a_token_are_told_where_they_are_others() -> None:
+    row = "\n| active for a token | 3,353,032,704 |\n"
+    mixture = replace(facts(), num_parameters=30_532_122_624, num_active=3_353_032_704)
+    assert row in model_card(mixture)
+    assert "active for a token" not in model_card(facts())
 
 
 def test_a_card_of_adapters_tells_what_they_are_beside() -> None:
