@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,6 +84,9 @@ def test_a_run_of_experts_goes_on_to_the_bit_also_from_a_converted_checkpoint(tr
     assert convert(["to-dcp", str(checkpoint), "dcp"]) == 0
     assert convert(["from-dcp", "dcp", "back/checkpoint-2", "--trust-dcp-metadata"]) == 0
     assert_equal_tensors(checkpoint, Path("back/checkpoint-2"))
+    name = "model.safetensors.index.json"
+    totals = [json.loads((folder / name).read_text())["metadata"] for folder in (checkpoint, Path("back/checkpoint-2"))]
+    assert totals[0] == totals[1]
 
     words = ["--device", "cpu", "--resume_from_checkpoint", "back/checkpoint-2", "--save_dir", "resumed"]
     words += ["--save_params", "none", "--save_results", "resumed.txt"]
