@@ -11,7 +11,7 @@ from typing import Any
 
 from mobius.checkpoints.folders import open_checkpoint
 from mobius.checkpoints.reading import CheckpointReader
-from mobius.checkpoints.snapshot import optimizer_tensors
+from mobius.checkpoints.saved_stage import optimizer_tensors
 from mobius.data.batches import Batches
 from mobius.errors import MobiusError
 from mobius.models.base_files import read_base_files

@@ -6,12 +6,10 @@ template.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,9 +23,9 @@ from mobius.errors import CheckpointError
 from mobius.models.adapters.lora import adapted_linear
 from mobius.models.adapters.targets import PartNames, adapt
 from mobius.models.attention import IMPLEMENTATION, BlockMasks, DocumentAttention, Documents, choose_attention, register
-from mobius.models.base_files import told
-from mobius.models.by_plan.anatomy import NotByPlanError, find_anatomy, without_parameters
+from mobius.models.by_plan.anatomy import find_anatomy, without_parameters
 from mobius.models.by_plan.constants import keep_constants
+from mobius.models.by_plan.described import described_by, file_of
 from mobius.models.by_plan.scalings import Scaled, Steps
 from mobius.models.compiled import Arguments, CompiledFunction, ModuleGraphs
 from mobius.models.experts.forward import use_experts
@@ -138,7 +136,7 @@ class ModelParts:
             register()
             config._attn_implementation = IMPLEMENTATION
         self.config = config
-        with _described_by(config), torch.device("meta"):
+        with described_by(config), torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=False
             )
@@ -146,10 +144,10 @@ class ModelParts:
         self.model = model.eval()
         keep_constants(model)
         if has_auxiliary_loss(model):
-            raise CheckpointError(_NO_AUXILIARY_LOSS.format(file=_file_of(config)))
+            raise CheckpointError(_NO_AUXILIARY_LOSS.format(file=file_of(config)))
         tap_linears(model)
         use_experts(model)
-        with _described_by(config):
+        with described_by(config):
             self._make_buffers_real(device)
             self.anatomy = find_anatomy(model)
         anatomy = self.anatomy
@@ -282,7 +280,7 @@ class ModelParts:
             signature = _signature(layer)
             if signature not in templates:
                 hidden, on_meta = self._on_meta(own)
-                with _described_by(self.config):
+                with described_by(self.config):
                     tapped = _taps(layer, partial(layer, hidden, **on_meta))
                 template = replace(_block("", layer), tapped=tapped)
                 templates[signature] = template.compile("layers") if compiled else template
@@ -353,7 +351,7 @@ class LayerInputs:
         """
         if seq_length not in self._by_length:
             hidden = torch.zeros(1, seq_length, self._config.hidden_size, device=self._device, dtype=self._dtype)
-            with _described_by(self._config), torch.no_grad():
+            with described_by(self._config), torch.no_grad():
                 self._base(inputs_embeds=hidden, use_cache=False)
             self._by_length[seq_length] = tuple(Arguments(each.seen) for each in self._stand_ins)
         kept = self._by_length[seq_length]
@@ -387,26 +385,6 @@ def _check_rotary(config: PretrainedConfig, inputs: LayerArguments) -> None:
     values = {id(value): value for own in inputs for value in tree_leaves(own.get("position_embeddings"))}
     if not all(bool(value.isfinite().all()) for value in values.values() if isinstance(value, Tensor)):
         raise CheckpointError(
-            f"{_file_of(config)} gives rotary embeddings that are not finite. Mend its rope_theta, rope_parameters or "
+            f"{file_of(config)} gives rotary embeddings that are not finite. Mend its rope_theta, rope_parameters or "
             "rope_scaling."
         )
-
-
-@contextlib.contextmanager
-def _described_by(config: PretrainedConfig) -> Iterator[None]:
-    """Convert whatever the family's own code raises, given values it was not written for. Raises CheckpointError."""
-    try:
-        yield
-    except (CheckpointError, torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # what a GPU complains about says nothing about the configuration
-    except NotByPlanError as error:
-        raise CheckpointError(
-            f"{_file_of(config)}: the family {config.model_type!r} {error}, so it cannot be cut into stages."
-        ) from error
-    except Exception as error:
-        raise CheckpointError(f"{_file_of(config)} describes no model that can be built: {told(error)}") from error
-
-
-def _file_of(config: PretrainedConfig) -> str:
-    folder = getattr(config, "name_or_path", None)
-    return str(Path(folder) / "config.json") if isinstance(folder, str) and folder else "the configuration"

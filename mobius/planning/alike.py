@@ -26,7 +26,7 @@ from mobius.units import bytes_text
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES: Final = ("torch", "transformers", "safetensors", "numpy")
+_PACKAGES: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 _OF_A_NODE: Final = ("cuda_visible_devices", "node_rank", "master_port", "rdzv_endpoint", "host_memory_limit")
 """Options in which nodes may differ."""
 _NOTICED: Final = 0.02
@@ -41,7 +41,7 @@ def meet_replicas(config: Config, ranks: Ranks) -> Meeting | None:
     if ranks.num_replicas == 1:
         return None
     everyone = meet_at_store(ranks)
-    _compare({"Mobius' own code": _code()} | _versions() | _options(config), everyone)
+    _compare({"Mobius' own code": _code()} | versions() | _options(config), everyone)
     return everyone
 
 
@@ -102,7 +102,8 @@ def _code() -> str:
     return digest.hexdigest()[:12]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Versions of what computes."""
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from mobius.activity import Activity
 from mobius.checkpoints.folders import find_checkpoints, open_checkpoint, remove_leftovers
 from mobius.checkpoints.reading import CheckpointReader
-from mobius.checkpoints.snapshot import optimizer_tensors
+from mobius.checkpoints.saved_stage import optimizer_tensors
 from mobius.config.config import Config
 from mobius.config.options import OptionValue, config_from, option_values, options
 from mobius.config.validation import ALTERNATIVES, validate

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mobius.checkpoints.files import (
@@ -45,7 +42,8 @@ from mobius.checkpoints.folders import (
     write_text,
 )
 from mobius.checkpoints.manifest import Manifest, file_record
-from mobius.checkpoints.snapshot import SavedStage, SaveOutcome, Snapshots
+from mobius.checkpoints.saved_stage import SavedStage
+from mobius.checkpoints.snapshot import SaveOutcome, Snapshots
 from mobius.config.long_runs import ALL_CHECKPOINTS
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.machine.available import available_host_bytes
@@ -58,6 +56,7 @@ from mobius.output.adapters.folder import write_adapter
 from mobius.output.hf_folder import write_model_files
 from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.plan.checkpoint_need import checkpoint_need
+from mobius.planning.alike import versions
 from mobius.training.export import saved_parameters
 from mobius.training.session import Session
 from mobius.training.trainer import numbers_of_ranks
@@ -368,11 +367,10 @@ class CheckpointSaver:
     def _take_room(self) -> Snapshots:
         config = self._config
         own = self._session.stages.memory
+        replicas = self._session.transport.replicas
+        common = self._is_whole, replicas, self._blueprint.parts.pieces
         names = {stage: {p.name for p in self._parameters if p.stage == stage} for stage in own}
-        replicas, pieces = self._session.transport.replicas, self._blueprint.parts.pieces
-        stages = {
-            stage: SavedStage(memory, names[stage], self._is_whole, replicas, pieces) for stage, memory in own.items()
-        }
+        stages = {stage: SavedStage(memory, names[stage], *common) for stage, memory in own.items()}
         limit = config.pipeline.host_memory_limit
         if limit is None:
             free = float(numbers_of_ranks(self._everyone, [float(available_host_bytes())]).amin())
@@ -392,11 +390,3 @@ class CheckpointSaver:
             activity=self._activity,
             in_order=replicas is not None,
         )
-
-
-def versions() -> dict[str, str]:
-    """Versions of what computes."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("transformers", "safetensors", "tokenizers", "numpy"):
-        found[name] = metadata.version(name)
-    return found

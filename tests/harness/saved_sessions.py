@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mobius.checkpoints.folders import open_checkpoint
 from mobius.checkpoints.reading import CheckpointReader
-from mobius.checkpoints.snapshot import SavedStage
+from mobius.checkpoints.saved_stage import SavedStage
 from mobius.config.cli import parse_args
 from mobius.data.batches import Batches
 from mobius.data.mixture import WeightedSamples

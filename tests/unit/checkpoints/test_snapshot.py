@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mobius.checkpoints import copy_room, snapshot
-from mobius.checkpoints.snapshot import SavedStage, SaveOutcome, Snapshots
+from mobius.checkpoints.saved_stage import SavedStage
+from mobius.checkpoints.snapshot import SaveOutcome, Snapshots
 from mobius.memory.layout import StageLayout
 from mobius.memory.stage_state import StageState
 from mobius.memory.streams import Event, Stream
