@@ -24,6 +24,7 @@ from mobius.models.adapters.lora import adapted_linear
 from mobius.models.adapters.targets import PartNames, adapt
 from mobius.models.attention import IMPLEMENTATION, BlockMasks, DocumentAttention, Documents, choose_attention, register
 from mobius.models.by_plan.anatomy import find_anatomy, without_parameters
+from mobius.models.by_plan.checked import checked_families
 from mobius.models.by_plan.constants import keep_constants
 from mobius.models.by_plan.described import described_by, file_of
 from mobius.models.by_plan.scalings import Scaled, Steps
@@ -220,6 +221,7 @@ class ModelParts:
             head_size=_head_size(self.config),
             num_key_heads=getattr(self.config, "num_key_value_heads", None),
             is_sliceable=sliceable(self.config) is None,
+            is_tileable=checked_families().why_not_tiles(self.config.model_type) is None,
             trained=self._trained_parameters(),
             experts=count_experts(
                 self.config, [layer.shapes for layer in self.layers], [layer.frozen for layer in self.layers]

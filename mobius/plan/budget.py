@@ -261,7 +261,7 @@ def tile_tokens(request: PlanRequest) -> int | None:
 def _tile_that_fits(request: PlanRequest) -> int | None:
     available, plan = request.gpu_bytes, request.plan
     smaller = [number for number in TILE_TOKENS if number < request.microbatch_tokens]
-    if available is None or not smaller:
+    if available is None or not smaller or not request.shape.is_tileable:
         return None
     num_resident, usable = request.num_resident or 0, int(available * FILLED_SHARE) - request.mailbox_bytes
     least = MemoryUse(num_resident, 0, min(plan.num_slots or 0, plan.stages_per_rank - num_resident))

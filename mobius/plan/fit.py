@@ -320,7 +320,7 @@ def _stashes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 
 def _tiles(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     """Smaller tiles of recomputed layers, or the first."""
-    if not request.recompute.keeps_all:
+    if request.shape.is_tileable and not request.recompute.keeps_all:
         whole = tile_tokens(request) or request.microbatch_tokens
         for number in TILE_TOKENS:
             if number < whole:

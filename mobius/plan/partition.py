@@ -91,6 +91,8 @@ class ModelShape:
     """Heads of keys and of values of a layer; None: not known, as many as queries."""
     is_sliceable: bool = False
     """Whether attention of a sequence can be computed slice by slice (`models/sliced_attention`)."""
+    is_tileable: bool = True
+    """Whether recomputed layers can run tile by tile, all but their attention."""
     trained: TrainedParameters | None = None
     """None: all are trained."""
     experts: Experts | None = None

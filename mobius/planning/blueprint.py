@@ -15,6 +15,7 @@ from mobius.machine.device_order import order_devices
 from mobius.machine.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
 from mobius.messages.meeting import Meeting, meet_pipeline
 from mobius.models.blocks import ModelParts
+from mobius.models.by_plan.checked import checked_families
 from mobius.models.sliced_attention.sliceable import sliceable, unpackable
 from mobius.plan.budget import check_host_memory, tile_tokens
 from mobius.plan.cards import Host, card_of_device
@@ -161,6 +162,11 @@ def complete_blueprint(
     request, parts = sketch.answer.request, sketch.parts
     if (request.num_slices or 1) > 1 and (reason := sliceable(parts.config)) is not None:
         raise PlanError(f"--num_slices {request.num_slices}: {reason}")
+    if config.pipeline.num_tile_tokens and (reason := checked_families().why_not_tiles(parts.config.model_type)):
+        raise PlanError(
+            f"--tile_tokens {config.pipeline.tile_tokens}: layers of the family {parts.config.model_type!r} cannot run "
+            f"in tiles ({reason}). Use off."
+        )
     if packed is not None and (reason := unpackable(parts.config)) is not None:
         raise PlanError(f"--packing {config.data.packing}: {reason}.")
     if packed is not None or (request.num_slices or 1) > 1:  # no masks are made, which slices have no use for

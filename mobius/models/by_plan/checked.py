@@ -33,6 +33,11 @@ class CheckedFamilies:
             return f"it {self.refused[family]}"
         return f"it was not compared with transformers {self.transformers}, by which supported families are found"
 
+    def why_not_tiles(self, family: str) -> str | None:
+        """Words for why layers of a supported family do not run in tiles, or None if they do."""
+        found = self.supported.get(family, {}).get("tiles", "yes")
+        return None if found == "yes" else found
+
     @property
     def names(self) -> str:
         """The supported families, for a message."""

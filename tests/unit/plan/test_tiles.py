@@ -54,6 +54,15 @@ def test_what_is_free_changes_nothing_so_that_all_ranks_find_the_same() -> None:
     assert tile_tokens(replace(request, machine=machine)) == tile_tokens(request) == 16384
 
 
+def test_layers_that_cannot_run_in_tiles_get_none() -> None:
+    whole = request_of(replace(known_shape("7b"), is_tileable=False), **(LONG | {"gpu_memory_limit": 24}))
+
+    assert tile_tokens(whole) is None
+    with pytest.raises(GpuMemoryError) as refusal:
+        fit_plan(whole, layer=estimated_layer(whole))
+    assert "--tile_tokens" not in str(refusal.value)
+
+
 def test_a_number_and_off_are_taken_as_they_are() -> None:
     assert tile_tokens(long_request(gpu_memory_limit=29, tile_tokens="512")) == 512
     assert tile_tokens(long_request(gpu_memory_limit=29, tile_tokens="off")) is None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from harness.tiny_families import tiny_config
 
 from mobius.config.cli import parse_args
 from mobius.errors import PlanError
+from mobius.models.blocks import ModelParts
 from mobius.models.by_plan.checked import checked_families
 from mobius.plan.request import PackedRows
 from mobius.planning.blueprint import draw_blueprint
@@ -39,3 +41,12 @@ def test_packed_rows_that_would_see_each_other_are_refused(family: str) -> None:
 
     with pytest.raises(PlanError, match=f"--packing auto: rows of the family '{family}' cannot hold several samples"):
         draw_blueprint(config, ONE_RANK, tiny_config(family), packed=packed)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_5_text"])
+def test_tiles_of_layers_that_cannot_run_in_them_are_refused(family: str) -> None:
+    words = [*OPTIONS, "--device", "cpu", "--dtype", "fp32", "--tile_tokens", "4"]
+
+    with pytest.raises(PlanError, match=f"--tile_tokens 4: layers of the family '{family}' cannot run in tiles"):
+        draw_blueprint(parse_args(words, num_ranks=1), ONE_RANK, tiny_config(family))
+    assert not ModelParts(tiny_config(family), torch.device("cpu")).shape().is_tileable
