@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from harness.packed_rows import LENGTH, ROWS, assert_no_leaks, documents_alone, make_packed_batch
 from harness.pipelines import FAMILIES, Pipeline, make_model
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from mobius.runtime.executor import StepBatch
 
 CASES = {  # number of slots, whether graphs are kept
     "resident": (None, False),
@@ -20,6 +24,37 @@ CASES = {  # number of slots, whether graphs are kept
     "streamed, prefetched": (2, False),
     "streamed, last graphs kept": (2, True),
 }
+MICROBATCHES = (1, 2, 4)
+NUM_RANKS = (1, 2, 3)
+
+
+def pairs_of(family: str, num_ranks: int) -> list[tuple[str, int]]:
+    """A third of the pairs of a case and a number of microbatches, another one with each number of ranks.
+
+    What differs between families is within a layer, which knows nothing of ranks and microbatches.
+    """
+    pairs, first = [*product(CASES, MICROBATCHES)], sorted(FAMILIES).index(family) + num_ranks
+    # The three of a case follow one another: without its number they would go to the same families.
+    return [pair for turn, pair in enumerate(pairs) if (turn + turn // len(MICROBATCHES) + first) % 3 == 0]
+
+
+def test_each_pair_meets_each_family_and_each_number_of_ranks() -> None:
+    pairs = {*product(CASES, MICROBATCHES)}
+    for family in FAMILIES:
+        assert {pair for num_ranks in NUM_RANKS for pair in pairs_of(family, num_ranks)} == pairs
+    for num_ranks in NUM_RANKS:
+        assert {pair for family in FAMILIES for pair in pairs_of(family, num_ranks)} == pairs
+        for family in FAMILIES:
+            assert {case for case, _ in pairs_of(family, num_ranks)} == CASES.keys()
+            assert {number for _, number in pairs_of(family, num_ranks)} == {*MICROBATCHES}
+
+
+@lru_cache(maxsize=4)
+def alone(family: str, num_microbatches: int) -> tuple[PreTrainedModel, StepBatch, Tensor, dict[str, Tensor]]:
+    """Model and batch, and the loss and gradients of its documents alone, which many pipelines are compared with."""
+    model, batch = make_model(family, 6), make_packed_batch(ROWS, LENGTH, num_microbatches)
+    loss, gradients = documents_alone(model, ROWS, batch)
+    return model, batch, loss, gradients
 
 
 @pytest.mark.parametrize("keeps_graphs", [False, True])
@@ -29,7 +64,7 @@ def test_no_document_sees_another_one(family: str, keeps_graphs: bool) -> None:
     assert_no_leaks(make_model(family, 6), keeps_graphs=keeps_graphs)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_packed_rows_give_what_each_document_gives_alone(family: str, num_ranks: int) -> None:
     """Loss and all gradients together within 1e-6.
@@ -37,12 +72,10 @@ def test_packed_rows_give_what_each_document_gives_alone(family: str, num_ranks:
     No element is further off than twice that of its parameter's largest: sums have another order, and in fp32 those of
     transformers alone are up to 3e-6 of the largest away from those in fp64.
     """
-    model = make_model(family, 6)
-    for (number, case), num_microbatches in product(enumerate(CASES), (1, 2, 4)):
-        batch = make_packed_batch(ROWS, LENGTH, num_microbatches)
-        expected_loss, expected = documents_alone(model, ROWS, batch)
+    for case, num_microbatches in pairs_of(family, num_ranks):
+        model, batch, expected_loss, expected = alone(family, num_microbatches)
         num_slots, keeps_graphs = CASES[case]
-        pipeline = Pipeline(model, num_ranks, 1 + number % 2, num_microbatches, num_slots, keeps_graphs)
+        pipeline = Pipeline(model, num_ranks, 1 + [*CASES].index(case) % 2, num_microbatches, num_slots, keeps_graphs)
         where = f"N={num_ranks} M={num_microbatches} {case}"
         assert torch.allclose(pipeline.run(batch), expected_loss, rtol=1e-6), where
         assert pipeline.gradients.keys() == expected.keys(), where
