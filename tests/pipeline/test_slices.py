@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 from harness.evaluations import Case, evaluate
 from harness.packed_rows import LENGTH, ROWS, documents_alone, make_packed_batch
-from harness.pipelines import FAMILIES, NUM_LAYERS, Pipeline, make_batch, make_model, plain_step
+from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, plain_step
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from mobius.models.sliced_attention.attend import attend_slice
 from mobius.runtime import slices
+from mobius.runtime.executor import StepBatch
 
 SETTINGS = (  # ranks, stages of each, sequences, slices, slots, rounds, whether activations wait on the host
     (1, 1, 1, 4, None, 1, False),
@@ -59,14 +62,20 @@ def test_slices_are_as_near_to_the_exact_gradients_as_the_plain_model_is(family:
             assert (pipeline.gradients[name].double() - gradient).norm() < bound, f"{where} {name}"
 
 
+@lru_cache(maxsize=3)
+def alone(family: str, num_groups: int) -> tuple[PreTrainedModel, StepBatch, Tensor, dict[str, Tensor]]:
+    """Model and batch, and the loss and gradients of its documents alone, which several pipelines are compared with."""
+    model, batch = make_model(family, 6), make_packed_batch(ROWS, LENGTH, num_groups)
+    loss, gradients = documents_alone(model, ROWS, batch)
+    return model, batch, loss, gradients
+
+
 @pytest.mark.parametrize("num_slices", [2, 4, 5])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_documents_across_slices_give_what_each_gives_alone(family: str, num_slices: int) -> None:
     """Documents of a row that end within slices, begin in them, and span several."""
-    model = make_model(family, 6)
     for num_ranks, groups, num_slots in ((1, 1, None), (2, 2, 2), (3, 4, 1)):
-        batch = make_packed_batch(ROWS, LENGTH, groups)
-        expected_loss, expected = documents_alone(model, ROWS, batch)
+        model, batch, expected_loss, expected = alone(family, groups)
         pipeline = Pipeline(model, num_ranks, 2, groups * num_slices, num_slots, num_slices=num_slices)
 
         loss, where = pipeline.run(batch), f"N={num_ranks} M={groups}"
@@ -95,7 +104,8 @@ def test_stages_without_layers_pass_slices_on(is_stashed: bool) -> None:
 def test_attention_that_is_kept_changes_no_bit_and_is_not_made_again(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, calls = make_model(family), list[int]()
+    num_layers = 6  # one in each stage of the longest pipeline, and both kinds
+    model, calls = make_model(family, num_layers), list[int]()
 
     def counting(*given: Any) -> tuple[Tensor, Tensor]:
         calls.append(1)
@@ -125,7 +135,7 @@ def test_attention_that_is_kept_changes_no_bit_and_is_not_made_again(
         for own_loss, own, num_own in runs.values():
             assert torch.equal(own_loss, loss)
             assert all(torch.equal(own[name], each) for name, each in gradients.items())
-            assert num_own == NUM_LAYERS * sequences * num_slices < num_calls
+            assert num_own == num_layers * sequences * num_slices < num_calls
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
