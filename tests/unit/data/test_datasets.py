@@ -405,15 +405,17 @@ def test_what_a_killed_run_has_finished_is_not_done_again(
     assets: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
     packing: Packing,
     num_workers: int,
 ) -> None:
+    monkeypatch.setattr("mobius.data.datasets._PART_RECORDS", 3_000)  # what goes on takes several parts, too
     path = tmp_path / "train.jsonl"
-    path.write_text("".join(f'{{"text": "{number}{" word" * (number % 90)}"}}\n' for number in range(20_000)))
+    path.write_text("".join(f'{{"text": "{number}{" word" * (number % 90)}"}}\n' for number in range(8_000)))
     config = DataConfig(
         (DatasetEntry(str(path)),), seq_length=64, packing=packing, preprocessing_num_workers=num_workers
     )
-    given = [str(assets / "tiny-llama"), config, str(tmp_path / "cache"), 512]
+    given = [str(assets / "tiny-llama"), config, str(tmp_path / "cache"), 128]
     process = Ranks(
         "harness.tokenizing_worker",
         "prepare_by_parts",
@@ -435,13 +437,13 @@ def test_what_a_killed_run_has_finished_is_not_done_again(
     parts = finished_parts()
     assert len(parts) >= 3, process.output()
     num_done = parts[-1]["progress"]["tally"]["read"]
-    assert num_done < 20_000, "the process was done before it was killed"
+    assert num_done < 8_000, "the process was done before it was killed"
 
     counting = CountingTokenizer(tokenizer)
     with caplog.at_level(logging.INFO, logger="mobius"):
         resumed = prepare(path, packing=packing, tokenizer=counting)
     assert f"{num_done} records were tokenized by an earlier run that did not finish" in caplog.text
-    assert counting.num_calls == 1 + 20_000 - num_done
+    assert counting.num_calls == 1 + 8_000 - num_done
     expected = prepare(path, packing=packing, cache_dir=tmp_path / "other")
     assert resumed.counts == expected.counts
     for name in ("input_ids", "is_target", "offsets"):
