@@ -18,7 +18,7 @@ CASES = {  # number of slots, whether graphs are kept, places of the resident st
 
 
 PIPELINES = ((1, 3), (2, 1), (2, 3), (4, 2))  # ranks, stages of each
-NUM_LAYERS = 8  # one in each stage of the longest, some in the others'
+NUM_LAYERS = 10  # two in some stages of the longest, one in its others
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

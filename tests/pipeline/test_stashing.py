@@ -14,7 +14,7 @@ CASES = {  # number of slots, places of the resident stages among a rank's, roun
     "streamed, rounds": (2, (), 2),
 }
 PIPELINES = ((1, 3), (2, 1), (2, 3), (4, 2))  # ranks, stages of each
-NUM_LAYERS = 8  # one in each stage of the longest, some in the others'
+NUM_LAYERS = 10  # two in some stages of the longest, one in its others
 FORMATS = (torch.float32, torch.bfloat16)
 
 
