@@ -30,12 +30,12 @@ Executor._forward = hang
 """
 HANGS_WHILE_LOADING = """
 import os, threading
-from mobius.models.weights import CheckpointWeights
-def hang(self, name, shape, run=CheckpointWeights.read):
-    if os.environ["RANK"] == "1" and "layers.3" in name:
+from mobius.models.weights import StoredTensor
+def hang(self, rows=None, run=StoredTensor.read):
+    if os.environ["RANK"] == "1" and "layers.3" in self.name:
         threading.Event().wait()
-    return run(self, name, shape)
-CheckpointWeights.read = hang
+    return run(self, rows)
+StoredTensor.read = hang
 """
 SLOW_DISK = """
 import os, time

@@ -164,7 +164,7 @@ def test_the_text_part_of_a_larger_model_is_taken_with_the_fields_of_a_text_mode
             {"model_type": "mistral3", "text_config": {"model_type": "clip_text_model"}},
             '"clip_text_model", which is no',
         ),
-        ({"model_type": "llava", "text_config": {"model_type": "mixtral"}}, "'mixtral', which is not supported: it"),
+        ({"model_type": "llava", "text_config": {"model_type": "phimoe"}}, "'phimoe', which is not supported: it"),
         ({"model_type": "cohere2_vision"}, "its text part alone does not give what transformers gives"),
         ({"model_type": "gemma3", "text_config": {"hidden_size": "x"}}, "is refused by transformers"),
         ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 0}}, "'num_hidden_layers' is 0"),
