@@ -137,6 +137,7 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_no_model(tmp_path: Path) ->
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
+@pytest.mark.extended
 def test_plain_torchrun_ends_all_too(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model")
     make_dataset(tmp_path / "data.jsonl")

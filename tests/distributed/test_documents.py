@@ -22,6 +22,8 @@ from harness.forked import Ranks
 COMMANDS = all_commands()
 RUN = [command for command in COMMANDS if not command.needs and "scripts/simulate.py" not in command.text]
 """What simulate.py does has tests of its own; scripts/run_docs runs it as it is printed."""
+TRAINS = re.compile(r"bash train\.sh |python scripts/convert_checkpoint\.py ")
+"""Commands that take many seconds, or what those leave; README's run, and all in scripts/run_docs."""
 CHECKED = [command for command in COMMANDS if command.needs]
 
 
@@ -38,7 +40,17 @@ def test_documents_have_commands_of_both_kinds_and_show_output() -> None:
     assert sum(bool(command.shown) for command in RUN) > 2
 
 
-@pytest.mark.parametrize("command", RUN, ids=lambda command: command.text)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(
+            command,
+            id=command.text,
+            marks=[pytest.mark.extended] if TRAINS.match(command.text) and "README" not in command.place else [],
+        )
+        for command in RUN
+    ],
+)
 def test_a_command_runs_as_printed(command: Command, scratch: Path, tmp_path: Path) -> None:
     program = re.match(r"python (main.py|-m mobius) ", command.text)
     if program is None:

@@ -98,6 +98,7 @@ def test_a_terminal_gets_colours_and_nothing_else_that_steers_it(folder: Path, t
     assert "\x1b" not in errors
 
 
+@pytest.mark.extended
 def test_a_pipe_gets_no_colours(folder: Path, tmp_path: Path) -> None:
     variables = environment(tmp_path) | {"TERM": "xterm", "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(arguments(), cwd=folder, env=variables, capture_output=True, timeout=120, check=False)

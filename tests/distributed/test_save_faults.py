@@ -19,6 +19,7 @@ from kill_and_resume import TrialError, compare
 from started_ranks import Started, comes, descendants, forked, left_in_shared_memory
 
 
+@pytest.mark.extended
 def test_a_run_that_is_killed_four_times_is_the_one_that_was_left_alone(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "kill_and_resume.py"
     words = ["--kills", "4", "--seed", "3", "--launched", "0", "--folder", str(tmp_path)]

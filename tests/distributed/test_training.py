@@ -65,7 +65,7 @@ def plain_training(model: PreTrainedModel, dataset: Path, tokenizer_folder: Path
     [
         (torchrun_main, 2, 4, False, ["--use_offload", "--use_prefetch"]),
         (run_main, 2, 4, True, ["--use_offload", "--no_prefetch"]),
-        (run_main, 2, 2, True, ["--no_offload"]),
+        pytest.param(run_main, 2, 2, True, ["--no_offload"], marks=pytest.mark.extended),
         (run_main, 4, 8, False, ["--use_offload", "--use_prefetch"]),
     ],
 )
@@ -119,7 +119,15 @@ def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -
     assert results[streamed[0]] != results[f"{streamed[0]} --fp32_gradients"], "the comparison can fail"
 
 
-@pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0.5", "--bf16 --max_grad_norm 0", "--fp16", "--fp32"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--bf16 --max_grad_norm 0.5",
+        pytest.param("--bf16 --max_grad_norm 0", marks=pytest.mark.extended),
+        "--fp16",
+        "--fp32",
+    ],
+)
 def test_residency_changes_no_bit(tmp_path: Path, options: str) -> None:
     """The matrix that embedding and head share is resident on one rank and streamed on the other."""
     shared = f"""--device cpu --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 4

@@ -84,6 +84,7 @@ TURNS = ((2, 2, 1, 3), (1, 3, 2, 2), (2, 1, None, 1))
 """Ranks, stages of each, slots, microbatches."""
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("family", OTHERS)
 @pytest.mark.parametrize("kind", ["", "rslora"])
 def test_other_families_gradients_are_those_of_peft(family: str, kind: str) -> None:
@@ -173,8 +174,8 @@ def test_parts_that_are_trained_in_full_beside_adapters_have_their_gradients(par
     ("family", "num_ranks", "options"),
     [
         ("llama", 1, "--num_stages 1 --no_offload"),
-        ("llama", 1, "--num_stages 2 --resident_stages 1"),
-        ("llama", 2, "--num_stages 4"),
+        pytest.param("llama", 1, "--num_stages 2 --resident_stages 1", marks=pytest.mark.extended),
+        pytest.param("llama", 2, "--num_stages 4", marks=pytest.mark.extended),
         ("llama", 2, f"--num_stages 2 {PACKED}"),
         ("llama", 1, "--num_stages 2 --additional_target norms --num_rounds 3"),
         ("mistral", 2, "--num_stages 4"),

@@ -62,6 +62,7 @@ def test_each_cut_is_met_by_a_family() -> None:
         assert {cut for family in FAMILIES for cut in share_of(family, cuts, num_shares)} == {*cuts}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_evaluation_equals_the_plain_model_bit_by_bit(family: str, num_ranks: int) -> None:

@@ -20,6 +20,7 @@ FROZEN = {
 """What is typed, and how the names of the parameters begin."""
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("num_ranks", "num_slots", "keeps_graphs"), [(1, None, True), (1, 1, False), (2, 2, False), (4, None, False)]
 )

@@ -27,6 +27,7 @@ def run(model: PreTrainedModel, batch: StepBatch, *given: Any, **options: Any) -
     return pipeline.run(batch), pipeline.gradients
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("family", "num_ranks", "stages_per_rank"),
     [
@@ -64,6 +65,7 @@ def assert_levels_agree(model: PreTrainedModel, batch: StepBatch, *given: Any, *
         assert torch.equal(gradients[name], gradient), name
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("num_slots", SLOTS)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_in_bf16_it_has_the_bits_of_everything_kept(family: str, num_slots: int | None) -> None:

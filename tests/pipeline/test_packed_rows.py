@@ -57,6 +57,7 @@ def alone(family: str, num_microbatches: int) -> tuple[PreTrainedModel, StepBatc
     return model, batch, loss, gradients
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("keeps_graphs", [False, True])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_no_document_sees_another_one(family: str, keeps_graphs: bool) -> None:
@@ -64,6 +65,7 @@ def test_no_document_sees_another_one(family: str, keeps_graphs: bool) -> None:
     assert_no_leaks(make_model(family, 6), keeps_graphs=keeps_graphs)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_packed_rows_give_what_each_document_gives_alone(family: str, num_ranks: int) -> None:

@@ -66,6 +66,7 @@ def test_each_case_meets_each_number_of_microbatches_in_each_pipeline_and_in_eac
         assert {case for size in sizes for case in cases_of(family, *size, num_microbatches)} == CASES.keys()
 
 
+@pytest.mark.grid(strength=2)
 @pytest.mark.parametrize("stages_per_rank", STAGES_PER_RANK)
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -88,6 +89,7 @@ def test_pipeline_equals_the_plain_model_bit_by_bit(family: str, num_ranks: int,
                 _assert_equal(pipeline.gradients[name], gradient, is_reordered, f"{where} {name}")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", sorted(MIXED))
 @pytest.mark.parametrize("family", ["gemma3", "llama", "llama-tied"])
 def test_a_mixture_of_resident_and_streamed_stages_equals_the_plain_model_bit_by_bit(family: str, case: str) -> None:
@@ -111,6 +113,7 @@ def test_a_mixture_of_resident_and_streamed_stages_equals_the_plain_model_bit_by
                 _assert_equal(pipeline.gradients[name], gradient, is_reordered, f"{where} {name}")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("sizes", [(0, 4, 8, 0), (0, 6, 5, 1), (1, 5, 6, 0), (3, 1, 6, 2), (0, 0, 12, 0), (0, 7, 0, 5)])
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_stages_of_unequal_size_and_some_without_layers_compute_the_same_bits(

@@ -22,6 +22,7 @@ NUM_LAYERS = 10  # two in some stages of the longest, one in its others
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
 def test_rounds_change_no_bit(family: str, case: str) -> None:

@@ -70,6 +70,7 @@ def alone(family: str, num_groups: int) -> tuple[PreTrainedModel, StepBatch, Ten
     return model, batch, loss, gradients
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("num_slices", [2, 4, 5])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_documents_across_slices_give_what_each_gives_alone(family: str, num_slices: int) -> None:
@@ -100,7 +101,7 @@ def test_stages_without_layers_pass_slices_on(is_stashed: bool) -> None:
         assert _apart(pipeline.gradients, {name: each.double() for name, each in plain.items()}) < 2e-6
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.extended), "gemma3"])
 def test_attention_that_is_kept_changes_no_bit_and_is_not_made_again(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ NUM_LAYERS = 10  # two in some stages of the longest, one in its others
 FORMATS = (torch.float32, torch.bfloat16)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_stashing_changes_no_bit(family: str, case: str) -> None:

@@ -21,6 +21,7 @@ def share_of(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> fl
     return float(off / torch.stack([value.double().norm() for value in expected.values()]).norm())
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("num_ranks", "num_slots"), [(1, None), (2, 1)])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_step_in_tiles_gives_the_loss_and_gradients_of_the_plain_model(
@@ -35,6 +36,7 @@ def test_a_step_in_tiles_gives_the_loss_and_gradients_of_the_plain_model(
         assert share_of(pipeline.gradients, expected) <= 1e-6
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("tile_tokens", TILES)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_packed_rows_in_tiles_give_what_each_document_gives_alone(family: str, tile_tokens: int) -> None:
@@ -46,6 +48,7 @@ def test_packed_rows_in_tiles_give_what_each_document_gives_alone(family: str, t
     assert share_of(pipeline.gradients, expected) <= 1e-6
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["gemma3"])
 def test_no_document_sees_another_one_in_its_tile(family: str) -> None:
     """Not a bit of their outputs, losses and gradients of inputs, whichever token of a document changes."""

@@ -110,7 +110,7 @@ def state_of(folder: Path) -> set[tuple[str, int]]:
 @pytest.mark.parametrize(
     ("before", "action", "seeds"),
     [
-        (nothing_before, save_first, [None, 8]),
+        pytest.param(nothing_before, save_first, [None, 8], marks=pytest.mark.extended),
         (older_before, save_again, [8, 108]),
         (several_before, partial(remove_old, keep=1, protected=[Path("checkpoint-4")]), [8]),
     ],
@@ -163,6 +163,7 @@ def settle_with_kills(left: Path, folder: Path, first: int) -> int:
     return (at - first) // 3
 
 
+@pytest.mark.extended
 def test_a_kill_while_leftovers_are_settled_is_settled_by_the_next_start(tmp_path: Path) -> None:
     older_before(template := tmp_path / "template")
     num_settled = 0

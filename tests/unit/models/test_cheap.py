@@ -79,6 +79,7 @@ def costly(targets: Sequence[object]) -> Counter[str]:
 ONLY_BACKWARD = {"mm": 7, "_scaled_dot_product_flash_attention_for_cpu_backward": 1}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_graphs_of_each_family_give_the_bits_of_everything_kept_and_run_no_product_again(
@@ -93,6 +94,7 @@ def test_the_graphs_of_each_family_give_the_bits_of_everything_kept_and_run_no_p
         assert costly([node.target for node in graph.graph.nodes]) == ONLY_BACKWARD
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_eager_layer_gives_the_bits_of_everything_kept_and_of_a_recomputed_one(

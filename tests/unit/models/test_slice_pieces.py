@@ -41,6 +41,7 @@ def pairs(piece: Piece, num_rows: int, num_queries: int, length: int) -> Tensor:
     return seen
 
 
+@pytest.mark.grid(strength=2)
 @pytest.mark.parametrize(
     ("kernel", "window"),
     [(Kernel.CUDNN, None), (Kernel.CPU, None), *((Kernel.FLASH, window) for window in (None, 1, 7, 40, 200))],
@@ -82,6 +83,7 @@ def test_documents_that_keep_changing_make_no_plans_of_cudnn() -> None:
     assert {piece.kernel for piece in second} == {Kernel.FLASH}
 
 
+@pytest.mark.grid(strength=2)
 @pytest.mark.parametrize(
     ("kernel", "window"), [(Kernel.CUDNN, None), *((Kernel.FLASH, each) for each in (None, 1, 40))]
 )

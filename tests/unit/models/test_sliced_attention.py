@@ -26,6 +26,7 @@ def assert_equal(given: Sequences, lengths: list[int], settings: SliceSettings, 
     assert all(error <= share for error in errors.values()), errors
 
 
+@pytest.mark.grid(strength=2)
 @pytest.mark.parametrize("kernel", [Kernel.CPU, Kernel.TILES])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("rows", ROWS)
@@ -35,6 +36,7 @@ def test_slices_are_what_the_whole_is(lengths: list[int], rows: Rows, heads: tup
     assert_equal(given, lengths, given.settings(kernel, **SMALL))
 
 
+@pytest.mark.grid(strength=2)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 40, 96, 97, 200])
 @pytest.mark.parametrize("rows", [WHOLE, PACKED, [[10, 60, 27], [49, 48]]])
