@@ -30,11 +30,11 @@ def main() -> None:
         from mobius.config.cli import given_options, parse_args
 
         config = parse_args(sys.argv[1:], num_ranks=ranks.num_ranks, num_nodes=ranks.num_nodes)
-        ranks = ranks.cut(config.launch.pipeline_ranks)
         if config.planning.dry_run:
             from mobius.planning.dry_run import run_dry
 
             sys.exit(0 if run_dry(config, ranks, given=given_options(sys.argv[1:])) else 1)
+        ranks = ranks.cut(config.launch.pipeline_ranks)
         if config.data.preview is not None:
             from mobius.training.preview_run import run_preview
 

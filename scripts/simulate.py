@@ -103,12 +103,12 @@ def requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[PlanRe
         if model and Path(model[-1]).name == "config.json":  # its folder is meant
             model = [*model[:-1], str(Path(model[-1]).parent)]
         machine = Machine(
-            gpus * arguments.nodes,
+            gpus,
             find_card(card),
             host=host,
             pcie=pcie,
+            num_replicas=arguments.nodes,
             num_nodes=arguments.nodes,
-            node_link=arguments.node_link,
         )
         config = parse_args([*usual, *words, *model, *limit])
         validate(config, machine.num_ranks)
@@ -169,7 +169,7 @@ def row_of(found: Answer) -> list[str]:
         f"{100 * prediction.bubble:.0f} %",
         *waits,
         f"{fullest(found.needs).total / GIB:.1f}",
-        f"{found.host.total / found.request.machine.num_nodes / GIB:.0f}",
+        f"{found.host.total / GIB:.0f}",
         f"{forecast.limit} ({100 * forecast.gain:.0f} % by 10 % more)",
     ]
 

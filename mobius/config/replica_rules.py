@@ -16,7 +16,7 @@ def misfit_replicas(config: Config, num_replicas: int) -> Iterator[tuple[str, st
     if launch.node_rank is not None and launch.node_rank >= launch.nnodes:
         told = f"nodes are numbered from 0, and there are {launch.nnodes} (`--nnodes`); use one below that"
         yield "node_rank nnodes", f"`--node_rank` {launch.node_rank}: {told}"
-    if launch.nnodes > 1:
+    if launch.nnodes > 1 and not config.planning.dry_run:
         missing = [name for name in ("node_rank", "rdzv_endpoint") if getattr(launch, name) is None]
         for name in missing:
             yield f"nnodes {name}", f"`--nnodes` {launch.nnodes} needs `--{name}` on each node; add it (--help)"

@@ -49,8 +49,16 @@ CPU_PROCESS_BYTES = int(0.5 * GIB)
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """A change as the user types it, and the bytes that are needed with it."""
+
+    options: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class HostNeed:
-    """Host bytes of all ranks together, by category."""
+    """Host bytes of all ranks of a pipeline together, by category."""
 
     num_ranks: int
     streamed_parameters: int
@@ -96,7 +104,7 @@ def process_bytes(request: PlanRequest, plan: Plan) -> int:
 
 
 def host_need(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostNeed:
-    """Count the host bytes of all ranks; on CPUs resident stages are in host memory as well.
+    """Count the host bytes of all ranks of a pipeline; on CPUs resident stages are in host memory as well.
 
     `own_bytes` are those of this process, which may have run something else before. While stages are loaded, one tensor
     at a time comes on top; the buffers that a step takes later are not there yet.
@@ -111,10 +119,10 @@ def host_need(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostNe
         if is_streamed:
             streamed += frozen + trained * travels
             in_rounds = plan.sums_travel(cut.stage % plan.num_ranks)
-            streamed_bytes += frozen * sizes.weight + trained * travels * replace(sizes, in_rounds=in_rounds).host
+            streamed_bytes += replace(sizes, in_rounds=in_rounds).host(trained * travels, frozen=frozen)
         if request.machine.on_cpu and not travels:
             resident += trained + frozen * (not is_streamed)
-            resident_bytes += trained * sizes.resident(keeps_gradients=cut.stage in request.waiting)
+            resident_bytes += sizes.resident(trained, keeps_gradients=cut.stage in request.waiting)
             resident_bytes += frozen * (not is_streamed) * sizes.weight
     each = process_bytes(request, plan)
     if not request.machine.on_cpu:
@@ -129,8 +137,11 @@ def host_need(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostNe
     return HostNeed(plan.num_ranks, streamed, streamed_bytes, resident, resident_bytes, each, stash, attention)
 
 
-def check_host_memory(need: HostNeed, *, available_bytes: int) -> None:
-    """Raise HostMemoryError, with the arithmetic, if `need` exceeds `available_bytes` of the machine."""
+def check_host_memory(need: HostNeed, *, available_bytes: int, remedies: Iterable[Remedy] = ()) -> None:
+    """Raise HostMemoryError, with the arithmetic, if `need` exceeds `available_bytes` of the machine.
+
+    `remedies` are single changes, from the least on; the first that fits is named.
+    """
     if need.total <= available_bytes:
         return
     others = need.total - need.stash
@@ -144,6 +155,8 @@ def check_host_memory(need: HostNeed, *, available_bytes: int) -> None:
         )
     else:
         advice = "Use a smaller model or a host with more memory"
+    if (found := next((each for each in remedies if each.num_bytes <= available_bytes), None)) is not None:
+        advice = f"Use {found.options} (needs {bytes_text(found.num_bytes)}). {advice}"
     raise HostMemoryError(
         f"{need.num_ranks} rank(s) need {bytes_text(need.total)} of host memory ({need.describe()}), "
         f"{bytes_text(available_bytes)} is available. {advice}; if this host's memory grows on demand, state how much "
@@ -211,9 +224,9 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
     # Trained on this GPU, wherever the stage's other parameters are.
     resident = {cut.stage: cut.num_trained(shape) for cut in own if cut.stage in plan.resident or shape.keeps_trained}
     beside = sum(count for stage, count in resident.items() if stage not in plan.resident)
-    kept = sum(count * sizes.kept(keeps_gradients=stage in waiting) for stage, count in resident.items())
+    kept = sum(sizes.kept(count, keeps_gradients=stage in waiting) for stage, count in resident.items())
     # Gradients add up in one fp32 sum, of which there are two where streamed ones leave from it, and come back.
-    in_place = {stage for stage in resident if sizes.in_rounds or (stage in waiting and sizes.gradient == 4)}
+    in_place = {stage for stage in resident if sizes.adds_in_place(keeps_gradients=stage in waiting)}
     summed = max([*streamed, *(count for stage, count in resident.items() if stage not in in_place)], default=0)
     num_sums = MAX_SUMS if plan.sums_travel(rank) or (streamed and sizes.gradient > sizes.weight) else 1
     most = largest_moment(plan, rank, microbatch_bytes(request, layer))
@@ -222,7 +235,7 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
         rank,
         weights=(slots + whole + beside) * sizes.weight,
         gradients=summed * 4 * num_sums + kept,
-        optimizer=sum(resident.values()) * sizes.optimizer,
+        optimizer=sum(map(sizes.optimizer, resident.values())),
         inputs=most.inputs,
         graphs=most.graphs,
         messages=most.messages,
@@ -325,14 +338,6 @@ def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> M
 def fullest(needs: Iterable[GpuNeed]) -> GpuNeed:
     """The largest of several ranks' needs."""
     return max(needs, key=lambda need: need.total)
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """A change as the user types it, and the bytes of the fullest rank with it."""
-
-    options: str
-    num_bytes: int
 
 
 def describe_experts(request: PlanRequest) -> str:

@@ -73,7 +73,7 @@ class CheckpointNeed:
 def checkpoint_need(request: PlanRequest, plan: Plan, *, has_optimizer: bool) -> CheckpointNeed:
     """The need of `plan`; small files are left out."""
     sizes = request.sizes
-    shape, per_trained = request.shape, sizes.optimizer if has_optimizer else 0
+    shape, per_trained = request.shape, sizes.per_optimizer if has_optimizer else 0
     on_gpu = frozenset(range(plan.num_stages)) if shape.keeps_trained else plan.resident
     on_gpu = frozenset() if request.machine.on_cpu else on_gpu
 

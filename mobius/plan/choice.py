@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from mobius.config.config import PipelineConfig, Recompute
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
-from mobius.plan.cards import GIGA, LATENCY, TERA, LayerEstimate, attending, estimate_profile
+from mobius.plan.cards import TERA, LayerEstimate, attending, estimate_profile
 from mobius.plan.fit import (
     LEAST_SLICE,
     check_given_plan,
@@ -25,7 +25,7 @@ from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import by_score, closed_form
 from mobius.plan.partition import most_stages
 from mobius.plan.plan import Plan
-from mobius.plan.profile import MessageRates, Profile, with_frozen
+from mobius.plan.profile import Profile, with_frozen
 from mobius.plan.request import PlanRequest
 from mobius.plan.search.levels import fit_by_simulation
 from mobius.plan.simulation import Forecast, Prediction, forecast, plan_seconds, without_collector
@@ -73,7 +73,8 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.request.step_tokens / self.step_seconds
+        """Tokens of all replicas."""
+        return self.request.all_tokens / self.step_seconds
 
     @property
     def mfu(self) -> float:
@@ -86,7 +87,7 @@ class Answer:
         assert machine.card is not None
         attention = shape.num_layers * shape.hidden_size * self.request.attention_length
         operations = (shape.product_operations + 6 * attention) * self.tokens_per_second
-        return operations / (machine.card.tera_flops * TERA * machine.num_ranks)
+        return operations / (machine.card.tera_flops * TERA * machine.num_ranks * machine.num_replicas)
 
 
 @without_collector()
@@ -123,7 +124,10 @@ def answer(
 
 
 def estimated_profile(request: PlanRequest) -> Profile | None:
-    """The estimate for the machine of `request`, all nodes together; None where there is none."""
+    """The estimate for a pipeline on the machine of `request`; None where there is none.
+
+    Pipelines that share a machine share its host memory's bandwidth.
+    """
     machine, card = request.machine, request.card
     if card is None:
         return None
@@ -136,16 +140,11 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
         seq_length=request.config.data.seq_length,
         num_ranks=machine.num_ranks,
         pcie=machine.pcie,
-        host=replace(machine.host, bandwidth=machine.host.bandwidth * machine.num_nodes),
+        host=replace(machine.host, bandwidth=machine.host.bandwidth / machine.replicas_per_node),
         compiled=request.compiles,
         attention_length=None if request.packed is None else request.attention_length,
     )
-    profile = with_frozen(profile, request.shape)
-    if machine.num_nodes == 1:
-        return profile
-    between = min(machine.node_link * GIGA, profile.messages.bandwidth)
-    messages = MessageRates(between, LATENCY, profile.messages.is_through_host)
-    return replace(profile, messages=messages, basis=f"{machine.num_nodes} nodes on paper, together {profile.basis}")
+    return with_frozen(profile, request.shape)
 
 
 def _checked(measured: Profile, request: PlanRequest) -> Profile:

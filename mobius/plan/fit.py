@@ -43,6 +43,7 @@ from mobius.plan.budget import (
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import Choose, by_score, closed_form
 from mobius.plan.plan import KeptLevel, MemoryUse, Plan
+from mobius.plan.replicas.told import more_nodes
 from mobius.plan.request import PlanRequest
 from mobius.units import bytes_text
 
@@ -300,6 +301,7 @@ def find_remedies(request: PlanRequest, need: Callable[[PlanRequest], int], avai
         _stages,
         _microbatches,
         _offload,
+        more_nodes,
         _sequences,
     ):
         for options, changed in changes(request):

@@ -54,7 +54,9 @@ class SavedPlan:
     model: ModelDigest
     plan: Plan
     batch_size: int
+    """Rows of a step of all replicas."""
     seq_length: int
+    num_replicas: int = 1
 
     def to_json(self) -> str:
         """The file's text, stages ascending, ending in a line break."""
@@ -64,6 +66,7 @@ class SavedPlan:
             "model": asdict(self.model),
             "batch_size": self.batch_size,
             "seq_length": self.seq_length,
+            **({"num_replicas": self.num_replicas} if self.num_replicas > 1 else {}),
             "num_ranks": plan.num_ranks,
             "num_microbatches": plan.num_microbatches,
             "num_rounds": plan.num_rounds,
@@ -141,7 +144,9 @@ def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
         _count(fields, "products_home") if "products_home" in fields else 0,
     )
     digest = _digest(_field(fields, "model"))
-    return SavedPlan(digest, plan, _count(fields, "batch_size", least=1), _count(fields, "seq_length", least=2))
+    num_replicas = _count(fields, "num_replicas", least=1) if "num_replicas" in fields else 1
+    rows, length = _count(fields, "batch_size", least=1), _count(fields, "seq_length", least=2)
+    return SavedPlan(digest, plan, rows, length, num_replicas)
 
 
 def _level(value: object) -> KeptLevel:
@@ -216,8 +221,9 @@ def _contradiction(saved: SavedPlan) -> str | None:
         return f"{plan.num_microbatches} microbatches of {saved.seq_length} tokens in {plan.num_slices} slices"
     if plan.num_chunks % plan.num_rounds:
         return f"{plan.num_chunks} microbatches in {plan.num_rounds} rounds"
-    if saved.batch_size % plan.num_chunks:
-        return f"{saved.batch_size} sequences in {plan.num_chunks} microbatches"
+    if saved.batch_size % (plan.num_chunks * saved.num_replicas):
+        each = f" of each of {saved.num_replicas} replicas" if saved.num_replicas > 1 else ""
+        return f"{saved.batch_size} sequences in {plan.num_chunks} microbatches{each}"
     starts = [0, *(cut.end_layer for cut in plan.cuts)]
     wanted = [(s, starts[s], s == 0, s == number - 1) for s in range(number)]
     if [(cut.stage, cut.first_layer, cut.is_first, cut.is_last) for cut in plan.cuts] != wanted:
@@ -248,8 +254,10 @@ def _contradiction(saved: SavedPlan) -> str | None:
     return None
 
 
-def check_saved_plan(saved: SavedPlan, path: Path, *, model: ModelDigest, num_ranks: int) -> None:
-    """Raise PlanError if the plan was made for another model or number of ranks."""
+def check_saved_plan(
+    saved: SavedPlan, path: Path, *, model: ModelDigest, num_ranks: int, num_replicas: int = 1
+) -> None:
+    """Raise PlanError if the plan was made for another model, number of ranks of a pipeline, or of replicas."""
     if saved.model != model:
         own, other = asdict(model), asdict(saved.model)
         parts = ", ".join(f"{name} {other[name]} (here {own[name]})" for name in own if own[name] != other[name])
@@ -258,4 +266,9 @@ def check_saved_plan(saved: SavedPlan, path: Path, *, model: ModelDigest, num_ra
         raise PlanError(
             f"--plan {path} is for {saved.plan.num_ranks} rank(s), {num_ranks} are started. Start "
             f"{saved.plan.num_ranks} (--nproc_per_node), or make a plan with --dry_run --num_ranks {num_ranks}."
+        )
+    if saved.num_replicas != num_replicas:
+        raise PlanError(
+            f"--plan {path} is for {saved.num_replicas} replica(s) of the pipeline, {num_replicas} are started. Start "
+            f"{saved.num_replicas} (--nnodes, --pipeline_ranks), or make a plan for {num_replicas} with --dry_run."
         )

@@ -117,7 +117,7 @@ def describe_step(found: Answer) -> str:
     waits = ", ".join(f"{cause} {found.prediction.worst_wait(cause):.3f}" for cause in WaitCause)
     return "\n".join(
         [
-            f"predicted step: {found.step_seconds:.3f} s for {found.request.step_tokens:,} tokens, "
+            f"predicted step: {found.step_seconds:.3f} s for {found.request.all_tokens:,} tokens, "
             f"{found.tokens_per_second:,.0f} tokens/s, {100 * found.mfu:.0f} % MFU",
             f"  limited by {found.forecast.limit} ({100 * found.forecast.gain:.1f} % shorter if it were 1.1 times as "
             f"fast); bubble {100 * found.prediction.bubble:.0f} %; the worst rank waits, s: {waits}",

@@ -15,54 +15,14 @@ from mobius.plan.cards import Card, Host
 from mobius.plan.gpu_peak import estimate_layer
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import KeptLevel, Plan, level_of, make_plan
+from mobius.plan.replicas.state_bytes import ByteSizes
 from mobius.plan.tasks import StepRules
 from mobius.units import GIB
 
-MOMENTS_BYTES = 8
-"""The two fp32 moments of AdamW, per parameter."""
 BESIDE_PRODUCTS = 1 / 64
 """Share of what products need that is kept beside it: attention's log-sum-exps, a norm's numbers. An estimate."""
 OUTSIDE_BYTES = GIB
 """Memory of a card that the driver and communicators take. A guess, where what is free is not known."""
-
-
-@dataclass(frozen=True)
-class ByteSizes:
-    """Bytes per parameter of each part of a stage's training state."""
-
-    weight: int
-    """The working copy: 2 for bf16 and fp16, 4 for fp32."""
-    gradient: int
-    """Once summed: as much as the weight, or 4 where gradients are kept in fp32."""
-    remainder: int
-    """Kept to have an fp32 master: 2 beside bf16, whose bits are half of it, 4 beside fp16."""
-    in_rounds: bool = False
-    """Whether sums in fp32 wait for another round: on the host where gradients lie later, or in a resident stage."""
-
-    @classmethod
-    def of(cls, dtype: Dtype, *, has_fp32_gradients: bool = False, in_rounds: bool = False) -> ByteSizes:
-        """The sizes of a run in `dtype`, in which summed gradients are in the same format or in fp32."""
-        weight = 4 if dtype is Dtype.FP32 else 2
-        remainder = {Dtype.BF16: 2, Dtype.FP16: 4, Dtype.FP32: 0}[dtype]
-        return cls(weight, 4 if has_fp32_gradients else weight, remainder, in_rounds)
-
-    @property
-    def optimizer(self) -> int:
-        """Bytes that make an fp32 master of the weights, and the moments; in an fp32 run the weights are the master."""
-        return MOMENTS_BYTES + self.remainder
-
-    @property
-    def host(self) -> int:
-        """Host bytes per parameter of a streamed stage: weights, gradients or sums, remainder and moments."""
-        return self.weight + (4 if self.in_rounds else self.gradient) + self.optimizer
-
-    def resident(self, *, keeps_gradients: bool) -> int:
-        """GPU bytes per parameter of a resident stage: weights, remainder and moments, and gradients or sums kept."""
-        return self.weight + self.optimizer + self.kept(keeps_gradients=keeps_gradients)
-
-    def kept(self, *, keeps_gradients: bool) -> int:
-        """GPU bytes per parameter of a resident stage's own gradients or sums."""
-        return 4 if self.in_rounds else self.gradient if keeps_gradients else 0
 
 
 @dataclass(frozen=True)
@@ -84,12 +44,10 @@ class Machine:
     host: Host = field(default_factory=Host)
     pcie: int | None = None
     """Generation of the slots; None: the card's own."""
-    num_nodes: int = 1
-    """More than one exist on paper only: one ring of ranks goes through all of them."""
-    node_link: float = 25.0
-    """GB/s between neighbouring nodes, in one direction; 25 is 200 Gbit/s."""
     num_replicas: int = 1
     """Pipelines that share each step's batch and the optimizer's state; all others of these facts are of one."""
+    num_nodes: int = 1
+    """Machines, each of which has equally many of the replicas."""
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -101,6 +59,11 @@ class Machine:
     @property
     def on_cpu(self) -> bool:
         return self.gpu_bytes is None
+
+    @property
+    def replicas_per_node(self) -> int:
+        """Pipelines that share a machine's host memory and its link to other machines."""
+        return self.num_replicas // self.num_nodes
 
 
 def compiles(config: Config, machine: Machine) -> bool:
@@ -243,9 +206,9 @@ class PlanRequest:
 
     @property
     def host_bytes(self) -> int | None:
-        """Host memory that activations may be planned into; None where it is not known."""
+        """Host memory of a pipeline that activations may be planned into; None where it is not known."""
         limit = self.config.pipeline.host_memory_limit
-        return self.machine.host_bytes if limit is None else int(limit * GIB)
+        return self.machine.host_bytes if limit is None else int(limit * GIB) // self.machine.replicas_per_node
 
     @property
     def compiles(self) -> bool:
@@ -262,6 +225,7 @@ class PlanRequest:
             self.config.model.dtype,
             has_fp32_gradients=self.config.pipeline.fp32_gradients or self.shape.keeps_trained,
             in_rounds=(self.num_rounds or 1) > 1,
+            num_replicas=self.machine.num_replicas,
         )
 
     @property
@@ -273,6 +237,11 @@ class PlanRequest:
     def step_tokens(self) -> int:
         """Tokens of all microbatches of a pipeline's step, padding counted."""
         return self.rows * self.config.data.seq_length
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of a step of all replicas, as `step_tokens`."""
+        return self.step_tokens * self.machine.num_replicas
 
     @property
     def microbatch_rows(self) -> int:

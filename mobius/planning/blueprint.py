@@ -26,6 +26,7 @@ from mobius.plan.partition import ModelShape
 from mobius.plan.plan import Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, check_saved_plan
 from mobius.plan.profile import Profile
+from mobius.plan.replicas.told import host_remedies
 from mobius.plan.request import Machine, PackedRows, PlanRequest, compiles
 from mobius.planning.alike import smallest_machine
 from mobius.ranks import Ranks, allows_peer_copies, cpu_share, separate_device_queues
@@ -139,11 +140,13 @@ def sketch_blueprint(
         total, free, sharing = smallest_machine(everyone, ranks, machine.total_bytes, machine.free_bytes)
         host_bytes = None if machine.host_bytes is None else machine.host_bytes // sharing
         machine = replace(machine, total_bytes=total, free_bytes=free, host_bytes=host_bytes)
+        machine = replace(machine, num_nodes=max(1, ranks.num_replicas // sharing))
     parts = ModelParts(model_config, device, compiled=compiles(config, machine), adapters=config.adapters)
     shape = parts.shape()
     if saved is not None:
         digest = ModelDigest.of(shape, config.model.dtype)
-        check_saved_plan(saved, Path(config.planning.plan or ""), model=digest, num_ranks=ranks.num_places)
+        numbers = {"num_ranks": ranks.num_places, "num_replicas": ranks.num_replicas}
+        check_saved_plan(saved, Path(config.planning.plan or ""), model=digest, **numbers)
     place = Place(ranks=ranks, device=device, device_order=device_order, meeting=meeting, sharing=sharing)
     request = settle(PlanRequest.of(config, shape, machine, packed))
     given = None if saved is None else saved.plan
@@ -220,13 +223,13 @@ def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: i
 
 def _machine(device: torch.device, ranks: Ranks, free_bytes: int | None) -> Machine:
     if device.type != "cuda":
-        return Machine(ranks.num_places, num_replicas=ranks.num_replicas)
+        return Machine(ranks.num_places, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes)
     properties = torch.cuda.get_device_properties(device)
     own = machine_of_gpu(properties.name, properties.total_memory, ranks.num_places, free_bytes=free_bytes)
     if ranks.num_replicas == 1:
         return own
     host = replace(own.host, cores_per_rank=max(1, cpu_share(ranks.num_local)))
-    return replace(own, num_replicas=ranks.num_replicas, host=host)
+    return replace(own, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes, host=host)
 
 
 def _draw(
@@ -289,7 +292,8 @@ def _check_host(found: Answer, sharing: int) -> None:
     if found.request.machine.on_cpu or found.plan.num_slots is not None or found.plan.stashed:
         limit = found.request.config.pipeline.host_memory_limit
         whole = available_host_bytes() if limit is None else int(limit * GIB)
-        check_host_memory(found.host, available_bytes=whole // sharing)
+        remedies = host_remedies(found.request, found.plan)
+        check_host_memory(found.host, available_bytes=whole // sharing, remedies=remedies)
 
 
 def _message_shape(request: PlanRequest) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,11 +28,12 @@ from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.plan.choice import Answer, answer, settle
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan_table import describe_gpus, describe_host, describe_stages, describe_step
+from mobius.plan.replicas.told import describe_replicas, host_remedies
 from mobius.plan.request import Machine, PackedRows, PlanRequest
 from mobius.planning.blueprint import machine_of_gpu
 from mobius.planning.planned import saved_plan_of
 from mobius.ranks import Ranks, visible_devices
-from mobius.units import GIB
+from mobius.units import GIB, bytes_text
 from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
@@ -51,10 +53,10 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     """
     if not ranks.is_first:
         return True
-    machine = machine_to_plan_for(config, _num_ranks(config, ranks))
+    machine = machine_to_plan_for(config, planned_ranks(config, ranks))
     if machine.on_cpu:
         config = settle_on_cpus(config, given=given)
-    validate(config, machine.num_ranks)
+    validate(config, machine.num_ranks, machine.num_replicas)
     model_config, model_folder = load_planned_config(config.model)
     parts = ModelParts(model_config, torch.device("cpu"), adapters=config.adapters)
     if model_folder is not None:
@@ -70,6 +72,8 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     except GpuMemoryError as error:
         logger.error("does not fit: %s", error)
         return False
+    if machine.num_replicas > 1:
+        logger.info("%s", describe_replicas(found.request))
     logger.info("%s", describe_stages(found.plan, shape))
     if machine.on_cpu:
         logger.info("no step is predicted for CPUs; name a GPU to plan for with --card")
@@ -91,8 +95,13 @@ def planned(config: Config, shape: ModelShape, machine: Machine, packed: PackedR
     return answer(request, layer=None if machine.on_cpu else estimated_layer(request))
 
 
-def machine_to_plan_for(config: Config, num_ranks: int) -> Machine:
+def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
     """The machine with the card that is named, else this one. Raises PlanError for a card that is not known."""
+    replicas = {"num_replicas": ranks.num_replicas, "num_nodes": ranks.num_nodes}
+    return replace(_machine_of_pipeline(config, ranks.num_places), **replicas)
+
+
+def _machine_of_pipeline(config: Config, num_ranks: int) -> Machine:
     if config.planning.card is not None:
         return Machine(num_ranks, find_card(config.planning.card))
     if config.pipeline.device is Device.CPU or not torch.cuda.is_available():
@@ -115,22 +124,30 @@ def _log_devices(config: Config, num_ranks: int) -> None:
     logger.info("GPUs of ranks 0 to %d: %s", num_ranks - 1, ", ".join(names[index] for index in order))
 
 
-def _num_ranks(config: Config, ranks: Ranks) -> int:
-    """The ranks that are named, else those that are started, else the GPUs that there are."""
+def planned_ranks(config: Config, ranks: Ranks) -> Ranks:
+    """The processes that are planned for: of each node those that are named, else those started, else its GPUs.
+
+    Raises ConfigError where a node's processes do not make whole pipelines.
+    """
     listed = config.launch.cuda_visible_devices
-    started = ranks.num_ranks if ranks.num_ranks > 1 else None
+    started = ranks.num_local if ranks.num_ranks > 1 else None
     visible = len(listed.split(",")) if listed else torch.cuda.device_count()
-    return config.planning.num_ranks or started or config.launch.nproc_per_node or visible or CPU_RANKS
+    of_node = config.planning.num_ranks or started or config.launch.nproc_per_node or visible or CPU_RANKS
+    nodes = max(ranks.num_nodes, config.launch.nnodes)
+    return Ranks(0, nodes * of_node, 0, num_replicas=nodes, num_nodes=nodes).cut(config.launch.pipeline_ranks)
 
 
 def _log_host(found: Answer) -> bool:
-    """Print the host's bytes; whether they are there."""
-    available = _host_bytes(found.request.config)
+    """Print a host's bytes; whether they are there."""
+    available = _host_bytes(found.request)
     logger.info("%s", describe_host(found.host, available))
+    if (sharing := found.request.machine.replicas_per_node) > 1:
+        together = bytes_text(sharing * found.host.total)
+        logger.info("  %d pipelines on each node: %s of each node's host memory together", sharing, together)
     if available is None:
         return True
     try:
-        check_host_memory(found.host, available_bytes=available)
+        check_host_memory(found.host, available_bytes=available, remedies=host_remedies(found.request, found.plan))
     except HostMemoryError as error:
         logger.error("does not fit: %s", error)
         return False
@@ -139,17 +156,21 @@ def _log_host(found: Answer) -> bool:
 
 def _log_checkpoints(found: Answer) -> None:
     """Print what saving takes, if the run saves."""
-    saving, available = found.request.config.saving, _host_bytes(found.request.config)
+    saving, available = found.request.config.saving, _host_bytes(found.request)
     if saving.is_on:
         need = checkpoint_need(found.request, found.plan, has_optimizer=not saving.save_only_model)
         logger.info("%s", need.describe(None if available is None else available - found.host.total, None))
 
 
-def _host_bytes(config: Config) -> int | None:
-    """Bytes that may be used: what is said, else what this machine has; None if the plan is for another one."""
+def _host_bytes(request: PlanRequest) -> int | None:
+    """Bytes that a pipeline may use of its host: a part of what is said, else of what this machine has.
+
+    None if the plan is for another one.
+    """
+    config, sharing = request.config, request.machine.replicas_per_node
     if config.pipeline.host_memory_limit is not None:
-        return int(config.pipeline.host_memory_limit * GIB)
-    return available_host_bytes() if config.planning.card is None else None
+        return int(config.pipeline.host_memory_limit * GIB) // sharing
+    return available_host_bytes() // sharing if config.planning.card is None else None
 
 
 def _save(found: Answer) -> None:

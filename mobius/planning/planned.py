@@ -114,4 +114,5 @@ def saved_plan_of(found: Answer) -> SavedPlan:
     """The plan of a run as a file keeps it; of other ranks it tells what this one knows."""
     config = found.request.config
     digest = ModelDigest.of(found.request.shape, config.model.dtype)
-    return SavedPlan(digest, found.plan, config.pipeline.batch_size, config.data.seq_length)
+    sizes = config.pipeline.batch_size, config.data.seq_length
+    return SavedPlan(digest, found.plan, *sizes, found.request.machine.num_replicas)

@@ -22,11 +22,11 @@ def ask(
     *,
     gpus: int = 4,
     pcie: int | None = None,
-    nodes: int = 1,
+    replicas: int = 1,
     host: Host | None = None,
     **options: object,
 ) -> Answer:
-    machine = Machine(gpus * nodes, CARDS[card], host=host or Host(), pcie=pcie, num_nodes=nodes)
+    machine = Machine(gpus, CARDS[card], host=host or Host(), pcie=pcie, num_replicas=replicas, num_nodes=replicas)
     request = request_of(shape, machine, **options)
     return answer(request, layer=estimated_layer(request))
 
@@ -109,9 +109,8 @@ def test_no_step_is_predicted_without_rates(llama_7b: ModelShape) -> None:
         seconds(found)
 
 
-def test_two_nodes_share_the_work_and_say_that_they_are_on_paper(llama_7b: ModelShape) -> None:
-    two = ask(llama_7b, "L20", nodes=2)
-    assert seconds(two) < seconds(ask(llama_7b, "L20"))
-    assert two.profile is not None
-    assert "on paper" in two.profile.basis
-    assert two.request.machine.num_ranks == 8
+def test_replicas_share_a_step_and_tokens_are_those_of_all(llama_7b: ModelShape) -> None:
+    one, two = ask(llama_7b, "L20"), ask(llama_7b, "L20", replicas=2)
+    assert 0.5 * seconds(one) < seconds(two) < seconds(one)
+    assert two.tokens_per_second == pytest.approx(64 * 512 / seconds(two))
+    assert two.mfu == pytest.approx(one.mfu * seconds(one) / seconds(two) / 2)

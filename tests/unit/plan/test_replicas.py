@@ -1,0 +1,163 @@
+"""Several pipelines that share a step: bytes as memory/ takes them, and what the planner tells of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.live_bytes import LiveBytes
+from harness.plan_requests import known_shape, request_of
+from transformers import LlamaConfig
+
+from mobius.config.adapters import AdapterConfig, FinetuningType
+from mobius.config.config import Dtype, Recompute
+from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
+from mobius.models.blocks import ModelParts
+from mobius.plan.budget import check_host_memory, estimated_layer, gpu_need, host_need
+from mobius.plan.cards import CARDS
+from mobius.plan.fit import fit_plan
+from mobius.plan.plan_file import ModelDigest, SavedPlan, check_saved_plan, read_plan
+from mobius.plan.replicas.told import describe_replicas, host_remedies, more_nodes
+from mobius.plan.request import Machine
+from mobius.training.stages import RankStages
+from mobius.units import GIB
+
+CPU = torch.device("cpu")
+WIDE = LlamaConfig(
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    vocab_size=256,
+    tie_word_embeddings=False,
+)
+TIED = LlamaConfig(**(WIDE.to_dict() | {"tie_word_embeddings": True}))
+LORA = AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=8)
+FROZEN = AdapterConfig(freeze="embedding,layers.0-1")
+FULL = AdapterConfig()
+NUMBERS = 512
+"""Bytes of norms that stages hold, and of elements by which shares are rounded."""
+
+
+class Counterparts:
+    """Replicas of which only the number is asked."""
+
+    def __init__(self, index: int, num_replicas: int) -> None:
+        self.index, self.num_replicas = index, num_replicas
+
+
+@pytest.mark.parametrize(
+    ("model", "adapters", "num_replicas", "num_resident", "options"),
+    [
+        (WIDE, FULL, 2, 0, {}),
+        (WIDE, FULL, 3, 1, {}),
+        (WIDE, FULL, 2, 2, {"max_grad_norm": 0.0}),
+        (WIDE, FULL, 2, 1, {"fp32_gradients": True}),
+        (WIDE, FULL, 2, 0, {"num_rounds": 2}),
+        (WIDE, FULL, 3, 2, {"num_rounds": 2}),
+        (TIED, FULL, 3, 1, {"max_grad_norm": 0.0}),
+        (WIDE, LORA, 2, 1, {}),
+        (WIDE, FROZEN, 2, 0, {}),
+    ],
+)
+def test_bytes_of_the_states_are_those_that_memory_takes(
+    model: LlamaConfig, adapters: AdapterConfig, num_replicas: int, num_resident: int, options: dict[str, Any]
+) -> None:
+    parts = ModelParts(model, CPU, adapters=adapters)
+    machine = Machine(2, CARDS["H200"], num_replicas=num_replicas, num_nodes=num_replicas)
+    request = request_of(parts.shape(), machine, num_stages=4, batch_size=48, **options)
+    plan = replace(request.plan, resident=frozenset(range(2 * num_resident)), slots=(2 - num_resident,) * 2)
+    gradient_dtype = torch.float32 if request.sizes.gradient == 4 else torch.bfloat16
+    for rank in range(2):
+        host, device = [], []
+        for index in range(num_replicas):
+            with LiveBytes() as live:
+                stages = RankStages.take(
+                    parts,
+                    plan,
+                    rank,
+                    device=CPU,
+                    dtype=torch.bfloat16,
+                    gradient_dtype=gradient_dtype,
+                    loss_chunk_tokens=64,
+                    waiting=request.waiting,
+                    replicas=Counterparts(index, num_replicas),  # type: ignore[arg-type]
+                )
+            host.append(0 if stages.arena is None else stages.arena.num_bytes)
+            device.append(live.now)  # the arena is mapped, and no tensor of torch's
+        of_rank = replace(plan, resident=frozenset(range(4)) - frozenset(plan.streamed_stages(rank)))
+        need = gpu_need(request, plan, rank=rank)
+        # The first replicas own the most.
+        assert host_need(request, of_rank).streamed == pytest.approx(host[0], abs=NUMBERS)
+        assert host[0] == max(host)
+        assert need.weights + need.gradients + need.optimizer == pytest.approx(device[0], abs=NUMBERS)
+
+
+def test_a_streamed_parameter_takes_two_bytes_and_a_share_of_twelve() -> None:
+    shape = known_shape("7b")
+    for number, each in ((1, 14), (2, 8), (3, 6), (4, 5)):
+        machine = Machine(4, CARDS["H200"], num_replicas=number, num_nodes=number)
+        request = request_of(shape, machine, batch_size=96)
+        assert host_need(request, request.plan).streamed == pytest.approx(each * shape.num_parameters, rel=1e-6)
+
+
+def test_pipelines_of_a_node_share_what_its_host_may_give() -> None:
+    shape = known_shape("7b")
+    limits = [
+        request_of(
+            shape, Machine(4, CARDS["H200"], num_replicas=number, num_nodes=nodes), host_memory_limit=100.0
+        ).host_bytes
+        for number, nodes in ((1, 1), (2, 2), (4, 2))
+    ]
+    assert limits == [100 * GIB, 100 * GIB, 50 * GIB]
+    two = request_of(shape, Machine(4, CARDS["H200"], num_replicas=4, num_nodes=2))
+    assert describe_replicas(two) == (
+        "4 replicas of a pipeline of 4 rank(s), 2 on each of 2 node(s): each plays 16 of 64 rows of a step, and "
+        "updates 1/4 of each stage"
+    )
+
+
+def test_a_refusal_names_the_fewest_nodes_that_have_the_memory() -> None:
+    shape = known_shape("7b")
+    request = request_of(shape, Machine(4, CARDS["H200"], num_replicas=2, num_nodes=2))
+    need = host_need(request, request.plan)
+    # 3.37e9 x 2 + 12 / R bytes and four processes; the 64 rows are cut into 8 microbatches by 1, 2, 4 or 8 replicas.
+    assert [options for options, _ in more_nodes(request)] == ["--nnodes 4", "--nnodes 8"]
+    four, eight = (remedy.num_bytes for remedy in host_remedies(request, request.plan))
+    assert need.total - four == pytest.approx(3 * shape.num_parameters, rel=1e-6)
+    assert four - eight == pytest.approx(1.5 * shape.num_parameters, rel=1e-6)
+    for available, options in ((four, "--nnodes 4"), (four - 1, "--nnodes 8")):
+        with pytest.raises(HostMemoryError, match=f"Use {options} .needs "):
+            check_host_memory(need, available_bytes=available, remedies=host_remedies(request, request.plan))
+    with pytest.raises(HostMemoryError) as caught:
+        check_host_memory(need, available_bytes=eight - 1, remedies=host_remedies(request, request.plan))
+    assert "--nnodes" not in str(caught.value)
+    assert not list(more_nodes(request_of(shape)))
+
+
+def test_a_gpu_that_is_too_small_for_its_share_of_the_rows_is_told_of_more_nodes() -> None:
+    options = {"resident_stages": "0", "recompute": Recompute.FULL, "num_rounds": 1, "tile_tokens": "off"}
+    machine = Machine(4, CARDS["RTX4090"], num_replicas=2, num_nodes=2)
+    request = request_of(known_shape("7b"), machine, seq_length=8192, **options)
+    with pytest.raises(GpuMemoryError, match=r"--nnodes 4 \(needs [0-9.]+ GiB\)"):
+        fit_plan(request, layer=estimated_layer(request))
+
+
+def test_a_plan_of_replicas_is_for_so_many(tmp_path: Path) -> None:
+    shape, path = known_shape("7b"), tmp_path / "plan.json"
+    digest = ModelDigest.of(shape, Dtype.BF16)
+    plan = request_of(shape).plan
+    one, two = (SavedPlan(digest, plan, 64, 512, number) for number in (1, 2))
+    assert "num_replicas" not in one.to_json()
+    path.write_text(two.to_json())
+    assert read_plan(path) == two
+    check_saved_plan(two, path, model=digest, num_ranks=4, num_replicas=2)
+    with pytest.raises(PlanError, match=r"is for 2 replica.s. of the pipeline, 3 are started"):
+        check_saved_plan(two, path, model=digest, num_ranks=4, num_replicas=3)
+    path.write_text(replace(two, batch_size=24).to_json())
+    with pytest.raises(PlanError, match="24 sequences in 8 microbatches of each of 2 replicas"):
+        read_plan(path)
