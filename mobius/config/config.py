@@ -362,6 +362,9 @@ class PlanningConfig:
     card: str | None = None
     """GPU that a dry run plans for, such as H200 or RTX4090 (scripts/simulate.py --help lists them). Default: the one
     that is here; without any, the CPU."""
+    node_link: Positive | None = None
+    """GB/s of a node's link to the other nodes, in each direction, that replicas are planned for; 100 Gbit/s are 12.5.
+    Default: 12.5. No effect on one node."""
     plan_output: str = "plan.json"
     """File in which a dry run saves its plan. Not in save_dir, which a run wants empty."""
     plan: str | None = None

@@ -228,7 +228,12 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
     # Gradients add up in one fp32 sum, of which there are two where streamed ones leave from it, and come back.
     in_place = {stage for stage in resident if sizes.adds_in_place(keeps_gradients=stage in waiting)}
     summed = max([*streamed, *(count for stage, count in resident.items() if stage not in in_place)], default=0)
-    num_sums = MAX_SUMS if plan.sums_travel(rank) or (streamed and sizes.gradient > sizes.weight) else 1
+    # One stage is reduced over the replicas while the next one adds up (memory/shared/reductions.py).
+    num_sums = (
+        MAX_SUMS
+        if sizes.num_replicas > 1 or plan.sums_travel(rank) or (streamed and sizes.gradient > sizes.weight)
+        else 1
+    )
     most = largest_moment(plan, rank, microbatch_bytes(request, layer))
     ends = any(cut.is_first or cut.is_last for cut in own)
     return GpuNeed(

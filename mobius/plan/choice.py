@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from mobius.config.config import PipelineConfig, Recompute
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
-from mobius.plan.cards import TERA, LayerEstimate, attending, estimate_profile
+from mobius.plan.cards import GIGA, TERA, LayerEstimate, attending, estimate_profile
 from mobius.plan.fit import (
     LEAST_SLICE,
     check_given_plan,
@@ -26,6 +26,7 @@ from mobius.plan.memory_use import by_score, closed_form
 from mobius.plan.partition import most_stages
 from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile, with_frozen
+from mobius.plan.replicas.traffic import ReplicaRates, rates_of_nodes
 from mobius.plan.request import PlanRequest
 from mobius.plan.search.levels import fit_by_simulation
 from mobius.plan.simulation import Forecast, Prediction, forecast, plan_seconds, without_collector
@@ -144,7 +145,17 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
         compiled=request.compiles,
         attention_length=None if request.packed is None else request.attention_length,
     )
-    return with_frozen(profile, request.shape)
+    return replace(with_frozen(profile, request.shape), replicas=replica_rates(request, profile))
+
+
+def replica_rates(request: PlanRequest, profile: Profile) -> ReplicaRates | None:
+    """The estimate between replicas: over the nodes' links, or within a node as messages go; None with one pipeline."""
+    machine, messages = request.machine, profile.messages
+    if machine.num_replicas == 1:
+        return None
+    if machine.num_nodes == 1:
+        return ReplicaRates(machine.num_ranks * messages.bandwidth, messages.bandwidth, messages.is_through_host)
+    return rates_of_nodes(machine.node_link * GIGA, num_replicas=machine.num_replicas, num_nodes=machine.num_nodes)
 
 
 def _checked(measured: Profile, request: PlanRequest) -> Profile:

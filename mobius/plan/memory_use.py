@@ -103,7 +103,8 @@ def closed_form(request: PlanRequest, profile: Profile | None = None) -> Score:
     shape, own = request.shape, [[plan.cuts[stage] for stage in plan.stages_of(rank)] for rank in range(plan.num_ranks)]
     counts = [[cut.num_active(shape) for cut in cuts] for cuts in own]
     trained = [[cut.num_active_trained(shape) for cut in cuts] for cuts in own]
-    updated = [[0 if shape.keeps_trained else cut.num_trained(shape) for cut in cuts] for cuts in own]
+    share = request.rules.sharing.own
+    updated = [[0 if shape.keeps_trained else share(cut.num_trained(shape)) for cut in cuts] for cuts in own]
 
     def score(rank: int, use: MemoryUse) -> float:
         return estimated_seconds(

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from mobius.plan.partition import ModelShape
+from mobius.plan.replicas.traffic import ReplicaRates
 
 FORMAT = 7
 """Counted up when a field changes its meaning, so that an older file is not believed."""
@@ -121,6 +122,8 @@ class Profile:
     """Tokens of the sequence, or mean over tokens of their document, that layers attended in; None: as in rows."""
     attention: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
     """Seconds of each layer's that attention takes; known where rows are to be cut into slices, and of estimates."""
+    replicas: ReplicaRates | None = None
+    """None where there is one pipeline."""
 
     def of_layer(self, layer: int) -> LayerSeconds:
         """The seconds of the model's layer number `layer`."""
@@ -173,6 +176,7 @@ class Profile:
                 launch=_numbers(LayerSeconds, fields.pop("launch")),
                 attention=_numbers(LayerSeconds, fields.pop("attention")),
                 messages=_numbers(MessageRates, fields.pop("messages")),
+                replicas=_numbers(ReplicaRates, found) if (found := fields.pop("replicas", None)) else None,
                 **fields,
             )
             _check(profile)
@@ -236,6 +240,8 @@ def _check(profile: Profile) -> None:
         profile.host_bandwidth,
         profile.gpu_bandwidth,
     )
+    if profile.replicas is not None:
+        rates += (profile.replicas.together, profile.replicas.alone)
     if min(*rates, profile.messages.bandwidth) <= 0:
         raise ValueError("a rate is 0")
     kinds = range(len(profile.layer_kinds))

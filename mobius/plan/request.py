@@ -15,7 +15,8 @@ from mobius.plan.cards import Card, Host
 from mobius.plan.gpu_peak import estimate_layer
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import KeptLevel, Plan, level_of, make_plan
-from mobius.plan.replicas.state_bytes import ByteSizes
+from mobius.plan.replicas.state_bytes import SUM_BYTES, ByteSizes
+from mobius.plan.replicas.traffic import NODE_LINK, Sharing
 from mobius.plan.tasks import StepRules
 from mobius.units import GIB
 
@@ -48,6 +49,8 @@ class Machine:
     """Pipelines that share each step's batch and the optimizer's state; all others of these facts are of one."""
     num_nodes: int = 1
     """Machines, each of which has equally many of the replicas."""
+    node_link: float = NODE_LINK
+    """GB/s of a machine's link to the others, in each direction."""
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -117,6 +120,8 @@ class PlanRequest:
     num_attention_kept: int | None = None
     """Stages of each rank that keep attention's results; None while it is not tried out, which is planned as what
     `recompute` says, or none."""
+    reduce_bytes: int = SUM_BYTES
+    """Bytes per parameter of gradients between replicas."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
@@ -340,6 +345,7 @@ class PlanRequest:
             is_tied=self.shape.is_tied and (self.shape.trained is None or self.shape.trained.embedding > 0),
             attention_bytes=self.attention_bytes,
             product_bytes=self.product_bytes,
+            sharing=Sharing(self.machine.num_replicas, self.reduce_bytes),
         )
 
     @property

@@ -28,7 +28,8 @@ from functools import lru_cache
 from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile
 from mobius.plan.request import PlanRequest
-from mobius.plan.step_tasks import ComputeTask, StepTasks, stage_costs
+from mobius.plan.seconds.stage_costs import stage_costs
+from mobius.plan.step_tasks import ComputeTask, StepTasks
 from mobius.plan.tasks import StageCost, StepRules, run
 from mobius.schedule.build import rank_actions
 from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
@@ -47,6 +48,7 @@ class Resource(StrEnum):
     HOST_MEMORY = "host memory"
     CORES = "CPU cores"
     MESSAGES = "messages"
+    REPLICAS = "the link between replicas"
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,8 @@ def with_faster(profile: Profile, resource: Resource, factor: float) -> Profile:
     if resource is Resource.CORES:
         together = profile.cpu_adamw_together * factor
         return replace(profile, cpu_adamw=profile.cpu_adamw * factor, cpu_adamw_together=together)
+    if resource is Resource.REPLICAS:
+        return replace(profile, replicas=None if profile.replicas is None else profile.replicas.times(factor))
     messages = profile.messages
     faster_messages = replace(messages, bandwidth=messages.bandwidth * factor, latency=messages.latency / factor)
     return replace(profile, messages=faster_messages)
@@ -237,7 +241,8 @@ def with_faster(profile: Profile, resource: Resource, factor: float) -> Profile:
 
 def limiting_resource(profile: Profile, step_seconds: Callable[[Profile], float], now: float) -> tuple[Resource, float]:
     """The resource whose 1.1-fold speed gains most, and the share of `now`, a step at `profile`, that it gains."""
-    gains = {resource: 1 - step_seconds(with_faster(profile, resource, TRIED_FACTOR)) / now for resource in Resource}
+    tried = [each for each in Resource if each is not Resource.REPLICAS or profile.replicas is not None]
+    gains = {resource: 1 - step_seconds(with_faster(profile, resource, TRIED_FACTOR)) / now for resource in tried}
     best = max(gains, key=lambda resource: gains[resource])
     return best, gains[best]
 

@@ -6,90 +6,17 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from mobius.limits import PIECE_ELEMENTS, max_leaving
-from mobius.plan.partition import ModelShape, StageCut
-from mobius.plan.plan import KeptLevel, Plan
+from mobius.limits import MAX_SUMS, PIECE_ELEMENTS, max_leaving
 from mobius.plan.profile import Profile
+from mobius.plan.replicas.traffic import CLEARED_BYTES, REDUCES_BESIDE_COMPUTE
 from mobius.plan.tasks import Flow, SharedRates, StageCost, StepRules, Task
 from mobius.schedule.action import Action, ActionKind, incoming, outgoing
 from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.schedule import Schedule, take_turns
 
-ACTION_GAP = 40e-6
-"""Seconds of a GPU between two actions: events and other streams are waited for (0.02 to 0.08 ms in traces)."""
-LAUNCH_BESIDE_UPDATES = 1.25
-"""The host's seconds for a backward while its other cores update streamed stages, over those on an idle host: 2.2 to
-2.6 ms in runs for 2.0 alone."""
 SEAL_BYTES = 14
 """GPU memory traffic per parameter behind a stage's last backward, when its message has left: norm 4, rounded to the
 format in which gradients travel 6, sums cleared 4."""
-
-
-def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
-    """The cost of every stage: a profile's seconds added up over its layers."""
-    costs, launch, slices = [], profile.launch, plan.num_slices > 1
-    for cut in plan.cuts:
-        layers = [profile.of_layer(layer) for layer in cut.layers]
-        forward = sum(layer.forward for layer in layers)
-        keeps = cut.stage in plan.kept
-        backward = sum(layer.backward if keeps else layer.recomputed_backward for layer in layers)
-        elementwise = sum(profile.elementwise_seconds(layer, shape) for layer in cut.layers)
-        if keeps and plan.kept_level is KeptLevel.PRODUCTS:
-            backward += elementwise
-        spared = sum(layer.recomputed_backward - layer.backward for layer in layers) - elementwise
-        if cut.is_first:
-            forward += profile.embedding_forward
-            backward += profile.embedding_backward
-        keys, attention = _slice_parts(cut, shape, profile) if slices else (0.0, (0.0, 0.0))
-        if cut.stage in plan.attention_kept:  # backward is without the forward of it
-            backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
-        if cut.is_last:
-            # Slices go forward there as elsewhere, all but the last layer, which does in backward behind its keys.
-            last, early = forward, 0.0
-            if slices and layers:
-                last, early, moved = layers[-1].forward, keys / len(layers), profile.attention.forward
-                attention = attention[0] - moved, attention[1] + moved
-            forward, backward = forward - last + early, last + profile.loss + backward
-        num_layers = len(cut.layers)
-        launch_back = launch.backward if keeps else launch.recomputed_backward
-        forward_launch, backward_launch = (
-            each * num_layers + profile.action_launch for each in (launch.forward, launch_back)
-        )
-        if len(plan.resident) < plan.num_stages:
-            backward_launch *= LAUNCH_BESIDE_UPDATES
-        with_products = None
-        if plan.num_products_home and cut.stage in plan.stashed:
-            spared_launch = (launch.recomputed_backward - launch.backward) * num_layers
-            with_products = backward - spared + ACTION_GAP, backward_launch - spared_launch
-        costs.append(
-            StageCost(
-                forward + (0.0 if cut.is_last else ACTION_GAP),
-                backward + ACTION_GAP,
-                cut.num_trained(shape),
-                cut.stage in plan.resident,
-                0.0 if cut.is_last else forward_launch,
-                backward_launch + (forward_launch if cut.is_last else 0.0),
-                num_layers,
-                keys + ACTION_GAP,
-                *attention,
-                cut.stage in plan.attention_kept,
-                loaded=cut.num_travelling(shape),
-                from_products=with_products,
-                keeps_trained=shape.keeps_trained,
-            )
-        )
-    return tuple(costs)
-
-
-def _slice_parts(cut: StageCut, shape: ModelShape, profile: Profile) -> tuple[float, tuple[float, float]]:
-    """Seconds per microbatch of queries, keys and values of all layers, and of attention forward and backward."""
-    attention, keys = profile.attention, 0.0
-    for layer in cut.layers:
-        projected = shape.hidden_size * (shape.attention_width + 2 * shape.key_width)
-        products = profile.of_layer(layer).forward - attention.forward
-        keys += products * min(1.0, projected / shape.active_parameters[layer])
-    number = len(cut.layers)
-    return keys, (number * attention.forward, number * attention.recomputed_backward)
 
 
 @dataclass(slots=True)
@@ -118,6 +45,8 @@ class _Sent:
 class _Slot:
     stage: int | None = None
     free: Task | None = None
+    kept: Task | None = None
+    """Behind which weights that replicas have brought are on the host."""
 
 
 SUM_BYTES = 4
@@ -150,6 +79,12 @@ class _RankTasks:
     last_of_stage: dict[int, Task] = field(default_factory=dict)
     last_is_backward: dict[int, bool] = field(default_factory=dict)
     computes: list[ComputeTask] = field(default_factory=list)
+    adds_up: int | None = None
+    """The stage whose gradients are added up."""
+    reductions: list[Task] = field(default_factory=list)
+    """Sums over the replicas, in their order; the buffers of a rank's sums take turns."""
+    updated: set[int] = field(default_factory=set)
+    """Streamed stages whose next load brings the weights that other replicas have updated."""
 
 
 class StepTasks:
@@ -176,6 +111,7 @@ class StepTasks:
         for rank, action in self._order:
             self._add(rank, action)
         ends = [state.last for state in self.ranks if state.last is not None]
+        ends += [state.reductions[-1] for state in self.ranks if state.reductions]  # their norms are of the step
         end = self._task(None, self.profile.step_overhead, ends)
         self.step_ends.append(end)
         self._finish(end)
@@ -218,6 +154,10 @@ class StepTasks:
         if is_backward and stage in state.sums:
             both = [task for task in (waits[WaitCause.WEIGHTS], state.sums.pop(stage)) if task is not None]
             waits[WaitCause.WEIGHTS] = self._task(None, 0.0, both)
+        if is_backward and self._is_shared and state.adds_up != stage:
+            state.adds_up = stage
+            both = [task for task in (message, *state.reductions[-MAX_SUMS:-1]) if task is not None]
+            waits[WaitCause.NEIGHBOURS] = self._task(None, 0.0, both) if both else None
         ends_stage = is_backward and action.microbatch == self.schedule.last_backward
         has_products = self.schedule.sends_products(stage, action.microbatch)
         seconds = cost.slice_seconds(action, self.schedule.num_slices, has_products=has_products)
@@ -227,7 +167,10 @@ class StepTasks:
         if target is not None:
             self._send(rank, self.schedule.rank_of(target), action, task)
         if ends_stage:
-            task = self._compute(rank, f"seal {stage}", SEAL_BYTES * cost.parameters / self.profile.gpu_bandwidth, {})
+            sealed = CLEARED_BYTES if self._is_shared else SEAL_BYTES
+            task = self._compute(rank, f"seal {stage}", sealed * cost.parameters / self.profile.gpu_bandwidth, {})
+            if self._is_shared and cost.parameters:
+                task = self._reduce(rank, stage, task)
         state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
         if ends_stage and (cost.is_resident or cost.keeps_trained) and self._updates_at_once(stage):
             self._update_on_gpu(rank, stage)
@@ -256,18 +199,45 @@ class StepTasks:
         work = self.flows.message(rank, target, self.rules.message_bytes)
         self._messages[key] = self._task((Lane.SEND, rank, target), work, [sent], name=_Sent(action, target))
 
+    @property
+    def _is_shared(self) -> bool:
+        return self.rules.sharing.num_replicas > 1
+
+    def _reduce(self, rank: int, stage: int, done: Task) -> Task:
+        """Sum a stage's gradients over the replicas, on a stream of its own."""
+        state = self.ranks[rank]
+        flow = self.flows.between_replicas(rank, self.rules.sharing.reduce_bytes(self.costs[stage].parameters))
+        task = self._task((Lane.REDUCE, rank), flow, [done], name=f"R{stage}")
+        state.reductions = [*state.reductions[1 - MAX_SUMS :], task]
+        if not REDUCES_BESIDE_COMPUTE:
+            state.last = task
+        return task
+
+    def _gather(self, rank: int, stage: int, slot: _Slot, load: Task) -> Task:
+        """Bring the weights that other replicas have updated to the GPU and, for later loads, to the host."""
+        num_bytes = self.rules.sharing.others(self.costs[stage].parameters) * self.rules.weight_bytes
+        flow = self.flows.between_replicas(rank, num_bytes)
+        task = self._task((Lane.GATHER, rank), flow, [load], name=f"G{stage}")
+        slot.kept = self._task(f"weights home {rank}", self.flows.offload(rank, num_bytes), [task])
+        return task
+
     def _add_load(self, rank: int, stage: int) -> None:
         state = self.ranks[rank]
         slot = next((slot for slot in state.slots if slot.stage is None), None)
         if slot is None:
             slot = _Slot()
             state.slots.append(slot)
-        needs = [task for task in (slot.free, state.begin, state.updates.get(stage)) if task is not None]
+        points = (slot.free, slot.kept, state.begin, state.updates.get(stage))
+        needs = [task for task in points if task is not None]
         cost = self.costs[stage]
         loaded = cost.parameters if cost.loaded is None else cost.loaded
+        gathers = stage in state.updated
+        loaded -= self.rules.sharing.others(cost.parameters) if gathers else 0
         flow = self.flows.load(rank, loaded * self.rules.weight_bytes)
         slot.stage = stage
-        state.loads[stage] = self._task((Lane.LOAD, rank), flow, needs, name=f"L{stage}")
+        load = self._task((Lane.LOAD, rank), flow, needs, name=f"L{stage}")
+        state.loads[stage] = self._gather(rank, stage, slot, load) if gathers else load
+        state.updated.discard(stage)
 
     def _add_offload(self, rank: int, stage: int) -> None:
         state = self.ranks[rank]
@@ -276,7 +246,8 @@ class StepTasks:
         slot.stage, slot.free = None, last
         if not self._has_gradients(rank, stage) or self.costs[stage].keeps_trained:
             return
-        flow = self.flows.offload(rank, self.costs[stage].parameters * self.rules.gradient_bytes)
+        owned = self.rules.sharing.own(self.costs[stage].parameters)
+        flow = self.flows.offload(rank, owned * self.rules.gradient_bytes)
         home = slot.free = self._task((Lane.OFFLOAD, rank), flow, [last], name=f"O{stage}")
         self._homes[stage] = home
         if self._updates_at_once(stage) and self.rules.overlaps_optimizer:
@@ -337,10 +308,21 @@ class StepTasks:
                         state.begin = state.updates[stage]
 
     def _update_on_gpu(self, rank: int, stage: int) -> None:
-        self._compute(rank, f"U{stage}", self.costs[stage].parameters / self.profile.gpu_adamw, {})
+        state, parameters = self.ranks[rank], self.costs[stage].parameters
+        seconds = self.rules.sharing.own(parameters) / self.profile.gpu_adamw
+        if not self._is_shared:
+            self._compute(rank, f"U{stage}", seconds, {})
+        elif parameters:  # behind its reduction, on the same stream
+            needs = [task for task in (state.last_of_stage.get(stage), state.begin) if task is not None]
+            update = self._task((Lane.REDUCE, rank), seconds, needs, name=f"U{stage}")
+            num_bytes = self.rules.sharing.others(parameters) * self.rules.weight_bytes
+            flow = self.flows.between_replicas(rank, num_bytes)
+            state.updates[stage] = self._task((Lane.REDUCE, rank), flow, [update], name=f"G{stage}")
 
     def _update_on_host(self, rank: int, stage: int, needs: Sequence[Task]) -> None:
-        left = self.costs[stage].parameters
+        left = self.rules.sharing.own(self.costs[stage].parameters)
+        if self._is_shared and left:
+            self.ranks[rank].updated.add(stage)
         while left > 0:
             piece = min(left, PIECE_ELEMENTS)
             flow = self.flows.update(piece)

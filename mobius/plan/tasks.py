@@ -15,6 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mobius.plan.profile import Profile
+from mobius.plan.replicas.traffic import Sharing
 from mobius.schedule.action import Action, ActionKind
 
 _NEGLIGIBLE = 1e-12
@@ -88,6 +89,8 @@ class StepRules:
     """Bytes of attention's result for a layer and microbatch, where that is kept."""
     product_bytes: int = 0
     """Bytes of all that a layer's products need of a microbatch."""
+    sharing: Sharing = field(default_factory=Sharing)
+    """How replicas share the stages."""
 
     def kept_bytes(self, cost: StageCost, *, has_products: bool) -> int:
         """Bytes that the layers of a stage send home of a microbatch: for recomputing, or for its products."""
@@ -270,7 +273,7 @@ class SharedRates:
     """Makes the flows of a run, and tells the capacities of what they share."""
 
     HOST, BOTH_WAYS, DOWN, UP = "host memory", "copies both ways", "copies down", "copies up"
-    UPDATES = "CPU optimizers"
+    UPDATES, REPLICAS = "CPU optimizers", "link between replicas"
 
     def __init__(self, profile: Profile, num_ranks: int) -> None:
         copies = profile.copies
@@ -282,6 +285,8 @@ class SharedRates:
             self.UP: num_ranks * copies.up_together,
             self.UPDATES: num_ranks * profile.cpu_adamw_together,
         }
+        if profile.replicas is not None:
+            self.capacities[self.REPLICAS] = profile.replicas.together
         for rank in range(num_ranks):
             self.capacities[self.DOWN, rank], self.capacities[self.UP, rank] = copies.down, copies.up
         # What the optimizers lose beside copies is what these take of the host's memory, in bytes per byte copied;
@@ -303,6 +308,15 @@ class SharedRates:
         """A part of a CPU update."""
         uses: dict[Hashable, float] = {self.HOST: self._profile.cpu_adamw_bytes, self.UPDATES: 1.0}
         return Flow(parameters, self._profile.cpu_adamw, uses, self._update_weight)
+
+    def between_replicas(self, rank: int, num_bytes: float) -> Flow:
+        """Bytes that a rank gives to its counterparts while as many come."""
+        rates = self._profile.replicas
+        assert rates is not None, "a profile of replicas knows what is between them"
+        uses: dict[Hashable, float] = {self.REPLICAS: 1.0}
+        for resource, share in (*self._up(rank).items(), *self._down(rank).items()) if rates.is_through_host else ():
+            uses[resource] = uses.get(resource, 0.0) + share
+        return Flow(num_bytes, rates.alone, uses)
 
     def message(self, source: int, target: int, num_bytes: float) -> float | Flow:
         """Seconds of a message over a link of its own, or a flow up to the host and down again."""

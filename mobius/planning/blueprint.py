@@ -140,7 +140,8 @@ def sketch_blueprint(
         total, free, sharing = smallest_machine(everyone, ranks, machine.total_bytes, machine.free_bytes)
         host_bytes = None if machine.host_bytes is None else machine.host_bytes // sharing
         machine = replace(machine, total_bytes=total, free_bytes=free, host_bytes=host_bytes)
-        machine = replace(machine, num_nodes=max(1, ranks.num_replicas // sharing))
+        link = config.planning.node_link or machine.node_link
+        machine = replace(machine, num_nodes=max(1, ranks.num_replicas // sharing), node_link=link)
     parts = ModelParts(model_config, device, compiled=compiles(config, machine), adapters=config.adapters)
     shape = parts.shape()
     if saved is not None:

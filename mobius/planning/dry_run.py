@@ -29,6 +29,7 @@ from mobius.plan.choice import Answer, answer, settle
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan_table import describe_gpus, describe_host, describe_stages, describe_step
 from mobius.plan.replicas.told import describe_replicas, host_remedies
+from mobius.plan.replicas.worth import describe_traffic
 from mobius.plan.request import Machine, PackedRows, PlanRequest
 from mobius.planning.blueprint import machine_of_gpu
 from mobius.planning.planned import saved_plan_of
@@ -80,6 +81,8 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     else:
         logger.info("%s", describe_gpus(found))
         logger.info("%s", describe_step(found))
+        if found.profile is not None and found.profile.replicas is not None:
+            logger.info("  %s", describe_traffic(found))
         if config.data.packing in (Packing.AUTO, Packing.ON):
             logger.info("  %s", ROWS_AS_PLANNED)
     fits = _log_host(found)
@@ -97,8 +100,9 @@ def planned(config: Config, shape: ModelShape, machine: Machine, packed: PackedR
 
 def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
     """The machine with the card that is named, else this one. Raises PlanError for a card that is not known."""
-    replicas = {"num_replicas": ranks.num_replicas, "num_nodes": ranks.num_nodes}
-    return replace(_machine_of_pipeline(config, ranks.num_places), **replicas)
+    machine = _machine_of_pipeline(config, ranks.num_places)
+    machine = replace(machine, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes)
+    return replace(machine, node_link=config.planning.node_link or machine.node_link)
 
 
 def _machine_of_pipeline(config: Config, num_ranks: int) -> Machine:

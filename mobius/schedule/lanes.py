@@ -17,6 +17,8 @@ class Lane(StrEnum):
     SEND = "send"
     RECEIVE = "receive"
     OPTIMIZER = "optimizer"
+    REDUCE = "reduce"
+    GATHER = "gather"
 
 
 class WaitCause(StrEnum):

@@ -18,7 +18,8 @@ from mobius.plan.budget import gpu_need, host_need
 from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.plan.choice import Answer, answer, settle
 from mobius.plan.partition import ModelShape
-from mobius.plan.step_tasks import StepTasks, stage_costs
+from mobius.plan.seconds.stage_costs import stage_costs
+from mobius.plan.step_tasks import StepTasks
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane
 from mobius.training.stages import RankStages

@@ -26,7 +26,7 @@ from mobius.plan.plan import KeptLevel, MemoryUse, make_plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.plan.plan_table import describe_stages
 from mobius.plan.request import Machine
-from mobius.plan.step_tasks import stage_costs
+from mobius.plan.seconds.stage_costs import stage_costs
 
 RTX4090 = Machine(4, CARDS["RTX4090"])
 ON_GPUS = {"use_offload": False, "resident_stages": "auto"}

@@ -20,8 +20,8 @@ from mobius.plan.partition import ModelShape
 from mobius.plan.plan import MemoryUse, Plan
 from mobius.plan.profile import Profile
 from mobius.plan.request import Machine, PlanRequest
+from mobius.plan.seconds.stage_costs import stage_costs
 from mobius.plan.simulation import schedule_of, simulate_steps
-from mobius.plan.step_tasks import stage_costs
 from mobius.schedule.build import build_schedule
 from mobius.schedule.check import check
 from mobius.units import GIB

@@ -21,8 +21,8 @@ from mobius.plan.request import Machine, PlanRequest
 from mobius.plan.search import products_home
 from mobius.plan.search.levels import fit_by_simulation
 from mobius.plan.search.products_home import WORTH
+from mobius.plan.seconds.stage_costs import ACTION_GAP, stage_costs
 from mobius.plan.simulation import plan_seconds
-from mobius.plan.step_tasks import ACTION_GAP, stage_costs
 
 RTX4090 = Machine(4, CARDS["RTX4090"])
 AUTO = {"activation_offloading": ActivationOffloading.AUTO, "num_stages": 16, "num_slices": 1, "num_rounds": 1}

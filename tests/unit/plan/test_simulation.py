@@ -17,6 +17,7 @@ from mobius.plan.partition import ModelShape
 from mobius.plan.plan import make_plan
 from mobius.plan.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
 from mobius.plan.request import Machine
+from mobius.plan.seconds.stage_costs import LAUNCH_BESIDE_UPDATES, stage_costs
 from mobius.plan.simulation import (
     Forecast,
     Prediction,
@@ -28,11 +29,7 @@ from mobius.plan.simulation import (
     steady_seconds,
     with_faster,
 )
-from mobius.plan.step_tasks import (
-    LAUNCH_BESIDE_UPDATES,
-    SEAL_BYTES,
-    stage_costs,
-)
+from mobius.plan.step_tasks import SEAL_BYTES
 from mobius.plan.tasks import SharedRates, StageCost, StepRules, share_rates
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane, WaitCause

@@ -19,8 +19,8 @@ from mobius.plan.fit import fit_plan
 from mobius.plan.plan import Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, read_plan
 from mobius.plan.request import PlanRequest
+from mobius.plan.seconds.stage_costs import stage_costs
 from mobius.plan.simulation import schedule_of, simulate_steps
-from mobius.plan.step_tasks import stage_costs
 from mobius.plan.tasks import StageCost
 from mobius.schedule.lanes import Lane
 from mobius.units import GIB

@@ -1,0 +1,1 @@
+"""Owns what the parts of a step take by themselves, in seconds."""

@@ -1,0 +1,81 @@
+"""What each stage costs: a profile's seconds of layers, embedding and loss, added up as a plan cuts the model."""
+
+from __future__ import annotations
+
+from mobius.plan.partition import ModelShape, StageCut
+from mobius.plan.plan import KeptLevel, Plan
+from mobius.plan.profile import Profile
+from mobius.plan.tasks import StageCost
+
+ACTION_GAP = 40e-6
+"""Seconds of a GPU between two actions: events and other streams are waited for (0.02 to 0.08 ms in traces)."""
+LAUNCH_BESIDE_UPDATES = 1.25
+"""The host's seconds for a backward while its other cores update streamed stages, over those on an idle host: 2.2 to
+2.6 ms in runs for 2.0 alone."""
+
+
+def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
+    """The cost of every stage: a profile's seconds added up over its layers."""
+    costs, launch, slices = [], profile.launch, plan.num_slices > 1
+    for cut in plan.cuts:
+        layers = [profile.of_layer(layer) for layer in cut.layers]
+        forward = sum(layer.forward for layer in layers)
+        keeps = cut.stage in plan.kept
+        backward = sum(layer.backward if keeps else layer.recomputed_backward for layer in layers)
+        elementwise = sum(profile.elementwise_seconds(layer, shape) for layer in cut.layers)
+        if keeps and plan.kept_level is KeptLevel.PRODUCTS:
+            backward += elementwise
+        spared = sum(layer.recomputed_backward - layer.backward for layer in layers) - elementwise
+        if cut.is_first:
+            forward += profile.embedding_forward
+            backward += profile.embedding_backward
+        keys, attention = _slice_parts(cut, shape, profile) if slices else (0.0, (0.0, 0.0))
+        if cut.stage in plan.attention_kept:  # backward is without the forward of it
+            backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
+        if cut.is_last:
+            # Slices go forward there as elsewhere, all but the last layer, which does in backward behind its keys.
+            last, early = forward, 0.0
+            if slices and layers:
+                last, early, moved = layers[-1].forward, keys / len(layers), profile.attention.forward
+                attention = attention[0] - moved, attention[1] + moved
+            forward, backward = forward - last + early, last + profile.loss + backward
+        num_layers = len(cut.layers)
+        launch_back = launch.backward if keeps else launch.recomputed_backward
+        forward_launch, backward_launch = (
+            each * num_layers + profile.action_launch for each in (launch.forward, launch_back)
+        )
+        if len(plan.resident) < plan.num_stages:
+            backward_launch *= LAUNCH_BESIDE_UPDATES
+        with_products = None
+        if plan.num_products_home and cut.stage in plan.stashed:
+            spared_launch = (launch.recomputed_backward - launch.backward) * num_layers
+            with_products = backward - spared + ACTION_GAP, backward_launch - spared_launch
+        costs.append(
+            StageCost(
+                forward + (0.0 if cut.is_last else ACTION_GAP),
+                backward + ACTION_GAP,
+                cut.num_trained(shape),
+                cut.stage in plan.resident,
+                0.0 if cut.is_last else forward_launch,
+                backward_launch + (forward_launch if cut.is_last else 0.0),
+                num_layers,
+                keys + ACTION_GAP,
+                *attention,
+                cut.stage in plan.attention_kept,
+                loaded=cut.num_travelling(shape),
+                from_products=with_products,
+                keeps_trained=shape.keeps_trained,
+            )
+        )
+    return tuple(costs)
+
+
+def _slice_parts(cut: StageCut, shape: ModelShape, profile: Profile) -> tuple[float, tuple[float, float]]:
+    """Seconds per microbatch of queries, keys and values of all layers, and of attention forward and backward."""
+    attention, keys = profile.attention, 0.0
+    for layer in cut.layers:
+        projected = shape.hidden_size * (shape.attention_width + 2 * shape.key_width)
+        products = profile.of_layer(layer).forward - attention.forward
+        keys += products * min(1.0, projected / shape.active_parameters[layer])
+    number = len(cut.layers)
+    return keys, (number * attention.forward, number * attention.recomputed_backward)
