@@ -2,7 +2,8 @@
 
 Every number is an estimate from data sheets and from shares measured on H200s (mobius/plan/cards.py). It takes the
 options of main.py, and those below. Options that take several values give a row for each combination, told as soon as
-it is known. More than one node exists on paper only.
+it is known. With --nodes,
+--batch_size is that of each node, and lines say whether another node pays.
 
     python scripts/simulate.py --card H200 RTX4090 --gpus 4 --model_path 7b --batch_size 64 --seq_length 512
 """
@@ -11,9 +12,10 @@ import argparse
 import functools
 import importlib.util
 import itertools
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 if importlib.util.find_spec("mobius") is None:
@@ -35,7 +37,10 @@ from mobius.plan.budget import estimated_layer, fullest
 from mobius.plan.cards import CARDS, HOST_BANDWIDTH, PCIE_BYTES, Card, Host, find_card
 from mobius.plan.choice import Answer, answer, settle
 from mobius.plan.partition import ModelShape
+from mobius.plan.plan_table import format_columns
 from mobius.plan.profile import Profile, ProfileError
+from mobius.plan.replicas.traffic import NODE_LINK
+from mobius.plan.replicas.worth import Worth
 from mobius.plan.request import Machine, PlanRequest
 from mobius.plan.simulation import schedule_of
 from mobius.planning.dry_run import ROWS_AS_PLANNED
@@ -77,8 +82,14 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument(
         "--profile", type=Path, help="a profile that was measured, in place of estimates", metavar="FILE"
     )
-    parser.add_argument("--nodes", type=int, default=1, help="on paper: one ring through all of them")
-    parser.add_argument("--node_link", type=float, default=25.0, help="GB/s between nodes (default: %(default)g)")
+    parser.add_argument(
+        "--nodes", type=int, default=[1], nargs="+", help="nodes, each of which is a pipeline of its own (default: 1)"
+    )
+    parser.add_argument(
+        "--node_link", type=float, default=[NODE_LINK], nargs="+",
+        help=f"GB/s of each node's link, in each direction (default: {NODE_LINK:g})",
+    )  # fmt: skip
+    parser.add_argument("--batch_size", type=int, nargs="+", help="sequences per step and node (default: 64)")
     parser.add_argument(
         "--output", type=Path, help="picture of the predicted step, FILE.png or FILE.svg", metavar="FILE"
     )
@@ -97,9 +108,11 @@ def requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[PlanRe
         arguments.gpus,
         arguments.pcie or [None],
         options_of("--gpu_memory_limit", arguments.gpu_memory_limit),
+        options_of("--batch_size", arguments.batch_size),
+        links_of(arguments.nodes, arguments.node_link),
     )
     found = []
-    for model, card, gpus, pcie, limit in combinations:
+    for model, card, gpus, pcie, limit, rows, (nodes, link) in combinations:
         if model and Path(model[-1]).name == "config.json":  # its folder is meant
             model = [*model[:-1], str(Path(model[-1]).parent)]
         machine = Machine(
@@ -107,18 +120,29 @@ def requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[PlanRe
             find_card(card),
             host=host,
             pcie=pcie,
-            num_replicas=arguments.nodes,
-            num_nodes=arguments.nodes,
+            num_replicas=nodes,
+            num_nodes=nodes,
+            node_link=link,
         )
-        config = parse_args([*usual, *words, *model, *limit])
-        validate(config, machine.num_ranks)
+        config = parse_args([*usual, *words, *model, *limit, *rows])
+        pipeline = replace(config.pipeline, batch_size=nodes * config.pipeline.batch_size)
+        config = replace(config, pipeline=pipeline)
+        validate(config, machine.num_ranks, nodes)
         found.append(PlanRequest.of(config, shape_of(config.model), machine))
     return found
 
 
-def options_of(name: str, values: Sequence[str] | None) -> list[list[str]]:
+def links_of(nodes: Sequence[int], links: Sequence[float]) -> list[tuple[int, float]]:
+    """Numbers of nodes with their links; one node, which others are compared with, comes first and has none."""
+    wrong = [*(number for number in nodes if number < 1), *(link for link in links if not 0 < link < math.inf)]
+    if wrong:
+        raise PlanError(f"--nodes and --node_link must be above 0, not {wrong[0]:g}.")
+    return [(1, NODE_LINK), *itertools.product([number for number in nodes if number > 1], links)]
+
+
+def options_of(name: str, values: Sequence[str] | Sequence[int] | None) -> list[list[str]]:
     """The words of an option of main.py, once for each of its values."""
-    return [[name, value] for value in values] if values else [[]]
+    return [[name, str(value)] for value in values] if values else [[]]
 
 
 @functools.cache
@@ -135,7 +159,7 @@ def begin_row(request: PlanRequest) -> list[str]:
     memory = card.memory_gb if limit is None else limit
     return [
         Path(request.config.model.model_path).name,
-        f"{machine.num_ranks} x {card.name}",
+        f"{machine.num_nodes} x " * (machine.num_nodes > 1) + f"{machine.num_ranks} x {card.name}",
         str(generation),
         f"{memory:g}",
     ]
@@ -216,6 +240,20 @@ class Told:
 
     last: Answer | None = None
     details: list[str] = field(default_factory=list)
+    alone: Answer | None = None
+    """The last answer for one node."""
+    worths: list[Worth] = field(default_factory=list)
+
+    def compare(self, found: Answer, name: str) -> None:
+        """Lay an answer for several nodes beside that for one, which came before."""
+        request = found.request
+        if request.machine.num_nodes == 1:
+            self.alone = found
+        elif self.alone is not None:
+            worth = Worth(found, self.alone)
+            tokens = f"{request.step_tokens:,} tokens per step and node"
+            self.worths.append(worth)
+            self.details.append(f"{name}, {request.machine.node_link:g} GB/s, {tokens}: {worth.describe()}")
 
 
 def print_rows(cases: Sequence[PlanRequest], table: Table, progress: Progress, measured: Profile | None) -> Told:
@@ -230,10 +268,12 @@ def print_rows(cases: Sequence[PlanRequest], table: Table, progress: Progress, m
             found = answer(settled, layer=estimated_layer(settled), profile=measured)
             row = row_of(found)
             told.last = found
+            told.compare(found, name)
             told.details.append(
                 f"{name}: layers per stage: {' '.join(str(len(cut.layers)) for cut in found.plan.cuts)}"
             )
         except GpuMemoryError as error:
+            told.alone = told.alone if request.machine.num_nodes > 1 else None
             row = [*asked, "does not fit, see below"]
             told.details.append(f"{name}: does not fit: {error}")
         finally:
@@ -241,6 +281,18 @@ def print_rows(cases: Sequence[PlanRequest], table: Table, progress: Progress, m
         progress.num_done += 1
         table.print_row(row)
     return told
+
+
+def print_worths(worths: Sequence[Worth]) -> None:
+    """A table of speed-ups over one node: a row for each number of nodes and link, a column for each batch."""
+    batches = list(dict.fromkeys(worth.found.request.step_tokens for worth in worths))
+    rows = [["nodes", "GB/s", *(f"{tokens:,} tokens" for tokens in batches)]]
+    cells = {
+        (w.nodes, w.found.request.machine.node_link, w.found.request.step_tokens): f"{w.speed_up:.2f}" for w in worths
+    }
+    for nodes, link in dict.fromkeys(key[:2] for key in cells):
+        rows.append([str(nodes), f"{link:g}", *(cells.get((nodes, link, tokens), "-") for tokens in batches)])
+    print(f"\ntokens per second over those of one node, by tokens per step and node\n{format_columns(rows)}")
 
 
 def draw(found: Answer, arguments: argparse.Namespace) -> None:
@@ -267,6 +319,8 @@ def run(arguments: argparse.Namespace, words: Sequence[str], progress: Progress)
     if told.last is not None and told.last.profile is not None:
         print(f"\n{told.last.profile.describe()}")
     print(printable("\n".join(dict.fromkeys(told.details)), sys.stdout))
+    if len(told.worths) > 1 and len({tuple(begin_row(each.alone.request)) for each in told.worths}) == 1:
+        print_worths(told.worths)
     if measured is None and cases[0].config.data.packing in (Packing.AUTO, Packing.ON):
         print(ROWS_AS_PLANNED)
     if told.last is not None and (arguments.output or arguments.trace):
