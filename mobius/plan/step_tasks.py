@@ -83,6 +83,7 @@ class _RankTasks:
     """The stage whose gradients are added up."""
     reductions: list[Task] = field(default_factory=list)
     """Sums over the replicas, in their order; the buffers of a rank's sums take turns."""
+    gathered: Task | None = None
     updated: set[int] = field(default_factory=set)
     """Streamed stages whose next load brings the weights that other replicas have updated."""
 
@@ -217,7 +218,9 @@ class StepTasks:
         """Bring the weights that other replicas have updated to the GPU and, for later loads, to the host."""
         num_bytes = self.rules.sharing.others(self.costs[stage].parameters) * self.rules.weight_bytes
         flow = self.flows.between_replicas(rank, num_bytes)
-        task = self._task((Lane.GATHER, rank), flow, [load], name=f"G{stage}")
+        state = self.ranks[rank]
+        needs = [task for task in (load, state.gathered) if task is not None]  # all replicas gather in the loads' order
+        task = state.gathered = self._task((Lane.GATHER, rank), flow, needs, name=f"G{stage}")
         slot.kept = self._task(f"weights home {rank}", self.flows.offload(rank, num_bytes), [task])
         return task
 

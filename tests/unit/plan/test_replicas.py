@@ -18,11 +18,18 @@ from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.models.blocks import ModelParts
 from mobius.plan.budget import check_host_memory, estimated_layer, gpu_need, host_need
 from mobius.plan.cards import CARDS
+from mobius.plan.choice import Answer, answer
 from mobius.plan.fit import fit_plan
 from mobius.plan.plan import Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, check_saved_plan, read_plan
+from mobius.plan.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
 from mobius.plan.replicas.told import describe_replicas, host_remedies, more_nodes
+from mobius.plan.replicas.traffic import ReplicaRates, Sharing, rates_of_nodes
+from mobius.plan.replicas.worth import Worth, traffic_of
 from mobius.plan.request import Machine, PlanRequest
+from mobius.plan.simulation import simulate_steps
+from mobius.plan.tasks import StageCost, StepRules
+from mobius.schedule.build import build_schedule
 from mobius.training.stages import RankStages
 from mobius.units import GIB
 
@@ -173,3 +180,108 @@ def test_a_plan_of_replicas_is_for_so_many(tmp_path: Path) -> None:
     path.write_text(replace(two, batch_size=24).to_json())
     with pytest.raises(PlanError, match="24 sequences in 8 microbatches of each of 2 replicas"):
         read_plan(path)
+
+
+def plain(link: float, *, updates: float = 1e9) -> Profile:
+    """A machine of one rank on which nothing but compute, the link and updates takes time, in parameters per second."""
+    fast = 1e12
+    return Profile(
+        source=Source.ESTIMATED,
+        basis="by hand",
+        num_ranks=1,
+        microbatch_tokens=1,
+        layer_kinds=(LayerSeconds(1, 1, 1),),
+        kind_of_layer=(0,),
+        embedding_forward=0,
+        embedding_backward=0,
+        loss=0,
+        copies=CopyRates(*(fast,) * 6),
+        messages=MessageRates(fast, 0, is_through_host=False),
+        cpu_adamw=updates,
+        cpu_adamw_together=updates,
+        cpu_adamw_beside_copies=updates,
+        copies_beside_cpu_adamw=fast,
+        cpu_adamw_bytes=1,
+        gpu_adamw=fast,
+        host_bandwidth=fast,
+        gpu_bandwidth=1e15,
+        gpu_memory=1,
+        step_overhead=0,
+        replicas=ReplicaRates(link, link, is_through_host=False),
+    )
+
+
+PARAMETERS = 800
+"""Of each stage: with two replicas 400 are the other's, 1600 bytes of gradients and 800 of weights."""
+
+
+def step(
+    link: float, *, clips: bool = True, resident: bool = False, num_replicas: int = 2, updates: float = 1e9
+) -> float:
+    """Seconds of a step of four stages on one rank, each a second forward and two back, the last three back."""
+    inner = StageCost(1, 2, PARAMETERS, is_resident=resident)
+    costs = [inner] * 3 + [StageCost(0, 3, PARAMETERS, is_resident=resident)]
+    rules = StepRules(clips=clips, message_bytes=0, sharing=Sharing(num_replicas))
+    slots = 0 if resident else 4
+    schedule = build_schedule(1, 4, 1, slots, frozenset(range(4)) if resident else frozenset())
+    return simulate_steps(schedule, costs, plain(link, updates=updates), rules, num_steps=4).step_seconds
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_only_the_last_reduction_and_the_first_weights_show(resident: bool) -> None:
+    """Gradients of a stage take 1.6 s where the next backward takes 2, weights 0.8 where the next forward takes 1."""
+    alone = 3 + 3 * 2 + 3
+    assert step(1000, num_replicas=1, resident=resident) == pytest.approx(alone, rel=1e-6)
+    assert step(1e12, resident=resident) == pytest.approx(alone, rel=1e-6)
+    assert step(1000, resident=resident) == pytest.approx(alone + 1.6 + 0.8, rel=1e-6)
+
+
+def test_a_slow_link_bounds_the_step() -> None:
+    # 6.4 s of gradients and 3.2 of weights at 1000 bytes per second; ten times that at 100.
+    assert step(100) > 10 * (6.4 + 3.2) * 0.95
+    assert step(100) > step(200) > step(400) > step(1000)
+
+
+def test_each_host_updates_its_share() -> None:
+    # 400 of 800 parameters of each stage at 100 per second, one after the other; compute waits for the first.
+    alone, shared = (step(1e12, num_replicas=number, updates=100) for number in (1, 2))
+    assert alone == pytest.approx(4 * 8 + 3 + 2 * 3, rel=0.2)
+    assert shared == pytest.approx(alone - 4 * 4, rel=1e-6)
+
+
+def test_gradients_in_two_bytes_take_half_of_the_link() -> None:
+    assert Sharing(2).reduce_bytes(800) == 1600
+    assert Sharing(4, 2).reduce_bytes(800) == 2 * 600
+    request = request_of(known_shape("7b"), Machine(4, CARDS["H200"], num_replicas=2, num_nodes=2))
+    assert replace(request, reduce_bytes=2).rules.sharing == Sharing(2, 2)
+
+
+def test_what_pipelines_of_a_node_send_each_other_does_not_leave_it() -> None:
+    one, two = (rates_of_nodes(100.0, num_replicas=number, num_nodes=2) for number in (2, 4))
+    # Of a stage of a byte per replica, one leaves a node with a pipeline; of four, two of each pipeline leave it.
+    assert one.together == 100
+    assert two.together == pytest.approx(100 * (3 / 4) / (2 * 2 / 4))
+
+
+def test_another_node_pays_with_a_fast_link_and_does_not_with_a_slow_one() -> None:
+    shape, options = known_shape("7b"), {"recompute": Recompute.FULL, "resident_stages": "0", "gpu_memory_limit": 23.0}
+
+    def asked(nodes: int, link: float) -> Answer:
+        machine = Machine(4, CARDS["RTX4090"], num_replicas=nodes, num_nodes=nodes, node_link=link)
+        request = request_of(shape, machine, batch_size=64 * nodes, **options)
+        return answer(request, layer=estimated_layer(request))
+
+    alone = asked(1, 12.5)
+    fast, slow = (Worth(asked(2, link), alone) for link in (12.5, 0.5))
+    assert fast.verdict == "pays"
+    assert 1.8 < fast.speed_up <= 2.05
+    assert slow.verdict == "does not pay: slower than one node"
+    needed = slow.needed_link(0.9)
+    assert needed is not None
+    assert 0.5 < needed < 12.5
+    traffic = traffic_of(slow.found)
+    # Half of 6.74e9 parameters in 4 and 2 bytes.
+    assert traffic.reductions == pytest.approx(6.738e9 / 2 * 4 / 0.5e9, rel=1e-3)
+    assert traffic.weights == pytest.approx(traffic.reductions / 2)
+    assert "limited by the link between replicas" in slow.describe()
+    assert Profile.from_json(slow.found.profile.to_json()) == slow.found.profile  # type: ignore[union-attr]
