@@ -13,8 +13,10 @@ NO_LINK = 1e6
 """Times as fast as it is: a link that takes no time."""
 PAYS, GOAL = 0.75, 0.95
 """Shares of the nodes' number that a speed-up must reach, so that each node is worth it, and so that it is good."""
-TRIES = 12
-"""Halvings of the range in which a link that is needed is looked for: to 3 % of it."""
+FASTEST = 64
+"""Times as fast as it is: the fastest link that is looked for."""
+TRIES = 10
+"""Halvings of the range in which it is looked for: to half a percent."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,14 @@ class Worth:
         return "pays" if self.speed_up >= PAYS * self.nodes else "pays little"
 
     def needed_link(self, goal: float = GOAL) -> float | None:
-        """GB/s with which the speed-up would be `goal` of the nodes' number, by the same plan; None if none would do.
+        """GB/s with which the speed-up would be `goal` of the nodes' number, by the same plan; None if no usual one would do.
 
         Nobody needs a slower one than there is where that is fast enough.
         """
         wanted = self.alone.step_seconds / goal
-        if seconds_with(self.found, NO_LINK) > wanted:
+        if seconds_with(self.found, FASTEST) > wanted:
             return None
-        low, high = 0.0, math.log2(NO_LINK)
+        low, high = 0.0, math.log2(FASTEST)
         for _ in range(TRIES):
             middle = (low + high) / 2
             low, high = (low, middle) if seconds_with(self.found, 2**middle) <= wanted else (middle, high)
@@ -118,5 +120,5 @@ class Worth:
         text += f", {traffic.shown:.2f} s show; limited by {forecast.limit}"
         link = self.needed_link()
         if link is None:
-            return f"{text}; no link would give {GOAL * self.nodes:.3g} x: more tokens per step would"
+            return f"{text}; no link gives {GOAL * self.nodes:.3g} x with this plan: more tokens per step may"
         return f"{text}; {GOAL * self.nodes:.3g} x needs {link:.3g} GB/s, or more tokens per step"
