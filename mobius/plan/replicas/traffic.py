@@ -1,4 +1,4 @@
-"""What travels between replicas in a step, at which rates, and what of it runs beside computation.
+"""Traffic between replicas in a step: its bytes, its rates, and when it goes beside computation.
 
     compute       last backward of s  | backward of the next stage ..        | next step: forward of s
     reduce                            | sums of s to their owners
@@ -27,9 +27,9 @@ class ReplicaRates:
     """Between the ranks of one place in different replicas, in bytes per second of each direction."""
 
     together: float
-    """Of all ranks of a pipeline at once."""
+    """All ranks of a pipeline at once."""
     alone: float
-    """Of one rank, the others idle."""
+    """One rank, the others idle."""
     is_through_host: bool
     """Whether it takes the GPUs' PCIe links and the host's memory, too, as a network does."""
 
@@ -55,7 +55,7 @@ class Sharing:
 
     num_replicas: int = 1
     reduced: int = SUM_BYTES
-    """Of gradients: 4, or 2 where they travel in bf16."""
+    """Gradients: 4, or 2 where they travel in bf16."""
 
     def own(self, parameters: int) -> int:
         """Parameters of a stage that this replica updates."""

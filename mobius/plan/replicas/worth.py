@@ -1,4 +1,4 @@
-"""What the traffic between replicas costs a predicted step, and whether another node pays."""
+"""Costs of the traffic between replicas in a predicted step, and whether another node pays."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Traffic:
     """Seconds of a step that concern what travels between replicas."""
 
     reductions: float
-    """Of the link, for gradients of all stages of a pipeline, if nothing else used it."""
+    """Time of the link for gradients of all stages of a pipeline, if nothing else used it."""
     weights: float
     shown: float
-    """By which the step is longer than with a link that takes no time."""
+    """Seconds that the step is longer than with a link that takes no time."""
 
     @property
     def hidden(self) -> float:
@@ -97,9 +97,9 @@ class Worth:
         return "pays" if self.speed_up >= PAYS * self.nodes else "pays little"
 
     def needed_link(self, goal: float = GOAL) -> float | None:
-        """GB/s with which the speed-up would be `goal` of the nodes' number, by the same plan; None if no usual one would do.
+        """GB/s with which the speed-up would be `goal` of the nodes' number, by the same plan.
 
-        Nobody needs a slower one than there is where that is fast enough.
+        None if no usual link would do. Nobody needs a slower one than there is where that is fast enough.
         """
         wanted = self.alone.step_seconds / goal
         if seconds_with(self.found, FASTEST) > wanted:

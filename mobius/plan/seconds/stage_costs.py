@@ -1,4 +1,4 @@
-"""What each stage costs: a profile's seconds of layers, embedding and loss, added up as a plan cuts the model."""
+"""Costs of each stage: a profile's seconds of layers, embedding and loss, added up as a plan cuts the model."""
 
 from __future__ import annotations
 
