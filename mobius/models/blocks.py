@@ -30,7 +30,7 @@ from mobius.models.by_plan.described import described_by, file_of
 from mobius.models.by_plan.scalings import Scaled, Steps
 from mobius.models.compiled import Arguments, CompiledFunction, ModuleGraphs
 from mobius.models.experts.forward import use_experts
-from mobius.models.experts.fused import has_auxiliary_loss
+from mobius.models.experts.router_loss import take_router_loss
 from mobius.models.experts.taps import experts_called_once
 from mobius.models.linear import LinearTap, Tap, TappedLinear, linears_called_once, tap_linears
 from mobius.models.loss import LogitsLoss
@@ -42,11 +42,6 @@ from mobius.plan.partition import ModelShape, TrainedParameters
 
 LayerArguments = Sequence[Arguments]
 """Keyword arguments of each of the model's layers beside its hidden states."""
-_NO_AUXILIARY_LOSS = (
-    "{file}: 'output_router_logits' is true, which adds a loss on how evenly routers choose their experts. It is made "
-    "of the counts of all layers together, which stages do not exchange. Set it to false there: routers are trained "
-    "by the loss of the tokens alone."
-)
 _PROBE_TOKENS = 13
 """A sequence length that is no model's width or number of experts."""
 
@@ -144,14 +139,13 @@ class ModelParts:
         # Dropout would draw other numbers in the recomputed forward; fine-tuning models ship with 0.
         self.model = model.eval()
         keep_constants(model)
-        if has_auxiliary_loss(model):
-            raise CheckpointError(_NO_AUXILIARY_LOSS.format(file=file_of(config)))
         tap_linears(model)
         use_experts(model)
         with described_by(config):
             self._make_buffers_real(device)
             self.anatomy = find_anatomy(model)
         anatomy = self.anatomy
+        self.router_loss = take_router_loss(model, anatomy.layers)
         adapt(model, PartNames(anatomy.embedding, anatomy.layers, anatomy.norm, anatomy.head), adapters)
         self.embedding = self._scaled_block(anatomy.embedding, anatomy.embedding_steps)
         norm = self._scaled_block(anatomy.norm, anatomy.norm_steps)
@@ -220,8 +214,8 @@ class ModelParts:
             num_heads=self.config.num_attention_heads,
             head_size=_head_size(self.config),
             num_key_heads=getattr(self.config, "num_key_value_heads", None),
-            is_sliceable=sliceable(self.config) is None,
-            is_tileable=checked_families().why_not_tiles(self.config.model_type) is None,
+            is_sliceable=sliceable(self.config) is None and self.router_loss is None,
+            is_tileable=checked_families().why_not_tiles(self.config.model_type) is None and self.router_loss is None,
             trained=self._trained_parameters(),
             experts=count_experts(
                 self.config, [layer.shapes for layer in self.layers], [layer.frozen for layer in self.layers]

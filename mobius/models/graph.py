@@ -103,12 +103,11 @@ def run_many_with_graph(
 
 def run_with_products(
     block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any]
-) -> tuple[Tensor, LayerProducts] | None:
-    """Run `block` on [..., H] for its output and what `resume` needs; None if it is not compiled."""
-    made = None
-    if block.graphs is not None:
-        made = block.graphs.make_products(_own_views(weights, block), block.tapped, inputs.detach(), arguments)
-    return None if made is None else (made[0][0], made[1])
+) -> tuple[Tensors, LayerProducts] | None:
+    """Run `block` on [..., H] for its outputs and what `resume` needs; None if it is not compiled."""
+    if block.graphs is None:
+        return None
+    return block.graphs.make_products(_own_views(weights, block), block.tapped, inputs.detach(), arguments)
 
 
 def resume(block: Block, weights: Views, products: LayerProducts, arguments: Mapping[str, Any]) -> BlockGraph:
@@ -131,12 +130,13 @@ def _keep_products(run_block: Callable[..., Tensor], inputs: Tensors) -> Tensor:
     )
 
 
-def backward(block: Block, graph: BlockGraph, gradients: Views, gradient: Tensor) -> Tensor:
+def backward(block: Block, graph: BlockGraph, gradients: Views, gradient: Tensor, *further: Tensor) -> Tensor:
     """Add the gradients of `block`'s parameters to `gradients` (fp32, by Hugging Face name); return that of its inputs.
 
-    `gradient` is that of the graph's output. Token ids have no gradient: then `gradient` is returned.
+    `gradient` is that of the graph's output, `further` are those of its other outputs, if it has any. Token ids have no
+    gradient: then `gradient` is returned.
     """
-    found = backward_many(block, graph, gradients, (gradient,))
+    found = backward_many(block, graph, gradients, (gradient, *further))
     return found[0] if found else gradient
 
 
@@ -148,10 +148,16 @@ def backward_many(block: Block, graph: BlockGraph, gradients: Views, output_grad
 
 
 def recomputed_backward(
-    block: Block, weights: Views, inputs: Tensor, arguments: Mapping[str, Any], gradients: Views, gradient: Tensor
+    block: Block,
+    weights: Views,
+    inputs: Tensor,
+    arguments: Mapping[str, Any],
+    gradients: Views,
+    gradient: Tensor,
+    *further: Tensor,
 ) -> Tensor:
     """Do `backward` of `run_with_graph` for inputs that are numbers, in one graph if the block is compiled."""
-    return recomputed_backward_many(block, weights, (inputs,), arguments, gradients, (gradient,))[0]
+    return recomputed_backward_many(block, weights, (inputs,), arguments, gradients, (gradient, *further))[0]
 
 
 def recomputed_backward_many(

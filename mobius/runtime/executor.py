@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -27,6 +27,7 @@ from mobius.models.graph import Views
 from mobius.models.loss import shift_labels
 from mobius.runtime.device_position import DevicePosition
 from mobius.runtime.places import Place, cut_rows, place_slices
+from mobius.runtime.routers import Routers, RouterTurn
 from mobius.runtime.stage import Kept, StageModule
 from mobius.runtime.stage_layers import StageLayers, Turn
 from mobius.runtime.stash import Stash
@@ -57,6 +58,8 @@ class StepBatch:
     each row is one."""
     num_replicas: int = 1
     """Pipelines that play as many rows each."""
+    lengths: Tensor | None = None
+    """int64 [batch]: tokens of each row before its padding; None: rows are full. For a loss over routers only."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,9 @@ class StepSums:
     """fp32 scalar: the mean loss over the step's targets on the rank of the last stage, 0 elsewhere."""
     squared_norms: dict[int, Tensor]
     """Own stage -> squared norm of its (scaled) gradients, fp32 scalar."""
+    router_loss: Tensor | None = None
+    """fp32 scalar: the mean over microbatches of the loss over routers, without its coefficient, which `loss` has it
+    with; on the rank of the last stage, 0 elsewhere. None for models without."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,10 @@ class _Step:
     """Documents of each microbatch or its sequences, on the device of every rank."""
     places: Sequence[Place] = ()
     """Places of the microbatches in their sequences; none where they are whole."""
+    counted: Sequence[Tensor] = ()
+    """Of each microbatch where its tokens are, fp32 [B, L], for a loss over routers."""
+    router_sums: dict[int, Tensor] = field(default_factory=dict)
+    """Sums of routers that the last stage got with a microbatch, until its turn."""
 
 
 class Executor:
@@ -123,19 +133,20 @@ class Executor:
         device: torch.device,
         unsealed_names: frozenset[str] = frozenset(),
         home: ActivationHome | None = None,
+        routers: Routers | None = None,
         spans: Spans = NO_SPANS,
         activity: Activity | None = None,
     ) -> None:
         """`stages`, their `layers` and `memory` are this rank's, and `activity` is told each action and wait.
 
         `unsealed_names` are parameters whose norm is taken later (tied weights). `home` has places for what the stashed
-        stages of the schedule send to the host.
+        stages of the schedule send to the host. `routers` is for models with a loss over them.
         """
         self._schedule, self._rank = schedule, transport.rank
         self._actions: Sequence[Action] = schedule.actions[transport.rank]
         self._stages, self._layers, self._memory = stages, layers, memory
         self._transport, self._clock = transport, clock
-        self._layer_inputs = layer_inputs
+        self._layer_inputs, self._routers = layer_inputs, routers
         self._device, self._unsealed_names = device, unsealed_names
         self._spans, self._activity = spans, activity or Activity()
         self._position = DevicePosition(self._actions, device)
@@ -190,7 +201,8 @@ class Executor:
 
     def _start(self, batch: StepBatch) -> _Step:
         number, device = self._schedule.num_microbatches // self._schedule.num_slices, self._device
-        sums = StepSums(loss=torch.zeros((), dtype=torch.float32, device=device), squared_norms={})
+        zero = torch.zeros((), dtype=torch.float32, device=device)
+        sums = StepSums(zero, {}, None if self._routers is None else zero.clone())
         evaluated = EvaluationSums.zeros(self._schedule.num_microbatches if self._schedule.is_evaluation else 0, device)
         rows = batch.input_ids.chunk(number)
         step = _Step(batch, rows, sums, evaluated, documents=self._place_documents(batch, number))
@@ -198,6 +210,8 @@ class Executor:
             bounds = [None] * number if batch.documents is None else [*batch.documents[1]]
             length = batch.input_ids.shape[1]
             step.places = place_slices(length, bounds, num_slices=self._schedule.num_slices)
+        if self._routers is not None and not self._schedule.is_evaluation:
+            step.counted = self._count_tokens(batch).chunk(number)
         return step
 
     def _play_all(self) -> None:
@@ -248,6 +262,13 @@ class Executor:
         positions, bounds = self._bring(*batch.documents)
         return [Documents(*own) for own in zip(positions.chunk(number), bounds, strict=True)]
 
+    def _count_tokens(self, batch: StepBatch) -> Tensor:
+        """1 where tokens are and 0 at padding, fp32 [batch, L], on the device."""
+        if batch.lengths is None:
+            return torch.ones(batch.input_ids.shape, device=self._device)
+        (lengths,) = self._bring(batch.lengths)
+        return (torch.arange(batch.input_ids.shape[1], device=self._device) < lengths.unsqueeze(-1)).float()
+
     def _bring(self, *sources: Tensor) -> list[Tensor]:
         """Copies on the device; from page-locked memory they do not block.
 
@@ -265,15 +286,14 @@ class Executor:
         return targets
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        inputs = self._stage_input(stage, microbatch)
-        turn = self._turn(microbatch, for_home=self._schedule.sends_products(stage, microbatch))
+        inputs, sums = self._stage_input(stage, microbatch)
+        turn = self._turn(microbatch, sums, for_home=self._schedule.sends_products(stage, microbatch))
         output, kept = self._layers[stage].forward(self._weights(stage), inputs, turn)
         self._stash.put(stage, microbatch, kept)
-        self._transport.send(output, self._schedule.rank_of(stage + 1))
+        self._send(output, turn.routers, stage + 1)
 
     def _forward_only(self, stage: int, microbatch: int) -> None:
-        output = self._evaluate_layers(stage, microbatch)
-        self._transport.send(output, self._schedule.rank_of(stage + 1))
+        self._send(self._evaluate_layers(stage, microbatch), None, stage + 1)
 
     def _evaluate_last(self, stage: int, microbatch: int) -> None:
         hidden, sums = self._evaluate_layers(stage, microbatch), self._step.evaluated
@@ -284,12 +304,14 @@ class Executor:
 
     def _evaluate_layers(self, stage: int, microbatch: int) -> Tensor:
         """Output of the stage's layers for its next input, of which nothing is kept."""
-        inputs, turn = self._stage_input(stage, microbatch), self._turn(microbatch)
-        return self._layers[stage].evaluate(self._weights(stage), inputs, turn)
+        inputs, _ = self._stage_input(stage, microbatch)
+        return self._layers[stage].evaluate(self._weights(stage), inputs, self._turn(microbatch))
 
     def _forward_last(self, stage: int, microbatch: int) -> None:
         """Keep the input, if forward can happen inside backward, just before the loss, when weights are there."""
-        inputs, layers = self._stage_input(stage, microbatch), self._layers[stage]
+        (inputs, sums), layers = self._stage_input(stage, microbatch), self._layers[stage]
+        if sums is not None:
+            self._step.router_sums[microbatch] = sums
         kept = layers.receive(inputs)
         if kept is None:
             _, kept = layers.forward(self._weights(stage), inputs, self._turn(microbatch))
@@ -301,12 +323,14 @@ class Executor:
         self._layers[stage].make_keys(self._weights(stage), kept, self._turn(microbatch))
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        gradient, weights = self._receive(stage + 1), self._weights(stage)
-        self._finish_backward(stage, microbatch, weights, self._stash.take(stage, microbatch), gradient)
+        (gradient, of_sums), weights = self._receive(stage + 1, microbatch), self._weights(stage)
+        kept, turn = self._stash.take(stage, microbatch), self._turn(microbatch, of_sums)
+        self._finish_backward(stage, microbatch, weights, kept, gradient, turn)
 
     def _backward_last(self, stage: int, microbatch: int) -> None:
         weights, kept = self._weights(stage), self._stash.take(stage, microbatch)
-        hidden, kept = self._layers[stage].finish(weights, kept, self._turn(microbatch))
+        turn = self._turn(microbatch, self._step.router_sums.pop(microbatch, None))
+        hidden, kept = self._layers[stage].finish(weights, kept, turn)
         loss, gradient = self._stages[stage].loss(
             weights,
             self._memory[stage].gradients(),
@@ -315,30 +339,50 @@ class Executor:
             num_targets=self._step.batch.num_targets,
             loss_scale=self._step.loss_scale,
         )
-        self._step.sums.loss.add_(loss)
-        self._finish_backward(stage, microbatch, weights, kept, gradient)
+        self._step.sums.loss.add_(loss if turn.routers is None else loss + self._end_of_routers(turn.routers))
+        self._finish_backward(stage, microbatch, weights, kept, gradient, turn)
 
-    def _finish_backward(self, stage: int, microbatch: int, weights: Views, kept: list[Kept], gradient: Tensor) -> None:
+    def _end_of_routers(self, turn: RouterTurn) -> Tensor:
+        """The part of the step's loss that a microbatch's routers make; their turn then goes backward."""
+        sums, number = self._step.sums.router_loss, self._schedule.num_microbatches * self._step.batch.num_replicas
+        assert self._routers is not None
+        assert sums is not None
+        value = self._routers.end(turn, num_microbatches=number, loss_scale=self._step.loss_scale)
+        sums.add_(value.loss / number)
+        return value.weighted
+
+    def _finish_backward(
+        self, stage: int, microbatch: int, weights: Views, kept: list[Kept], gradient: Tensor, turn: Turn
+    ) -> None:
         """Backward through the layers, then to the stage before or into the embedding; the last microbatch seals."""
         module, memory = self._stages[stage], self._memory[stage]
         gradients = memory.gradients()
-        gradient = self._layers[stage].backward(weights, gradients, kept, gradient, self._turn(microbatch))
+        gradient = self._layers[stage].backward(weights, gradients, kept, gradient, turn)
         if module.cut.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)
         else:
-            self._transport.send(gradient, self._schedule.rank_of(stage - 1))
+            self._send(gradient, turn.routers, stage - 1)
         if microbatch == self._schedule.last_backward:
             square = memory.seal_gradients(excluded=self._unsealed_names, listener=self._step.listener)
             self._step.sums.squared_norms[stage] = square
 
-    def _turn(self, microbatch: int, *, for_home: bool = False) -> Turn:
-        """Return what layers get beside the hidden states; without documents its arguments go by length."""
+    def _turn(self, microbatch: int, numbers: Tensor | None = None, *, for_home: bool = False) -> Turn:
+        """Return what layers get beside the hidden states; without documents its arguments go by length.
+
+        `numbers` of routers came with the message, if there was one.
+        """
         step, group = self._step, microbatch // self._schedule.num_slices
         arguments = self._layer_inputs(step.rows[group].shape[1], step.documents[group])
-        return Turn(arguments, step.places[microbatch] if step.places else None, for_home)
+        routers = (
+            None if self._routers is None or not step.counted else self._routers.turn(step.counted[group], numbers)
+        )
+        return Turn(arguments, step.places[microbatch] if step.places else None, for_home, routers)
 
-    def _stage_input(self, stage: int, microbatch: int) -> Tensor:
-        return self._step.tokens[microbatch] if self._stages[stage].cut.is_first else self._receive(stage - 1)
+    def _stage_input(self, stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
+        """Tokens or hidden states, and what came of routers."""
+        if self._stages[stage].cut.is_first:
+            return self._step.tokens[microbatch], None
+        return self._receive(stage - 1, microbatch)
 
     def _weights(self, stage: int) -> dict[str, Tensor]:
         memory = self._memory[stage]
@@ -349,10 +393,18 @@ class Executor:
         with self._waiting(WaitCause.WEIGHTS, stage=stage):
             return memory.weights()
 
-    def _receive(self, source_stage: int) -> Tensor:
+    def _send(self, hidden: Tensor, turn: RouterTurn | None, stage: int) -> None:
+        message = hidden if self._routers is None else self._routers.pack(hidden, turn)
+        self._transport.send(message, self._schedule.rank_of(stage))
+
+    def _receive(self, source_stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
+        """Hidden states or their gradient, and the numbers of routers where these have a loss."""
         rank = self._schedule.rank_of(source_stage)
         with self._waiting(WaitCause.NEIGHBOURS, rank=rank, stage=source_stage):
-            return self._transport.receive(rank)
+            message = self._transport.receive(rank)
+        if self._routers is None:
+            return message, None
+        return self._routers.unpack(message, self._step.rows[microbatch // self._schedule.num_slices].shape)
 
     @contextmanager
     def _waiting(self, cause: WaitCause, *, rank: int | None = None, stage: int | None = None) -> Iterator[None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mobius.models.attention import DocumentAttention
 from mobius.models.blocks import Block, LayerArguments, ModelParts
-from mobius.models.compiled import Arguments, LayerProducts
+from mobius.models.compiled import Arguments, LayerProducts, Tensors
 from mobius.models.graph import (
     BlockGraph,
     Views,
@@ -24,6 +24,7 @@ from mobius.models.graph import (
     recomputed_backward,
     resume,
     run,
+    run_many,
     run_with_graph,
     run_with_products,
 )
@@ -34,6 +35,7 @@ from mobius.plan.partition import StageCut
 from mobius.plan.plan import KeptLevel
 from mobius.plan.request import PackedRows
 from mobius.runtime.documents import typical_arguments
+from mobius.runtime.routers import RouterTurn
 from mobius.runtime.tiles import TiledLayer
 
 Kept = Tensor | BlockGraph | LayerProducts
@@ -88,6 +90,7 @@ class StageModule:
         self.frozen = frozenset[str]().union(*(block.frozen_names() for block in blocks))
         """Names of those that are not trained."""
         self._first_trained = parts.first_trained
+        self._routed = frozenset() if parts.router_loss is None else parts.router_loss.layers
 
     def forward(
         self,
@@ -97,6 +100,7 @@ class StageModule:
         *,
         keep_graphs: bool = False,
         for_home: bool = False,
+        routers: RouterTurn | None = None,
     ) -> tuple[Tensor, list[Kept]]:
         """Run the layers; with `keep_graphs` their backward will not recompute them.
 
@@ -106,24 +110,28 @@ class StageModule:
         Args:
             inputs: token ids [B, L] in the first stage, hidden states [B, L, H] in the others.
             arguments: of the microbatch, for all layers of the model.
+            routers: get the sums of the layers' routers added; None where routers have no loss.
 
         Returns the hidden states [B, L, H], without a graph, and what `backward` needs of every layer.
         """
         hidden = run(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         kept: list[Kept] = []
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
-            is_trained = index >= self._first_trained
-            made = run_with_products(layer, weights, hidden, arguments[index]) if for_home and is_trained else None
+            is_trained, own = index >= self._first_trained, self._arguments(index, arguments, routers)
+            made = run_with_products(layer, weights, hidden, own) if for_home and is_trained else None
             if made is not None:
-                kept.append(made[1])
-                hidden = made[0]
+                outputs, products = made
+                kept.append(products)
             elif keep_graphs and self._may_keep and is_trained:
-                graph = run_with_graph(layer, weights, hidden, arguments[index], self._kept_level)
+                graph = run_with_graph(layer, weights, hidden, own, self._kept_level)
                 kept.append(graph)
-                hidden = graph.output.detach()
+                outputs = tuple(each.detach() for each in graph.outputs)
             else:
                 kept.append(hidden)
-                hidden = self._run(index, layer, weights, hidden, arguments)
+                outputs = self._run(index, layer, weights, hidden, own)
+            hidden = outputs[0]
+            if routers is not None and index in self._routed:
+                routers.add(outputs[1])
         return hidden, kept
 
     def run(self, weights: Views, inputs: Tensor, arguments: LayerArguments) -> Tensor:
@@ -133,11 +141,17 @@ class StageModule:
         """
         hidden = run(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
-            hidden = self._run(index, layer, weights, hidden, arguments)
+            hidden = self._run(index, layer, weights, hidden, arguments[index])[0]
         return hidden
 
     def backward(
-        self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor, arguments: LayerArguments
+        self,
+        weights: Views,
+        gradients: Views,
+        kept: list[Kept],
+        gradient: Tensor,
+        arguments: LayerArguments,
+        routers: RouterTurn | None = None,
     ) -> Tensor:
         """Add the layers' parameter gradients to `gradients` and return the gradient of the first layer's input.
 
@@ -148,27 +162,35 @@ class StageModule:
             kept: from `forward`; the list is emptied, so that each entry is freed once it is used.
             gradient: of the hidden states that left the last layer, [B, L, H].
             arguments: as `forward` got them.
+            routers: with the gradient of the sums that `forward` added.
         """
         for index, layer in zip(reversed(self.cut.layers), reversed(self._layers), strict=True):
             last = kept.pop()
             if index < self._first_trained:
                 continue
+            own = self._arguments(index, arguments, routers)
+            further = [routers.numbers] if routers is not None and index in self._routed else []
             if isinstance(last, LayerProducts):
-                gradient = backward(layer, resume(layer, weights, last, arguments[index]), gradients, gradient)
+                gradient = backward(layer, resume(layer, weights, last, own), gradients, gradient, *further)
             elif isinstance(last, BlockGraph):
-                gradient = backward(layer, last, gradients, gradient)
+                gradient = backward(layer, last, gradients, gradient, *further)
             elif self._is_tiled(last):
-                gradient = self._tiled[index].backward(weights, gradients, last, gradient, arguments[index])
+                gradient = self._tiled[index].backward(weights, gradients, last, gradient, own)
             else:
-                gradient = recomputed_backward(layer, weights, last, arguments[index], gradients, gradient)
+                gradient = recomputed_backward(layer, weights, last, own, gradients, gradient, *further)
             del last
         return gradient
 
-    def _run(self, index: int, layer: Block, weights: Views, hidden: Tensor, arguments: LayerArguments) -> Tensor:
-        """One layer's output."""
+    def _arguments(self, index: int, arguments: LayerArguments, routers: RouterTurn | None) -> Arguments:
+        """One layer's arguments, with those by which it gives the sums of its router."""
+        own = arguments[index]
+        return own if routers is None or index not in self._routed else routers.arguments(own)
+
+    def _run(self, index: int, layer: Block, weights: Views, hidden: Tensor, arguments: Arguments) -> Tensors:
+        """One layer's outputs."""
         if self._is_tiled(hidden):
-            return self._tiled[index].run(weights, hidden, arguments[index])
-        return run(layer, weights, hidden, arguments[index])
+            return (self._tiled[index].run(weights, hidden, arguments),)
+        return run_many(layer, weights, (hidden,), arguments)
 
     def _is_tiled(self, hidden: Tensor) -> bool:
         return self._tile_tokens is not None and hidden.shape[:2].numel() > self._tile_tokens

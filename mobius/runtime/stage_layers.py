@@ -14,6 +14,7 @@ from torch import Tensor
 from mobius.models.blocks import LayerArguments
 from mobius.models.graph import Views
 from mobius.runtime.places import Place
+from mobius.runtime.routers import RouterTurn
 from mobius.runtime.stage import Kept, StageModule, tensors_of
 
 
@@ -27,6 +28,8 @@ class Turn:
     """Where the microbatch is in its sequences; None where it is them."""
     for_home: bool = False
     """Whether what layers keep of it goes to the host, with all that products need."""
+    routers: RouterTurn | None = None
+    """Its routers, whose sums layers add to, or whose gradient they take; None where they have no loss."""
 
 
 class StageLayers(Protocol):
@@ -68,7 +71,7 @@ class WholeLayers:
 
     def forward(self, weights: Views, inputs: Tensor, turn: Turn) -> tuple[Tensor, list[Kept]]:
         given = weights, inputs, turn.arguments
-        return self.module.forward(*given, keep_graphs=self.keep_graphs, for_home=turn.for_home)
+        return self.module.forward(*given, keep_graphs=self.keep_graphs, for_home=turn.for_home, routers=turn.routers)
 
     def evaluate(self, weights: Views, inputs: Tensor, turn: Turn) -> Tensor:
         return self.module.run(weights, inputs, turn.arguments)
@@ -84,4 +87,4 @@ class WholeLayers:
         return self.forward(weights, inputs, turn)
 
     def backward(self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor, turn: Turn) -> Tensor:
-        return self.module.backward(weights, gradients, kept, gradient, turn.arguments)
+        return self.module.backward(weights, gradients, kept, gradient, turn.arguments, turn.routers)

@@ -22,6 +22,7 @@ from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.weights import WeightSource, parts_of
 from mobius.plan.plan import Plan
 from mobius.runtime.executor import Executor
+from mobius.runtime.routers import Routers
 from mobius.runtime.slices import SequenceCaches, SlicedStage
 from mobius.runtime.stage import StageModule
 from mobius.runtime.stage_layers import StageLayers, WholeLayers
@@ -45,6 +46,8 @@ class RankStages:
     """The layers of each stage where microbatches are slices of sequences."""
     home: ActivationHome | None = None
     """Places of the activations that wait on the host; None where none do."""
+    routers: Routers | None = None
+    """For models with a loss over their routers."""
 
     @classmethod
     def take(
@@ -139,6 +142,7 @@ class RankStages:
             arena=arena,
             slices=slices,
             home=home,
+            routers=None if parts.router_loss is None else Routers(parts.router_loss, device),
         )
 
     def fill(
@@ -189,6 +193,7 @@ class RankStages:
             device=self.device,
             unsealed_names=unsealed_names,
             home=self.home,
+            routers=self.routers,
             spans=spans,
             activity=activity,
         )

@@ -42,11 +42,6 @@ def why_not_run(model: nn.Module) -> str | None:
     return f"has experts that are not held in one tensor per matrix (such as {others[0]})" if others else None
 
 
-def has_auxiliary_loss(model: nn.Module) -> bool:
-    """Whether the family would add a loss on how evenly its routers choose, from the counts of all layers together."""
-    return bool(getattr(model.config, "output_router_logits", False)) and bool(fused_experts(model))
-
-
 def _other_form(experts: Any) -> str | None:
     if experts.has_bias:
         return "biases"
