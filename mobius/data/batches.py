@@ -41,6 +41,8 @@ class Batch:
     """Epochs that are done after this batch."""
     documents: tuple[tuple[int, ...], ...] | None = None
     """Token counts of the samples of each row, without the padding behind them; None if rows hold one each."""
+    lengths: tuple[int, ...] | None = None
+    """Tokens of each row, without the padding behind them; None: rows are full."""
 
     @property
     def padding(self) -> float:
@@ -59,6 +61,7 @@ def arrange(batch: Batch, num_microbatches: int) -> Batch:
         input_ids=batch.input_ids[order],
         labels=batch.labels[order],
         documents=tuple(batch.documents[row] for row in order),
+        lengths=None if batch.lengths is None else tuple(batch.lengths[row] for row in order),
     )
 
 
@@ -71,7 +74,10 @@ def share_of(batch: Batch, index: int, num_replicas: int) -> Batch:
         return batch
     own = slice(index, None, num_replicas)
     documents = None if batch.documents is None else batch.documents[own]
-    return replace(batch, input_ids=batch.input_ids[own], labels=batch.labels[own], documents=documents)
+    lengths = None if batch.lengths is None else batch.lengths[own]
+    return replace(
+        batch, input_ids=batch.input_ids[own], labels=batch.labels[own], documents=documents, lengths=lengths
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +215,7 @@ def _assemble(
         num_samples=sum(map(len, documents)),
         epoch=epoch,
         documents=documents if is_packed else None,
+        lengths=tuple(map(sum, documents)),
     )
 
 

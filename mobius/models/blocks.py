@@ -215,7 +215,7 @@ class ModelParts:
             head_size=_head_size(self.config),
             num_key_heads=getattr(self.config, "num_key_value_heads", None),
             is_sliceable=sliceable(self.config) is None and self.router_loss is None,
-            is_tileable=checked_families().why_not_tiles(self.config.model_type) is None and self.router_loss is None,
+            is_tileable=checked_families().why_not_tiles(self.config.model_type) is None,
             trained=self._trained_parameters(),
             experts=count_experts(
                 self.config, [layer.shapes for layer in self.layers], [layer.frozen for layer in self.layers]

@@ -87,6 +87,8 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), _or_null(_POSITIVE)),
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window"), _SWITCH),
     **dict.fromkeys(("use_bias", "attention_out_bias", "use_qk_norm", "qk_layernorm", "use_post_norm"), _SWITCH),
+    "output_router_logits": _or_null(_SWITCH),
+    "router_aux_loss_coef": _or_null(_number("a number from 0", lambda value: value >= 0)),
     "num_labels": _or_null(_integer(0, 2**20)),  # transformers makes a table with a row for each
     "use_bidirectional_attention": Rule("false: only causal models are trained", lambda value: not value),
     "layer_types": _WHERE_ATTENTION_LOOKS,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mobius.models.blocks import HalfBlocks
-from mobius.models.compiled import Arguments
+from mobius.models.compiled import Arguments, Tensors
 from mobius.models.graph import (
     Views,
     recomputed_backward_many,
@@ -77,9 +77,9 @@ class LayerHalves:
         """Attention's result with what its backward needs."""
         return AttentionGraph.of(self._blocks.attention, heads, arguments)
 
-    def finish(self, weights: Views, hidden: Tensor, attended: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """The layer's output [B, T, hidden], without a graph."""
-        return run_many(self._blocks.finish, weights, (hidden, attended), _own(arguments))[0]
+    def finish(self, weights: Views, hidden: Tensor, attended: Tensor, arguments: Mapping[str, Any]) -> Tensors:
+        """The layer's output [B, T, hidden], and the sums of its router if they are asked for, without a graph."""
+        return run_many(self._blocks.finish, weights, (hidden, attended), _own(arguments))
 
     def finish_backward(
         self,
@@ -89,13 +89,14 @@ class LayerHalves:
         attended: Tensor,
         gradient: Tensor,
         arguments: Mapping[str, Any],
+        *further: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Add the parameters' gradients behind attention to `gradients`, fp32 sums by Hugging Face name.
 
-        `gradient` is that of the layer's output. Returns those of `hidden`, as far as it does not go through attention,
-        and of `attended`.
+        `gradient` is that of the layer's output, `further` that of its router's sums. Returns those of `hidden`, as far
+        as it does not go through attention, and of `attended`.
         """
-        given = self._blocks.finish, weights, (hidden, attended), _own(arguments), gradients, (gradient,)
+        given = self._blocks.finish, weights, (hidden, attended), _own(arguments), gradients, (gradient, *further)
         of_hidden, of_attended = recomputed_backward_many(*given)
         return of_hidden, of_attended
 

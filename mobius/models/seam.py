@@ -207,8 +207,8 @@ def _project(seam: _Seam, forward: Callable[..., object], hidden: Tensor, **argu
 
 
 def _finish(
-    seam: _Seam, forward: Callable[..., Tensor], family: str, hidden: Tensor, attended: Tensor, **arguments: Any
-) -> Tensor:
+    seam: _Seam, forward: Callable[..., object], family: str, hidden: Tensor, attended: Tensor, **arguments: Any
+) -> object:
     seam.given, seam.num_calls = attended, 0
     try:
         output = forward(hidden, **arguments)

@@ -16,6 +16,7 @@ from mobius.machine.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, ch
 from mobius.messages.meeting import Meeting, meet_pipeline
 from mobius.models.blocks import ModelParts
 from mobius.models.by_plan.checked import checked_families
+from mobius.models.experts.router_loss import refuse_slices
 from mobius.models.sliced_attention.sliceable import sliceable, unpackable
 from mobius.plan.budget import check_host_memory, tile_tokens
 from mobius.plan.cards import Host, card_of_device
@@ -30,6 +31,7 @@ from mobius.plan.replicas.told import host_remedies
 from mobius.plan.request import Machine, PackedRows, PlanRequest, compiles
 from mobius.planning.alike import smallest_machine
 from mobius.ranks import Ranks, allows_peer_copies, cpu_share, separate_device_queues
+from mobius.runtime.routers import shape_with_numbers
 from mobius.runtime.stage import measure_layer_bytes
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
@@ -107,6 +109,13 @@ class Blueprint:
         """Shape [B, L, H] of every activation and activation gradient between stages."""
         return _message_shape(self.answer.request)
 
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """Shape in which these are sent: with the numbers of routers behind them, where these have a loss."""
+        if self.parts.router_loss is None:
+            return self.message_shape
+        return shape_with_numbers(self.message_shape, self.dtype, self.parts.router_loss.num_experts)
+
 
 def sketch_blueprint(
     config: Config,
@@ -171,6 +180,8 @@ def complete_blueprint(
             f"--tile_tokens {config.pipeline.tile_tokens}: layers of the family {parts.config.model_type!r} cannot run "
             f"in tiles ({reason}). Use off."
         )
+    if parts.router_loss is not None:
+        refuse_slices(request.num_slices or 1)
     if packed is not None and (reason := unpackable(parts.config)) is not None:
         raise PlanError(f"--packing {config.data.packing}: {reason}.")
     if packed is not None or (request.num_slices or 1) > 1:  # no masks are made, which slices have no use for

@@ -26,6 +26,7 @@ from mobius.models.blocks import LayerArguments
 from mobius.models.graph import Views
 from mobius.models.loss import shift_labels
 from mobius.runtime.device_position import DevicePosition
+from mobius.runtime.evaluation_sums import EvaluationSums
 from mobius.runtime.places import Place, cut_rows, place_slices
 from mobius.runtime.routers import Routers, RouterTurn
 from mobius.runtime.stage import Kept, StageModule
@@ -73,25 +74,6 @@ class StepSums:
     router_loss: Tensor | None = None
     """fp32 scalar: the mean over microbatches of the loss over routers, without its coefficient, which `loss` has it
     with; on the rank of the last stage, 0 elsewhere. None for models without."""
-
-
-@dataclass(frozen=True)
-class EvaluationSums:
-    """Sums of each microbatch of an evaluation, on the device; nothing is synchronized yet.
-
-    They are made on the rank of the last stage, and zero elsewhere.
-    """
-
-    losses: Tensor
-    """fp32 [microbatches]: the loss summed over the microbatch's targets."""
-    num_correct: Tensor
-    """int64 [microbatches]: targets that the model finds more probable than any other token."""
-
-    @classmethod
-    def zeros(cls, num_microbatches: int, device: torch.device) -> EvaluationSums:
-        """The sums before the first microbatch."""
-        losses = torch.zeros(num_microbatches, dtype=torch.float32, device=device)
-        return cls(losses, torch.zeros(num_microbatches, dtype=torch.int64, device=device))
 
 
 @dataclass
@@ -211,7 +193,8 @@ class Executor:
             length = batch.input_ids.shape[1]
             step.places = place_slices(length, bounds, num_slices=self._schedule.num_slices)
         if self._routers is not None and not self._schedule.is_evaluation:
-            step.counted = self._count_tokens(batch).chunk(number)
+            lengths = [] if batch.lengths is None else self._bring(batch.lengths)
+            step.counted = self._routers.counted(batch.input_ids.shape, *lengths).chunk(number)
         return step
 
     def _play_all(self) -> None:
@@ -261,13 +244,6 @@ class Executor:
             return (None,) * number
         positions, bounds = self._bring(*batch.documents)
         return [Documents(*own) for own in zip(positions.chunk(number), bounds, strict=True)]
-
-    def _count_tokens(self, batch: StepBatch) -> Tensor:
-        """1 where tokens are and 0 at padding, fp32 [batch, L], on the device."""
-        if batch.lengths is None:
-            return torch.ones(batch.input_ids.shape, device=self._device)
-        (lengths,) = self._bring(batch.lengths)
-        return (torch.arange(batch.input_ids.shape[1], device=self._device) < lengths.unsqueeze(-1)).float()
 
     def _bring(self, *sources: Tensor) -> list[Tensor]:
         """Copies on the device; from page-locked memory they do not block.

@@ -42,7 +42,7 @@ class RouterTurn:
         self.numbers = self.numbers + sums
 
 
-def message_shape(shape: Sequence[int], dtype: torch.dtype, num_experts: int) -> tuple[int, int]:
+def shape_with_numbers(shape: Sequence[int], dtype: torch.dtype, num_experts: int) -> tuple[int, int]:
     """Shape [rows, H] of the message of hidden states of `shape` [B, L, H] in `dtype`, with the numbers behind them."""
     batch, length, width = shape
     return batch * length - -_BYTES * num_experts // (width * dtype.itemsize), width
@@ -53,6 +53,12 @@ class Routers:
 
     def __init__(self, loss: RouterLoss, device: torch.device) -> None:
         self._loss, self._device = loss, device
+
+    def counted(self, shape: Sequence[int], lengths: Tensor | None = None) -> Tensor:
+        """1 where rows [batch, L] have tokens and 0 at their padding, fp32; `lengths` [batch] None: they are full."""
+        if lengths is None:
+            return torch.ones(*shape, device=self._device)
+        return (torch.arange(shape[1], device=self._device) < lengths.unsqueeze(-1)).float()
 
     def turn(self, counted: Tensor, numbers: Tensor | None) -> RouterTurn:
         """Begin a stage's turn with what came from its neighbour, or None before the first layer."""
@@ -69,7 +75,7 @@ class Routers:
 
     def pack(self, hidden: Tensor, turn: RouterTurn | None) -> Tensor:
         """The message of hidden states [B, L, H] or their gradient, a copy; without a turn its numbers mean nothing."""
-        message = hidden.new_empty(message_shape(hidden.shape, hidden.dtype, self._loss.num_experts))
+        message = hidden.new_empty(shape_with_numbers(hidden.shape, hidden.dtype, self._loss.num_experts))
         num_rows = hidden.shape[:2].numel()
         message[:num_rows].view(hidden.shape).copy_(hidden)
         if turn is not None:

@@ -89,7 +89,7 @@ class SlicedStage:
                 self._put(position, layer.project(weights, hidden, own), _place_of(turn))
             else:
                 attention = _SliceAttention(self, position, _place_of(turn))
-                hidden = layer.run(weights, hidden, own, attention)
+                (hidden,) = layer.run(weights, hidden, own, attention)
                 kept += attention.result if self._keeps_attention else []
         return hidden, kept
 
@@ -97,7 +97,7 @@ class SlicedStage:
         hidden = run(self._parts.embedding, weights, inputs, {}) if self._cut.is_first else inputs
         for position, layer in enumerate(self._layers):
             attention = _SliceAttention(self, position, _place_of(turn))
-            hidden = layer.run(weights, hidden, self._arguments(position, turn), attention)
+            (hidden,) = layer.run(weights, hidden, self._arguments(position, turn), attention)
         return hidden
 
     def receive(self, inputs: Tensor) -> list[Kept] | None:
@@ -115,7 +115,7 @@ class SlicedStage:
         if position < 0:
             return hidden, kept
         attention = _SliceAttention(self, position, _place_of(turn))
-        hidden = self._layers[position].run(weights, hidden, self._arguments(position, turn), attention)
+        (hidden,) = self._layers[position].run(weights, hidden, self._arguments(position, turn), attention)
         return hidden, [*kept, *(attention.result if self._keeps_attention else [])]
 
     def backward(self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor, turn: Turn) -> Tensor:

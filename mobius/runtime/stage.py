@@ -175,7 +175,8 @@ class StageModule:
             elif isinstance(last, BlockGraph):
                 gradient = backward(layer, last, gradients, gradient, *further)
             elif self._is_tiled(last):
-                gradient = self._tiled[index].backward(weights, gradients, last, gradient, own)
+                tiled = self._tiled[index]
+                gradient = tiled.backward(weights, gradients, last, gradient, own, further=further)
             else:
                 gradient = recomputed_backward(layer, weights, last, own, gradients, gradient, *further)
             del last
@@ -189,7 +190,7 @@ class StageModule:
     def _run(self, index: int, layer: Block, weights: Views, hidden: Tensor, arguments: Arguments) -> Tensors:
         """One layer's outputs."""
         if self._is_tiled(hidden):
-            return (self._tiled[index].run(weights, hidden, arguments),)
+            return self._tiled[index].run(weights, hidden, arguments)
         return run_many(layer, weights, (hidden,), arguments)
 
     def _is_tiled(self, hidden: Tensor) -> bool:

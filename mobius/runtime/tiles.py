@@ -10,13 +10,14 @@ within their own backward. Tiles add to the gradients' sums in their order, so r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from mobius.models.compiled import Tensors
 from mobius.models.graph import Views
 from mobius.models.halves import AttentionGraph, Heads, LayerHalves
 from mobius.models.seam import without_attention
@@ -64,20 +65,23 @@ class TiledLayer:
 
     def run(
         self, weights: Views, hidden: Tensor, arguments: Mapping[str, Any], attention: TokenAttention | None = None
-    ) -> Tensor:
+    ) -> Tensors:
         """The layer's output [B, L, hidden], without a graph; `arguments` are the whole layer's.
 
-        `attention` is used instead of the layer's own, which is over whole rows.
+        `attention` is used instead of the layer's own, which is over whole rows. Behind the output are the sums of the
+        layer's router over all tiles, if `arguments` ask for them.
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
         attended = self._halves.attend(heads, arguments) if attention is None else attention.attend(heads)
         del heads  # or they would be there beside the output
         output = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        sums: list[Tensor] = []
         for tile in rows.tiles():
-            made = self._halves.finish(weights, tile.of(hidden), tile.of(attended), tile.arguments)
+            made, *own = self._halves.finish(weights, tile.of(hidden), tile.of(attended), tile.arguments)
             tile.of(output).copy_(made)
-        return output
+            sums = [before + each for before, each in zip(sums, own, strict=True)] if sums else own
+        return output, *sums
 
     def backward(
         self,
@@ -87,18 +91,19 @@ class TiledLayer:
         gradient: Tensor,
         arguments: Mapping[str, Any],
         attention: TokenAttention | None = None,
+        further: Sequence[Tensor] = (),
     ) -> Tensor:
         """Add the parameters' gradients to `gradients`, fp32 sums by Hugging Face name; return that of `hidden`.
 
-        `gradient` is that of the output; both are [B, L, hidden]. The layer is recomputed from `hidden`, with
-        `attention` instead of its own as in `run`.
+        `gradient` is that of the output; both are [B, L, hidden]. `further` is that of the router's sums. The layer is
+        recomputed from `hidden`, with `attention` instead of its own as in `run`.
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
         graph = _WholeRows(self._halves, arguments) if attention is None else attention
         attended = graph.attend(heads)
         del heads
-        of_hidden, of_attended = self._finish_backward(weights, gradients, hidden, attended, gradient, rows)
+        of_hidden, of_attended = self._finish_backward(weights, gradients, hidden, attended, gradient, rows, further)
         of_heads = Heads(*(each.transpose(1, 2) for each in graph.backward(of_attended)))
         del graph, attended, of_attended
         for tile in rows.tiles():
@@ -108,18 +113,26 @@ class TiledLayer:
         return of_hidden
 
     def _finish_backward(
-        self, weights: Views, gradients: Views, hidden: Tensor, attended: Tensor, gradient: Tensor, rows: _Rows
+        self,
+        weights: Views,
+        gradients: Views,
+        hidden: Tensor,
+        attended: Tensor,
+        gradient: Tensor,
+        rows: _Rows,
+        further: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the layer's input, as far as they do not come by attention, and of attention's result.
 
-        `gradient` is that of the output. No tile is left when attention's backward begins.
+        `gradient` is that of the output, `further` that of the router's sums, the same for each tile. No tile is left
+        when attention's backward begins.
         """
         of_hidden, of_attended = (
             torch.empty_like(each, memory_format=torch.contiguous_format) for each in (hidden, attended)
         )
         for tile in rows.tiles():
             made = self._halves.finish_backward(
-                weights, gradients, tile.of(hidden), tile.of(attended), tile.of(gradient), tile.arguments
+                weights, gradients, tile.of(hidden), tile.of(attended), tile.of(gradient), tile.arguments, *further
             )
             tile.of(of_hidden).copy_(made[0])
             tile.of(of_attended).copy_(made[1])

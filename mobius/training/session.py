@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -227,13 +228,13 @@ def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
     if place.meeting is not None:
         PeerCheck(place.meeting, device).send_by_host_if_broken(place.device_order)
         if blueprint.config.pipeline.copy_messages:
-            message_bytes = math.prod(blueprint.message_shape) * blueprint.dtype.itemsize
+            message_bytes = math.prod(blueprint.sent_shape) * blueprint.dtype.itemsize
             mailboxes = Mailboxes(place.meeting, device, message_bytes=message_bytes)
     return DistributedTransport(
         rank=ranks.place,
         num_ranks=ranks.num_places,
         device=device,
-        shape=blueprint.message_shape,
+        shape=blueprint.sent_shape,
         dtype=blueprint.dtype,
         spans=spans,
         mailboxes=mailboxes,
@@ -271,7 +272,7 @@ def _rehearse(blueprint: Blueprint, stages: RankStages) -> None:
     transport = RehearsalTransport(
         rank=place.ranks.place,
         device=place.device,
-        shape=blueprint.message_shape,
+        shape=blueprint.sent_shape,
         dtype=blueprint.dtype,
         max_sends=max_sends_under_way(blueprint.plan.round_size),
     )
@@ -291,7 +292,10 @@ def _step_batches(batches: Iterable[Batch], blueprint: Blueprint) -> Iterator[St
         input_ids, labels = (_tensor(each, blueprint) for each in (batch.input_ids, batch.labels))
         documents = None if batch.documents is None else _documents(batch.documents, blueprint)
         numbers = batch.num_targets, batch.num_tokens, batch.num_samples, batch.epoch
-        yield StepBatch(input_ids, labels, *numbers, documents, ranks.num_replicas)
+        lengths = None
+        if blueprint.parts.router_loss is not None and batch.lengths is not None:
+            lengths = _tensor(np.array(batch.lengths, dtype=np.int64), blueprint)
+        yield StepBatch(input_ids, labels, *numbers, documents, ranks.num_replicas, lengths)
 
 
 def _documents(rows: Rows, blueprint: Blueprint) -> tuple[Tensor, Tensor] | None:

@@ -19,6 +19,7 @@ from mobius.memory.stage_memory import StageMemory
 from mobius.memory.update_queue import UpdateQueue
 from mobius.messages.transport import Messages
 from mobius.models.blocks import LayerInputs, ModelParts
+from mobius.models.experts.router_loss import refuse_slices
 from mobius.models.weights import WeightSource, parts_of
 from mobius.plan.plan import Plan
 from mobius.runtime.executor import Executor
@@ -72,8 +73,11 @@ class RankStages:
 
         `message_shape` [B, L, H] is that of a layer's input, needed where some are stashed, and `product_bytes` are
         those of a layer and microbatch of which products go home; `tile_tokens` is as in `StageModule`; `replicas`
-        share the stages. Raises HostMemoryError, and CheckpointError as that does.
+        share the stages. Raises HostMemoryError, CheckpointError as that does, and PlanError for slices of a model
+        with a loss over routers.
         """
+        if parts.router_loss is not None:
+            refuse_slices(plan.num_slices)
         modules = {
             stage: StageModule(
                 parts,

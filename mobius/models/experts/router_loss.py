@@ -13,24 +13,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, PlanError
 from mobius.models.by_plan.described import file_of
 from mobius.models.experts.fused import fused_experts
 
 COUNTED = "counted_tokens"
-"""Argument of a layer with a router, fp32 [B, L]: 1 where a token counts. With it the layer gives `router_sums`, too."""
+"""Argument of a layer with a router, fp32 [B, L]: 1 where a token counts. With it the layer gives `router_sums`, too.
+"""
 _SWITCH = "output_router_logits"
 _UNKNOWN = (
-    "{file}: '{switch}' is true, which adds a loss on how evenly routers choose their experts. For the family {family!r} "
-    "{reason}. Set it to false there: routers are trained by the loss of the tokens alone."
+    "{file}: '{switch}' is true, which adds a loss on how evenly routers choose their experts. For the family "
+    "{family!r} {reason}. Set it to false there: routers are trained by the loss of the tokens alone."
 )
 
 
@@ -95,19 +96,26 @@ def take_router_loss(model: PreTrainedModel, layers: str) -> RouterLoss | None:
     """
     if not getattr(model.config, _SWITCH, False) or not fused_experts(model):
         return None
-    settings = cast(Any, model)
-    facts = [getattr(settings, name, None) for name in ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")]
-    if None in facts or _SWITCH not in inspect.signature(type(model).forward).parameters:
-        raise _unknown(model, "transformers has no such loss")
+    numbers = _numbers(model)
     found = dict[int, _Router]()
     for name, router in _routers(model).items():
         place = name.removeprefix(f"{layers}.").partition(".")[0]
-        if place == name or not place.isdecimal() or int(place) in found:
+        if not name.startswith(f"{layers}.") or int(place) in found:
             raise _unknown(model, f"it is not one router in each of some layers ({name})")
         found[int(place)] = router
     for index, router in found.items():
-        _give_sums(model.get_submodule(f"{layers}.{index}"), router, facts[1])
-    return RouterLoss(*facts, frozenset(found))
+        _give_sums(model.get_submodule(f"{layers}.{index}"), router, numbers.num_chosen)
+    return replace(numbers, layers=frozenset(found))
+
+
+def refuse_slices(num_slices: int) -> None:
+    """Raise PlanError if sequences are cut, whose last slices would go backward before all choices are known."""
+    if num_slices > 1:
+        raise PlanError(
+            f"--num_slices {num_slices}: '{_SWITCH}' is true in the model's config.json, and its loss over routers is "
+            "of all tokens of a sequence together. The last slice would go backward before the last layer has chosen "
+            "for the others. Use --num_slices 1, or set it to false there."
+        )
 
 
 def _unknown(model: PreTrainedModel, reason: str) -> CheckpointError:
@@ -115,6 +123,21 @@ def _unknown(model: PreTrainedModel, reason: str) -> CheckpointError:
     return CheckpointError(
         _UNKNOWN.format(file=file_of(config), switch=_SWITCH, family=config.model_type, reason=reason)
     )
+
+
+def _numbers(model: PreTrainedModel) -> RouterLoss:
+    """The loss by the numbers that the family's own code gives it, without layers."""
+    given: Any = model
+    names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    num_experts, num_chosen, coefficient = (getattr(given, name, None) for name in names)
+    if (
+        num_experts is None
+        or num_chosen is None
+        or coefficient is None
+        or _SWITCH not in inspect.signature(type(model).forward).parameters
+    ):
+        raise _unknown(model, "transformers has no such loss")
+    return RouterLoss(num_experts, num_chosen, coefficient, frozenset())
 
 
 class _Router(NamedTuple):
@@ -126,7 +149,7 @@ class _Router(NamedTuple):
 def _routers(model: PreTrainedModel) -> dict[str, _Router]:
     """Routers by name: modules whose output the family's own code collects as `router_logits`."""
     recorded = getattr(getattr(model, model.base_model_prefix), "_can_record_outputs", None) or {}
-    own = recorded.get("router_logits")
+    own: Any = recorded.get("router_logits")
     if getattr(own, "target_class", None) is None:
         raise _unknown(model, "transformers does not say which modules are its routers")
     within = f".{own.layer_name.strip('.')}." if own.layer_name else ""

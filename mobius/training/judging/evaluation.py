@@ -34,7 +34,8 @@ from mobius.messages.transport import Transport
 from mobius.plan.plan import Plan
 from mobius.planning.blueprint import Blueprint
 from mobius.runtime.documents import place_documents
-from mobius.runtime.executor import EvaluationSums, Executor, StepBatch
+from mobius.runtime.evaluation_sums import EvaluationSums
+from mobius.runtime.executor import Executor, StepBatch
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
@@ -191,7 +192,7 @@ class Evaluator:
         transport = RehearsalTransport(
             rank=self._transport.rank,
             device=blueprint.place.device,
-            shape=blueprint.message_shape,
+            shape=blueprint.sent_shape,
             dtype=blueprint.dtype,
             max_sends=max_sends_under_way(num_microbatches),
         )
