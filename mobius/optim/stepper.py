@@ -44,6 +44,8 @@ class StepOutcome:
     grad_norm: float
     is_skipped: bool
     """Whether any stage was left as it was."""
+    aux_loss: float | None = None
+    """The loss over routers, without its coefficient; None for models without."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Stepper:
         """
         tied_square = self._tied.sum_gradients(self._memory, self._transport, sums.loss.device) if self._tied else None
         # sync: once per step, and only where a tied matrix is on the GPU
-        loss, squares = self._sum_over_ranks(sums, None if tied_square is None else float(tied_square))
+        loss, squares, aux_loss = self._sum_over_ranks(sums, None if tied_square is None else float(tied_square))
         skipped = self._skipped_stages(loss, squares)
         is_finite = math.isfinite(loss) and all(map(math.isfinite, squares))
         grad_norm = math.sqrt(sum(squares)) / self.loss_scale.value if is_finite else math.nan
@@ -132,7 +134,7 @@ class Stepper:
             self._skipped_in_a_row = 0
         else:
             self._report(step, loss, squares)
-        return StepOutcome(loss, grad_norm, is_skipped=len(skipped) > 0)
+        return StepOutcome(loss, grad_norm, len(skipped) > 0, None if sums.router_loss is None else aux_loss)
 
     def _skipped_stages(self, loss: float, squares: Sequence[float]) -> frozenset[int]:
         """The stages that keep their weights: all or none with clipping, else those that are not finite themselves."""
@@ -142,21 +144,23 @@ class Stepper:
         # The two copies of a tied matrix stay equal only if both owners update or neither.
         return frozenset(bad | self._tied_stages) if bad & self._tied_stages else frozenset(bad)
 
-    def _sum_over_ranks(self, sums: StepSums, tied_square: float | None) -> tuple[float, list[float]]:
-        """Loss and squared norm per stage, the same on all ranks."""
-        on_device = torch.stack([sums.loss, *sums.squared_norms.values()])
-        own = torch.zeros(1 + self._num_stages, dtype=torch.float64)
+    def _sum_over_ranks(self, sums: StepSums, tied_square: float | None) -> tuple[float, list[float], float]:
+        """Loss, squared norm per stage, and the loss over routers, the same on all ranks."""
+        routers = [] if sums.router_loss is None else [sums.router_loss]
+        on_device = torch.stack([sums.loss, *sums.squared_norms.values(), *routers])
+        own = torch.zeros(2 + self._num_stages, dtype=torch.float64)
+        places = [0, *(1 + stage for stage in sums.squared_norms), *([-1] * len(routers))]
         # sync: once per step, after the last backward
         with self._activity.waiting("the device"):
-            own[[0, *(1 + stage for stage in sums.squared_norms)]] = on_device.cpu().double()
+            own[places] = on_device.cpu().double()
         replicas = self._transport.replicas
         if replicas is not None and replicas.index > 0:
-            own[1:] = 0  # norms are those of all replicas, and the first one tells them
+            own[1:-1] = 0  # norms are those of all replicas, and the first one tells them
         if tied_square is not None:
             own[1] += tied_square
         with self._clock.blocking(WaitCause.NEIGHBOURS), self._activity.waiting("the sums of all ranks"):
             summed = self._transport.everyone.sum_over_ranks(own).tolist()
-        return summed[0], summed[1:]
+        return summed[0], summed[1:-1], summed[-1]
 
     def _update_of(self, stage: int, step: int, factor: float = 1.0) -> Update:
         """The update of `stage` with this step's learning rate."""

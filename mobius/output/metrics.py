@@ -31,7 +31,7 @@ class StepMetrics:
     epoch: float
     """Epochs that are done after the step."""
     loss: float
-    """Mean over the target tokens of the step."""
+    """Mean over the target tokens of the step, and behind it the loss over routers times its coefficient, if any."""
     grad_norm: float
     """L2 norm of all gradients together, before clipping."""
     learning_rate: float
@@ -59,6 +59,8 @@ class StepMetrics:
     """Steps so far whose update was left out because a gradient was not finite."""
     loss_scale: float | None
     """Factor of the loss in fp16 training; None in formats that need none."""
+    aux_loss: float | None = None
+    """Loss over routers, the mean over microbatches without its coefficient; None for models without."""
 
 
 class JsonLines:
@@ -190,6 +192,7 @@ def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None
         f"step {metrics.step:>{width}}/{total_steps}",
         f"epoch {metrics.epoch:6.3f}",
         f"loss {metrics.loss:7.4f}",
+        *([] if metrics.aux_loss is None else [f"aux loss {metrics.aux_loss:7.4f}"]),
         f"grad norm {metrics.grad_norm:8.3f}",
         f"lr {metrics.learning_rate:.2e}",
         f"{metrics.step_seconds:7.2f} s",

@@ -183,7 +183,7 @@ class RunLog:
         numbers: dict[str, float] = {
             name: getattr(metrics, name)
             for name in (
-                *("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds"),
+                *("loss", "aux_loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds"),
                 *("peak_gpu_memory_gib", "peak_host_memory_gib", "loss_scale"),
             )
             if getattr(metrics, name) is not None

@@ -300,13 +300,14 @@ class Executor:
 
     def _backward(self, stage: int, microbatch: int) -> None:
         (gradient, of_sums), weights = self._receive(stage + 1, microbatch), self._weights(stage)
-        kept, turn = self._stash.take(stage, microbatch), self._turn(microbatch, of_sums)
-        self._finish_backward(stage, microbatch, weights, kept, gradient, turn)
+        self._finish_backward(stage, microbatch, weights, self._stash.take(stage, microbatch), gradient, of_sums)
 
     def _backward_last(self, stage: int, microbatch: int) -> None:
         weights, kept = self._weights(stage), self._stash.take(stage, microbatch)
         turn = self._turn(microbatch, self._step.router_sums.pop(microbatch, None))
         hidden, kept = self._layers[stage].finish(weights, kept, turn)
+        routers = turn.routers
+        del turn  # its arguments would be there beside the logits
         loss, gradient = self._stages[stage].loss(
             weights,
             self._memory[stage].gradients(),
@@ -315,8 +316,9 @@ class Executor:
             num_targets=self._step.batch.num_targets,
             loss_scale=self._step.loss_scale,
         )
-        self._step.sums.loss.add_(loss if turn.routers is None else loss + self._end_of_routers(turn.routers))
-        self._finish_backward(stage, microbatch, weights, kept, gradient, turn)
+        self._step.sums.loss.add_(loss if routers is None else loss + self._end_of_routers(routers))
+        of_sums = None if routers is None else routers.numbers
+        self._finish_backward(stage, microbatch, weights, kept, gradient, of_sums)
 
     def _end_of_routers(self, turn: RouterTurn) -> Tensor:
         """The part of the step's loss that a microbatch's routers make; their turn then goes backward."""
@@ -328,11 +330,15 @@ class Executor:
         return value.weighted
 
     def _finish_backward(
-        self, stage: int, microbatch: int, weights: Views, kept: list[Kept], gradient: Tensor, turn: Turn
+        self, stage: int, microbatch: int, weights: Views, kept: list[Kept], gradient: Tensor, of_sums: Tensor | None
     ) -> None:
-        """Backward through the layers, then to the stage before or into the embedding; the last microbatch seals."""
+        """Backward through the layers, then to the stage before or into the embedding; the last microbatch seals.
+
+        `of_sums` is the gradient of the sums of routers, where they have a loss.
+        """
         module, memory = self._stages[stage], self._memory[stage]
         gradients = memory.gradients()
+        turn = self._turn(microbatch, of_sums)
         gradient = self._layers[stage].backward(weights, gradients, kept, gradient, turn)
         if module.cut.is_first:
             module.embedding_backward(weights, gradients, self._step.tokens[microbatch], gradient)

@@ -136,6 +136,7 @@ class Trainer:
             step=self._step,
             epoch=batch.epoch,
             loss=outcome.loss,
+            aux_loss=outcome.aux_loss,
             grad_norm=outcome.grad_norm,
             learning_rate=learning_rate,
             step_seconds=seconds,

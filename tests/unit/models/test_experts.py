@@ -12,7 +12,7 @@ from harness.tiny_families import tiny_config
 from torch import Tensor, nn
 
 from mobius.config.adapters import AdapterConfig, FinetuningType
-from mobius.errors import CheckpointError, ConfigError
+from mobius.errors import ConfigError
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.models.compiled import KeptActivations
 from mobius.models.experts.forward import run_experts, run_without_scatter, use_experts
@@ -135,11 +135,6 @@ def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly() -> None:
         assert layer.graphs is None or not layer.graphs._is_broken
     for eager, graph in zip(*results, strict=True):
         torch.testing.assert_close(graph, eager, rtol=1e-5, atol=2e-6 * float(eager.detach().abs().max()))
-
-
-def test_a_loss_over_all_routers_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"'output_router_logits' is true.* Set it to false there"):
-        ModelParts(tiny_config("mixtral", output_router_logits=True), CPU)
 
 
 def test_adapters_are_beside_linears_and_not_experts(caplog: pytest.LogCaptureFixture) -> None:

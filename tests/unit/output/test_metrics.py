@@ -42,6 +42,11 @@ def test_the_line_tells_all_columns_with_units() -> None:
     )
 
 
+def test_a_loss_over_routers_stands_behind_the_loss() -> None:
+    assert "| loss  2.3457 | aux loss  2.0312 | grad norm" in step_line(replace(STEP, aux_loss=2.03125), 150)
+    assert "aux" not in step_line(STEP, 150)
+
+
 def test_columns_stay_in_place_over_the_steps_of_a_run() -> None:
     first = step_line(replace(STEP, step=1, loss=11.2, grad_norm=512.25, step_seconds=120.5), 150)
     last = step_line(replace(STEP, step=150, loss=0.5, grad_norm=0.031, tokens_per_second=123456.0), 150)

@@ -19,6 +19,7 @@ from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.plan.partition import balanced_partition
 from mobius.plan.plan import Plan
 from mobius.runtime.executor import Executor
+from mobius.runtime.routers import RouterTurn
 from mobius.runtime.stage import Kept, StageModule
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.build import build_schedule
@@ -40,11 +41,12 @@ class FailingStage(StageModule):
         kept: list[Kept],
         gradient: Tensor,
         arguments: LayerArguments,
+        routers: RouterTurn | None = None,
     ) -> Tensor:
         if self.fail_at == 0:
             raise RuntimeError("the card is on fire")
         self.fail_at -= 1
-        return super().backward(weights, gradients, kept, gradient, arguments)
+        return super().backward(weights, gradients, kept, gradient, arguments, routers)
 
 
 def make_executor(
