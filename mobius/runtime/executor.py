@@ -94,7 +94,7 @@ class _Step:
     places: Sequence[Place] = ()
     """Places of the microbatches in their sequences; none where they are whole."""
     counted: Sequence[Tensor] = ()
-    """Of each microbatch where its tokens are, fp32 [B, L], for a loss over routers."""
+    """Where the tokens of each microbatch are, fp32 [B, L], for a loss over routers."""
     router_sums: dict[int, Tensor] = field(default_factory=dict)
     """Sums of routers that the last stage got with a microbatch, until its turn."""
 

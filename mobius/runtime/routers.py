@@ -49,7 +49,7 @@ def shape_with_numbers(shape: Sequence[int], dtype: torch.dtype, num_experts: in
 
 
 class Routers:
-    """What a rank's stages share for the loss over routers: its formula, and the form of messages."""
+    """Formula of the loss over routers and form of its messages, which a rank's stages share."""
 
     def __init__(self, loss: RouterLoss, device: torch.device) -> None:
         self._loss, self._device = loss, device

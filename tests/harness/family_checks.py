@@ -26,6 +26,8 @@ from mobius.models.weights import CheckpointWeights
 NUM_RANKS, STAGES_PER_RANK, MICROBATCHES, SLOTS = 2, 2, 2, 1
 _AFTER_THE_NAME = re.compile(r"the family '[^']+' (.*)")
 _STATE = re.compile(r"Mamba|RWKV|Rwkv|LSTM|Recurrent|ShortConv|SSM")
+ROUTER_LOSS = 0.5
+"""Coefficient of the loss over routers: so large that it is a tenth of the whole loss at least."""
 NEAR = 2e-6
 """Share of the norm of all gradients by which they may differ where sums have another order."""
 
@@ -54,11 +56,18 @@ def check_family(family: str) -> dict[str, str]:
 def parity_of(family: str, *, num_ranks: int = NUM_RANKS, stages_per_rank: int = STAGES_PER_RANK) -> str:
     """Words on loss and every gradient of the streamed pipeline beside transformers' own, and on weights on the disk.
 
-    The matrix of a tied model is made by two stages, whose sums meet in another order: within 1e-6 of its largest.
+    The matrix of a tied model is made by two stages, whose sums meet in another order: within 1e-6 of its largest. A
+    family that has a loss over its routers is compared with it, too.
     """
-    for is_tied in (False, True):
-        model = model_of(tiny_config(family, tie_word_embeddings=is_tied))
+    for is_tied, more in ((False, {}), (True, {}), (False, {"output_router_logits": True})):
+        config = tiny_config(family, tie_word_embeddings=is_tied, **more)
+        if more and not hasattr(config, "router_aux_loss_coef"):
+            continue
+        model = model_of(config)
         batch = make_batch(MICROBATCHES)
+        if more:  # which transformers adds whole with each microbatch
+            config.router_aux_loss_coef = model.config.router_aux_loss_coef = ROUTER_LOSS
+            cast(Any, model).router_aux_loss_coef = ROUTER_LOSS / MICROBATCHES
         loss, expected = plain_step(model, batch, MICROBATCHES)
         pipeline = Pipeline(model, num_ranks, stages_per_rank, MICROBATCHES, SLOTS)
         if not torch.equal(pipeline.run(batch), loss):

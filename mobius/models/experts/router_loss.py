@@ -41,7 +41,7 @@ class RouterLossValue(NamedTuple):
     loss: Tensor
     """fp32 scalar, without a coefficient."""
     weighted: Tensor
-    """The same times coefficient, over the number of microbatches: its part of the step's loss."""
+    """Part of the step's loss: it times the coefficient, over the number of microbatches."""
     gradient: Tensor
     """fp32 [2, experts]: that of the microbatch's sums, by `weighted` times the loss scale; zeros for times chosen."""
 
@@ -76,7 +76,7 @@ class RouterLoss:
 
 
 def router_sums(logits: Tensor, counted: Tensor, num_chosen: int) -> Tensor:
-    """Of each expert the times it was chosen and the sum of its probabilities, fp32 [2, experts].
+    """Times that each expert was chosen, and the sum of its probabilities, fp32 [2, experts].
 
     `logits` [tokens, experts] are a router's, in its format; tokens weigh as `counted` [B, L] says.
     """
@@ -143,7 +143,7 @@ def _numbers(model: PreTrainedModel) -> RouterLoss:
 class _Router(NamedTuple):
     module: nn.Module
     position: int
-    """Of the logits among what it gives."""
+    """Place of the logits among what it gives."""
 
 
 def _routers(model: PreTrainedModel) -> dict[str, _Router]:

@@ -1,0 +1,46 @@
+"""On a GPU: the loss over routers and every gradient beside transformers on the CPU, and nothing that waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.pipelines import Pipeline, make_batch, model_of, plain_step
+from harness.tiny_families import tiny_config
+
+from mobius.models.experts.router_loss import RouterLoss, router_sums
+from mobius.runtime.routers import Routers
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+COEFFICIENT = 0.5
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_loss_and_gradients_are_near_those_of_the_plain_model(compiled: bool) -> None:
+    config = tiny_config("mixtral", output_router_logits=True, router_aux_loss_coef=COEFFICIENT)
+    model, batch = model_of(config), make_batch(2)
+    model.router_aux_loss_coef = COEFFICIENT / 2
+    loss, expected = plain_step(model, batch, 2)
+
+    pipeline = Pipeline(model, 1, 2, 2, 1, device=GPU, compiled=compiled)
+
+    assert float(pipeline.run(batch)) == pytest.approx(float(loss), rel=1e-5)
+    off = torch.stack([(pipeline.gradients[name].cpu() - value).norm() for name, value in expected.items()]).norm()
+    assert off < 1e-4 * torch.stack([value.norm() for value in expected.values()]).norm()
+
+
+def test_no_part_of_it_waits_for_the_gpu() -> None:
+    loss = RouterLoss(8, 2, COEFFICIENT, frozenset({0}))
+    routers, hidden = Routers(loss, GPU), torch.randn(2, 5, 32, device=GPU, dtype=torch.bfloat16)
+    logits = torch.randn(10, 8, device=GPU, dtype=torch.bfloat16)
+    lengths = torch.tensor([5, 3], device=GPU)
+    for mode in ("default", "error"):  # the first round loads kernels
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            turn = routers.turn(routers.counted((2, 5), lengths), None)
+            turn.add(router_sums(logits, turn.counted, 2))
+            routers.unpack(routers.pack(hidden, turn), (2, 5))
+            routers.end(turn, num_microbatches=2, loss_scale=1.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
