@@ -28,7 +28,7 @@ def in_halves(case: BlockCase, halves: LayerHalves) -> list[Tensor]:
     """Output, gradient of the input and sums of the parameters' gradients, as `BlockCase.kept` gives them."""
     weights, hidden, arguments, sums = case.weights, case.hidden, case.arguments, case.sums()
     heads = halves.project(weights, hidden, arguments)
-    output = halves.finish(weights, hidden, halves.attend(heads, arguments), arguments)
+    (output,) = halves.finish(weights, hidden, halves.attend(heads, arguments), arguments)
     graph = halves.attend_with_graph(heads, arguments)
     attended = graph.output.detach()
     of_hidden, of_attended = halves.finish_backward(weights, sums, hidden, attended, case.gradient, arguments)
@@ -72,7 +72,7 @@ def test_a_linear_that_only_attention_reads_is_computed_once() -> None:
         name: torch.full_like(value, torch.nan) for name, value in case.weights.items() if "qkv" in name
     }
 
-    output = halves.finish(broken, case.hidden, attended, case.arguments)
+    (output,) = halves.finish(broken, case.hidden, attended, case.arguments)
 
     assert torch.equal(output, case.forward())
 

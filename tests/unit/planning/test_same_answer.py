@@ -80,6 +80,8 @@ def draw_packed(draw: random.Random) -> PackedRows | None:
 class Parts:
     """A model of which only the sizes are asked for."""
 
+    router_loss = None
+
     def __init__(self, shape: ModelShape, *_: object, compiled: bool = False) -> None:
         self._shape, self.compiled, self.config = shape, compiled, SimpleNamespace(model_type="llama")
 
