@@ -43,6 +43,13 @@ ActivationOffloading = StrEnum("ActivationOffloading", ["AUTO", "ON", "OFF"])
 """Whether inputs of layers wait in CPU memory for their backward."""
 
 
+class ReduceDtype(StrEnum):
+    """Choice of the format of gradients between replicas."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
 class Recompute(StrEnum):
     """Choice of what runs its forward again in backward."""
 
@@ -199,6 +206,9 @@ class PipelineConfig:
     overlap_optimizer: bool = True
     """Update stages in CPU memory while the GPU computes, also into the next step; results are the same to the bit. No
     effect with no_offload, where the GPU updates."""
+    reduce_dtype: ReduceDtype = ReduceDtype.FP32
+    """Format in which gradients travel between replicas, which add them up in fp32. bf16: half the bytes, and each
+    replica's part of a gradient is rounded once more. No effect with one pipeline."""
     fp32_gradients: bool = False
     """Hand gradients, always summed in fp32, to the optimizer in fp32 instead of the format of the weights: 2 bytes
     more per parameter where they are kept, and with streamed stages a second fp32 buffer on the GPU."""

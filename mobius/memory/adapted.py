@@ -17,6 +17,7 @@ from mobius.memory.resident import ResidentStage
 from mobius.memory.stage_memory import GradientListener, Update
 from mobius.memory.stage_state import StageState
 from mobius.memory.streamed import StreamedStage
+from mobius.memory.streams import Event
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,18 @@ class AdaptedStage:
     def frozen_state(self) -> StageState:
         return self.frozen.state
 
+    @property
+    def reduction(self) -> Event | None:
+        return self.trained.reduction
+
     def load(self) -> None:
         self.frozen.load()
 
     def is_ready(self) -> bool:
-        return self.frozen.is_ready()
+        return self.frozen.is_ready() and self.trained.is_ready()
 
     def wait_until_updated(self) -> None:
-        """Nothing to wait for: updates and compute follow one another on the device."""
+        self.trained.wait_until_updated()
 
     def when_updated(self, action: Callable[[], None]) -> None:
         self.trained.when_updated(action)

@@ -2,7 +2,8 @@
 
 A rank works on one stage's backward at a time, from its first microbatch to its last, so one buffer serves all its
 stages, streamed and resident. There are two where sums travel: where gradients leave in fp32 they leave from here, and
-between the rounds of a step what streamed stages have added up goes to the host and comes back.
+between the rounds of a step what streamed stages have added up goes to the host and comes back. And there are two where
+replicas share stages: one is reduced while the next stage adds up in the other.
 
     buffer   stage 4's backward | leaves to the host, stage 0's comes back | stage 0's backward
     buffer   stage 2's comes    | stage 2's backward                       | leaves
@@ -14,20 +15,17 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from mobius.memory.layout import StageLayout
-from mobius.memory.shares import Replicas, Shares
+from mobius.memory.shares import Shares
 from mobius.memory.streams import Event, Stream, record_current
 
 ROUNDED_ELEMENTS = 2**24
 """Gradients rounded at a time: bounds what it takes beside them to 32 MiB."""
 _NO_SPAN = nullcontext()
-Shared: TypeAlias = tuple[Shares, Replicas]
-"""How a stage is shared by replicas, and those."""
 
 
 @dataclass(eq=False)
@@ -67,20 +65,16 @@ class GradientSum:
             buffer.ready = None
         return buffer.views
 
-    def seal(
-        self, stage: int, layout: StageLayout, *, excluded: frozenset[str], shares: Shared | None = None
-    ) -> Tensor:
-        """End the sum, which stays until another stage's begins; returns its squared norm without `excluded`.
+    def seal(self, stage: int, layout: StageLayout, *, excluded: frozenset[str]) -> Tensor:
+        """End the sum, which stays until another stage's begins; returns its squared norm without `excluded`."""
+        views = self.end(stage, layout)
+        return squared_norm((view for name, view in views.items() if name not in excluded), self._device)
 
-        With `shares` it is summed over the replicas, as far as this one owns it, and the norm is that of this part.
-        """
+    def end(self, stage: int, layout: StageLayout) -> dict[str, Tensor]:
+        """End the sum as `seal` does, and return its views; whoever reads them later says until when it stays."""
         views = self.views(stage, layout)
         self._sealed = self._give_back(stage)
-        if shares is None:
-            return squared_norm((view for name, view in views.items() if name not in excluded), self._device)
-        own, replicas = shares
-        replicas.reduce(self.flat(layout), own.segments)
-        return own.square(self.flat(layout), layout, excluded=excluded)
+        return views
 
     def flat(self, layout: StageLayout) -> Tensor:
         """Elements of the sum that was sealed last, [layout.num_trained]."""
@@ -161,11 +155,6 @@ def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float32, device=device)
     norms = torch._foreach_norm(listed, 2.0, dtype=torch.float32)
     return torch.stack(list(norms)).square().sum()
-
-
-def shared_by(shares: Shares | None, replicas: Replicas | None) -> Shared | None:
-    """Both, where there are replicas."""
-    return None if shares is None or replicas is None else (shares, replicas)
 
 
 def round_gradients(sums: Tensor, dtype: torch.dtype, square: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
 from mobius.memory.layout import StageLayout
 from mobius.memory.resident import ResidentStage, adds_in_place
+from mobius.memory.shared.reductions import Reductions, Shared
 from mobius.memory.shares import Replicas, Shares
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import StageMemory
@@ -54,8 +55,10 @@ def take_memory(
     sums_travel = in_rounds and len(streamed) > 1 and not keeps_trained
     total: GradientSum | None = None
     if summed:
-        num_buffers = MAX_SUMS if sums_travel or (streamed and gradient_dtype.itemsize > dtype.itemsize) else 1
+        leave_from_sum = streamed and gradient_dtype.itemsize > dtype.itemsize
+        num_buffers = MAX_SUMS if sums_travel or leave_from_sum or replicas is not None else 1
         total = GradientSum(max(summed), device=device, num_buffers=num_buffers)
+    reductions = None if replicas is None else Reductions(replicas, device=device, spans=spans)
 
     def shares_of(layout: StageLayout) -> Shares | None:
         return None if replicas is None or not layout.num_trained else Shares.of(layout, replicas, tied=tied)
@@ -70,8 +73,7 @@ def take_memory(
             keeps_gradients=stage in waiting,
             in_rounds=in_rounds,
             total=total,
-            shares=shares_of(layout),
-            replicas=replicas,
+            shared=Shared.by(shares_of(layout), reductions),
             spans=spans,
         )
 
@@ -103,7 +105,7 @@ def take_memory(
                 total,
                 host_sums=arena.sums.get(stage),
                 updates=updates,
-                replicas=None if state.shares is None else replicas,
+                shared=Shared.by(state.shares, reductions),
                 spans=spans,
             )
             memory[stage] = streamed_stage

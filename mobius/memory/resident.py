@@ -11,6 +11,9 @@ A stage that is updated right behind its backward keeps no gradients: they are r
 change what is trained. Where an update has to wait for others (clipping, a tied matrix, loss scaling) the gradients
 are cast into memory of the stage's own. In a step of several rounds every stage has a sum of its own, which stays from
 round to round, and nothing else is kept.
+
+Where replicas share the stage, each keeps the gradients and has the state of its share. Sums are reduced, and the stage
+is updated and its weights are given to all, on the stream of reductions (`shared/reductions.py`).
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ import torch
 from torch import Tensor
 
 from mobius.errors import ScheduleError
-from mobius.memory.gradient_sum import GradientSum, cast_gradients, round_gradients, shared_by
+from mobius.memory.gradient_sum import GradientSum, cast_gradients, round_gradients
 from mobius.memory.layout import StageLayout
-from mobius.memory.shares import Replicas, Shares
+from mobius.memory.shared.reductions import Shared
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, Update
 from mobius.memory.stage_state import StageState, num_owned
+from mobius.memory.streams import Event
 from mobius.schedule.lanes import Lane
 
 
@@ -45,16 +49,15 @@ class ResidentStage:
         keeps_gradients: bool = True,
         in_rounds: bool = False,
         total: GradientSum | None = None,
-        shares: Shares | None = None,
-        replicas: Replicas | None = None,
+        shared: Shared | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
         """Take zeroed memory on `device`, weights in `dtype`.
 
         `gradient_dtype` is fp32 or, by default, the weights' dtype. Without `keeps_gradients` the update must begin
         before another stage's backward. A step `in_rounds` comes back to a stage after others. `total` is the rank's
-        sum, not needed where `adds_in_place`. With `shares` it owns a part of the state, keeps that part's gradients in
-        any case, and gives the updated weights to the other `replicas`.
+        sum, not needed where `adds_in_place`. Where it is `shared`, it owns a part of the state, keeps that part's
+        gradients in any case, and gives the updated weights to the other replicas; then `total` has two buffers.
         """
         assert dtype != torch.float16 or keeps_gradients, "loss scaling waits for every norm"
         self._stage, self._spans = stage, spans
@@ -66,31 +69,43 @@ class ResidentStage:
             return torch.zeros(num_elements, dtype=kind, device=device)
 
         weights = zeros(layout.num_elements, dtype)
-        self._shared = shared_by(shares, replicas)
-        self._has_copy = (keeps_gradients and not self._is_in_place) or self._shared is not None
+        self._shared, shares = shared, None if shared is None else shared.shares
+        self._has_copy = (keeps_gradients and not self._is_in_place) or shared is not None
         count = num_owned(layout, shares)
         gradients = zeros(count, self._gradient_dtype) if self._has_copy else self._total.flat(layout)
         self.state = StageState.around(layout, weights, gradients, zeros, shares)
         self._weights = layout.views(weights)
         self._square: Tensor | None = None
+        self._reduction: Event | None = None
+        self._updated: Event | None = None
+        """Point behind the update that other replicas take part in, until compute waits for it."""
 
     @property
     def frozen_state(self) -> StageState:
         return self.state
 
+    @property
+    def reduction(self) -> Event | None:
+        return self._reduction
+
     def load(self) -> None:
         raise ScheduleError(f"stage {self._stage} is resident and cannot be loaded")
 
     def is_ready(self) -> bool:
-        return True
+        return self._updated is None
 
     def wait_until_updated(self) -> None:
-        """Nothing to wait for: updates and compute follow one another on the device."""
+        """Make compute wait for an update that replicas share; others follow compute on the device."""
+        if self._updated is not None:
+            self._updated.wait()
+            self._updated = None
 
     def when_updated(self, action: Callable[[], None]) -> None:
+        self.wait_until_updated()
         action()
 
     def weights(self) -> dict[str, Tensor]:
+        self.wait_until_updated()
         return self._weights
 
     def gradients(self) -> dict[str, Tensor]:
@@ -99,19 +114,30 @@ class ResidentStage:
     def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
         """End accumulation; what is not kept stays in the rank's sum until another stage's backward begins."""
         layout = self.state.layout
-        self._square = self._total.seal(self._stage, layout, excluded=excluded, shares=self._shared)
-        sums = self._total.flat(layout)
-        if self._has_copy:
-            self._square = cast_gradients(sums, self.state.gradients, self._square, self.state.shares)
-            if self._shared is not None:
-                self._square = self._shared[1].total(self._square)
+        if self._shared is not None:
+            self._square = self._reduce(self._shared, excluded)
         else:
-            if self._gradient_dtype != torch.float32:
-                self._square = round_gradients(sums, self._gradient_dtype, self._square)
-            self.state = replace(self.state, gradients=sums)  # the sum may have two buffers, in turns
+            self._square = self._total.seal(self._stage, layout, excluded=excluded)
+            sums = self._total.flat(layout)
+            if self._has_copy:
+                self._square = cast_gradients(sums, self.state.gradients, self._square)
+            else:
+                if self._gradient_dtype != torch.float32:
+                    self._square = round_gradients(sums, self._gradient_dtype, self._square)
+                self.state = replace(self.state, gradients=sums)  # the sum may have two buffers, in turns
         if listener is not None:
             listener(self._stage)
         return self._square
+
+    def _reduce(self, shared: Shared, excluded: frozenset[str]) -> Tensor:
+        """Begin to sum over the replicas; the own part is in the state behind `reduction`."""
+        layout = self.state.layout
+        self._total.end(self._stage, layout)
+        sums, target = self._total.flat(layout), self.state.gradients
+        square = shared.reduce(self._stage, layout, sums, target, excluded=excluded)
+        self._reduction = shared.reductions.record()
+        self._total.keep_until(self._reduction)
+        return square
 
     def offload(self, listener: GradientListener | None = None) -> None:
         raise ScheduleError(f"stage {self._stage} is resident and cannot be offloaded")
@@ -123,24 +149,35 @@ class ResidentStage:
         raise ScheduleError(f"stage {self._stage} is resident, and its sums stay")
 
     def wait_for_gradients(self) -> None:
-        """Nothing to wait for: the optimizer runs on the same device, behind backward."""
+        """Make compute wait for a reduction; others precede it: the optimizer runs on the device, behind backward."""
+        if self._reduction is not None:
+            self._reduction.wait()
 
     def begin_update(self, update: Update) -> bool:
         """Run it behind the work enqueued so far; whether the gradients are finite is looked at on the device."""
         assert self._square is not None, f"stage {self._stage} is not sealed"
-        self._run(update, (~torch.isfinite(self._square)).float())
+        self._run(update, self._square)
         return True
 
     def update(self, update: Update) -> None:
         assert self._keeps_gradients, f"the gradients of stage {self._stage} are lost before its update"
         self._run(update, None)
 
-    def _run(self, update: Update, found_inf: Tensor | None) -> None:
+    def _run(self, update: Update, square: Tensor | None) -> None:
+        """Update unless `square`, if it is looked at, is not finite."""
+        if self._shared is None:
+            self._update(update, square)
+            return
+        reductions = self._shared.reductions
+        with reductions.behind():
+            self._update(update, square)
+            reductions.replicas.spread(self.state.weights, self._shared.shares.segments)
+        self._updated = reductions.record()
+
+    def _update(self, update: Update, square: Tensor | None) -> None:
+        found_inf = None if square is None else (~torch.isfinite(square)).float()
         with self._spans.device_span(Lane.OPTIMIZER, f"U{self._stage}"):
             update(pieces=self.state.layout.ranges, found_inf=found_inf)
-            if self._shared is not None:
-                shares, replicas = self._shared
-                replicas.spread(self.state.weights, shares.segments)
 
     @property
     def _total(self) -> GradientSum:

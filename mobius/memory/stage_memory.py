@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mobius.memory.layout import FlatRange
 from mobius.memory.stage_state import StageState
+from mobius.memory.streams import Event
 
 
 class Update(Protocol):
@@ -45,6 +46,10 @@ class StageMemory(Protocol):
     def frozen_state(self) -> StageState:
         """Where frozen weights are: in `state`, or in one of their own."""
 
+    @property
+    def reduction(self) -> Event | None:
+        """Point behind which what sealing returned is there for compute; None where compute's own order says so."""
+
     def load(self) -> None:
         """Start bringing the weights to the device, at once or behind their update; returns before it is done."""
 
@@ -69,9 +74,9 @@ class StageMemory(Protocol):
     def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
         """End accumulation: bring the gradients into the form in which they leave or are read by the update.
 
-        Returns their squared norm without the parameters in `excluded` (fp32 scalar on the device, not synchronized),
-        computed in fp32 before any cast; a value that the cast makes infinite (fp16) makes it NaN. Tells `listener` if
-        the gradients stay.
+        Returns their squared norm without the parameters in `excluded` (fp32 scalar on the device, not synchronized,
+        and to be read behind `reduction`), computed in fp32 before any cast; a value that the cast makes infinite (fp16)
+        makes it NaN. Tells `listener` if the gradients stay.
         """
 
     def offload(self, listener: GradientListener | None = None) -> None:

@@ -16,6 +16,9 @@ slot, over the trained weights, which backward no longer needs: a gradient leave
 and costs no memory of its own. Gradients that are to arrive in fp32 leave from the accumulator; then there are two of
 them, and the slot is free as soon as backward is done.
 
+Where replicas share the stage, sums are reduced and cast on a third stream between compute and D2H
+(`shared/reductions.py`), and each host receives and updates its own share.
+
 In a step of several rounds, sums of the rounds before are on the host while other stages add theirs up, where the
 gradients will lie in the end; weights come and go as ever.
 """
@@ -33,9 +36,9 @@ from torch import Tensor
 
 from mobius.errors import ScheduleError
 from mobius.limits import PIECE_ELEMENTS
-from mobius.memory.gradient_sum import GradientSum, cast_gradients, shared_by
+from mobius.memory.gradient_sum import GradientSum, cast_gradients
 from mobius.memory.layout import FlatRange
-from mobius.memory.shares import Replicas
+from mobius.memory.shared.reductions import Shared
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, Update
 from mobius.memory.stage_state import StageState, num_owned
@@ -103,16 +106,17 @@ class StreamedStage:
         *,
         host_sums: Tensor | None = None,
         updates: UpdateQueue | None = None,
-        replicas: Replicas | None = None,
+        shared: Shared | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
         """`total` has two buffers if gradients leave in fp32, or sums go to `host_sums`, the memory of the gradients.
 
         With `updates` the stage is updated there, under the rest of the step and the next one, and a load waits for
-        that without stopping the caller. `replicas` are those that share a state with shares.
+        that without stopping the caller. `shared` tells how a state with shares is, and then `total` has two buffers.
         """
-        assert (state.shares is None) == (replicas is None), "a stage is shared with somebody"
-        self.state, self._replicas = state, replicas
+        assert (state.shares is None) == (shared is None), "a stage is shared with somebody"
+        self.state, self._shared = state, shared
+        self._reduction: Event | None = None
         self._stage, self._pool, self._sum, self._host_sums = stage, pool, total, host_sums
         self._updates, self._spans = updates, spans
         self._leaves_in_fp32 = state.gradients.dtype == torch.float32 != state.weights.dtype
@@ -174,16 +178,30 @@ class StreamedStage:
 
     def seal_gradients(self, *, excluded: frozenset[str], listener: GradientListener | None = None) -> Tensor:
         slot, layout = self._pool.slot_of(self._stage), self.state.layout
-        shared = shared_by(self.state.shares, self._replicas)
-        square = self._sum.seal(self._stage, layout, excluded=excluded, shares=shared)
-        if not self._leaves_in_fp32:
-            square = cast_gradients(self._sum.flat(layout), self._leaving(slot), square, self.state.shares)
-            self._sum.release()
-        if self._replicas is not None:
-            square = self._replicas.total(square)
+        if self._shared is not None:
+            square = self._reduce(self._shared, slot, excluded)
+        else:
+            square = self._sum.seal(self._stage, layout, excluded=excluded)
+            if not self._leaves_in_fp32:
+                square = cast_gradients(self._sum.flat(layout), self._leaving(slot), square)
+                self._sum.release()
         slot.views = {}
         self._square = square
         return square
+
+    def _reduce(self, shared: Shared, slot: _Slot, excluded: frozenset[str]) -> Tensor:
+        """Begin to sum over the replicas; what leaves is there behind `reduction`."""
+        layout = self.state.layout
+        self._sum.end(self._stage, layout)
+        target = None if self._leaves_in_fp32 else self._leaving(slot)
+        square = shared.reduce(self._stage, layout, self._sum.flat(layout), target, excluded=excluded)
+        self._reduction = shared.reductions.record()
+        self._sum.keep_until(self._reduction)
+        return square
+
+    @property
+    def reduction(self) -> Event | None:
+        return self._reduction
 
     def offload(self, listener: GradientListener | None = None) -> None:
         slot, square = self._pool.slot_of(self._stage), self._square
@@ -195,7 +213,7 @@ class StreamedStage:
         to_host, shares = self._pool.to_host, self.state.shares
         source = self._sum.flat(self.state.layout) if self._leaves_in_fp32 else self._leaving(slot)
         with to_host.run():
-            done.wait()
+            (self._reduction or done).wait()
             with self._spans.device_span(Lane.OFFLOAD, f"O{self._stage}"):
                 self._host_square.copy_(square, non_blocking=True)
                 if shares is not None and self._leaves_in_fp32:
@@ -259,11 +277,11 @@ class StreamedStage:
         def spread() -> None:
             """Tell all replicas of the update; their weights change, too, where this one owns nothing."""
             run(())
-            if self._replicas is not None and self.state.shares is not None:
-                self._replicas.spread_on_host(self.state.weights, self.state.shares.segments)
+            if self._shared is not None:
+                self._shared.reductions.replicas.spread_on_host(self.state.weights, self._shared.shares.segments)
 
         pieces: list[Callable[[], None]] = [partial(run, part) for part in self.state.layout.pieces(PIECE_ELEMENTS)]
-        pieces += [spread] if pieces and self._replicas is not None else []
+        pieces += [spread] if pieces and self._shared is not None else []
         if self._updates is None:
             for piece in pieces:
                 piece()

@@ -22,24 +22,11 @@ from mobius.memory.streams import Event
 from mobius.messages.mailboxes import Mailboxes
 from mobius.messages.replicas import meet_replicas
 from mobius.messages.transport import Assembly, ring_edges
-from mobius.messages.world import MESSAGES_TIMEOUT, World, needing_others, summed
+from mobius.messages.world import MESSAGES_TIMEOUT, World, message_options, needing_others, summed
 from mobius.schedule.lanes import Lane
 
 EXCHANGE_ELEMENTS = 2**24
 """Elements per message when two ranks exchange a large tensor: bounds the memory that the received parts take."""
-MESSAGE_CTAS = 4
-"""Multiprocessors that an NCCL message occupies. A receive that is posted ahead occupies them while it waits, which is
-most of the time, and takes them from compute."""
-
-
-def _edge_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
-    """Options that give a message few multiprocessors, but at once, before the compute that is enqueued already."""
-    if backend != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = MESSAGE_CTAS
-    return options
-
 
 _Message: TypeAlias = dist.Work | Event
 """A message under way: `wait` makes the current stream (on a CPU: the host) wait for it, `is_completed` nobody."""
@@ -61,6 +48,7 @@ class DistributedTransport:
         max_sends: int | None = None,
         replica: int = 0,
         num_replicas: int = 1,
+        reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Create and warm all communicators; collective over all ranks of all replicas.
 
@@ -68,7 +56,7 @@ class DistributedTransport:
 
         `shape` and `dtype` are those of every activation and activation gradient. `mailboxes` carry them instead of the
         communicators, where they can be opened. `max_sends` bounds the messages that are kept because they may not have
-        left (limits.py); without it all that have not are kept.
+        left (limits.py); without it all that have not are kept. `reduce_dtype` is as in `meet_replicas`.
         """
         self._spans, self._max_sends = spans, max_sends
         self.rank, self.num_ranks = rank, num_ranks
@@ -87,7 +75,9 @@ class DistributedTransport:
             # Every process makes the groups of all, in one order.
             edges = [self._edges, *(_edges_of(each.start, num_ranks, backend) for each in pipelines[1:])]
             self._scalars, self._edges = groups[replica], edges[replica]
-            self.replicas = meet_replicas(world, index=replica, num_replicas=num_replicas, device=device)
+            self.replicas = meet_replicas(
+                world, index=replica, num_replicas=num_replicas, device=device, reduce_dtype=reduce_dtype
+            )
         self._posted: defaultdict[int, deque[tuple[Tensor, _Message]]] = defaultdict(deque)
         self._sent: deque[tuple[Tensor, _Message]] = deque()
         # Every edge is used once, in one order: communicators connect at their first message, and not in a circle.
@@ -189,7 +179,7 @@ def _edges_of(first: int, num_ranks: int, backend: str) -> dict[tuple[int, int],
             [first + source, first + target],
             backend=backend,
             timeout=MESSAGES_TIMEOUT,
-            pg_options=_edge_options(backend),
+            pg_options=message_options(backend),
         )
         for source, target in ring_edges(num_ranks)
     }

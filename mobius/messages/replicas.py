@@ -1,11 +1,28 @@
 """Sums of gradients to their owners, and weights from them, between ranks of one place in different replicas.
 
-On GPUs NCCL does both; on hosts messages of gloo, added up in the order of the replicas, so that results repeat.
+Each replica sends every other one its part and takes theirs, over NCCL between GPUs and over gloo between hosts. Sums
+are added up here, in fp32 and in the order of replicas, so that results repeat to the bit and no algorithm of NCCL's
+has a say in them; in `reduce_dtype` bf16 what travels is rounded. As many bytes travel as in NCCL's own reduce-scatter
+and all-gather: (R - 1)/R of a stage, each way.
+
+Why no replicas wait for each other in a circle:
+
+- NCCL pairs what is enqueued to one communicator by its order. So each use has its own, in an order that is the same
+  on all replicas: reductions follow the order in which the schedule seals stages, gathers that in which it loads them
+  (`memory/shared/turns.py`). Between the two there is no such order: a gather may begin in the optimizer's thread.
+- All replicas play one schedule. Take the order in which its check plays the actions of a pipeline one by one. All that
+  a reduction or a gather waits for on any replica, messages of the pipeline too, comes before it there. So the first
+  one that is not done waits only for counterparts, and nothing keeps these from reaching it.
+- A kernel of NCCL that waits occupies MESSAGE_CTAS multiprocessors. Those of four edges, the reduction and the gather,
+  which may be there at once, take 24 of them, fewer than a GPU of this kind has, and kernels of compute end by
+  themselves. Their streams have queues of their own (`ranks.separate_device_queues`): none stands behind another.
+- A first use connects, which may wait for the device. It is here, at the meeting, one connection after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,173 +30,167 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mobius.memory.shares import Replicas, Segment, Shares
-from mobius.messages.world import MESSAGES_TIMEOUT, World, needing_others
+from mobius.messages.world import MESSAGES_TIMEOUT, World, message_options, needing_others
 
-CHUNK_ELEMENTS = 2**22
-"""Elements that a host sends or receives at a time: 16 MiB from each replica."""
+HOST_CHUNK_ELEMENTS = 2**22
+"""Elements that a host receives from each replica at a time: 16 MiB."""
+DEVICE_CHUNK_ELEMENTS = 2**24
+"""Elements that a GPU receives from all replicas at a time: 64 MiB."""
 
 
-def meet_replicas(world: World, *, index: int, num_replicas: int, device: torch.device) -> Replicas:
-    """This rank's counterparts; collective over all processes, which make `num_replicas` pipelines."""
+def meet_replicas(
+    world: World,
+    *,
+    index: int,
+    num_replicas: int,
+    device: torch.device,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> Replicas:
+    """This rank's counterparts; collective over all processes, which make `num_replicas` pipelines.
+
+    Gradients travel between GPUs, or what computes instead, in `reduce_dtype`, which is fp32 or bf16.
+    """
     num_places = world.num_ranks // num_replicas
-
-    def groups(backend: str) -> list[Any]:
-        """A group for each place; every process makes the groups of all, in one order."""
-        return [
-            dist.new_group([*range(place, world.num_ranks, num_places)], backend=backend, timeout=MESSAGES_TIMEOUT)
-            for place in range(num_places)
-        ]
-
     place = world.rank % num_places
-    peers = [*range(place, world.num_ranks, num_places)]
-    host, saving = (_HostGroup(groups("gloo")[place], index, peers) for _ in range(2))
-    if device.type != "cuda":
-        return DistributedReplicas(_HostGroup(groups("gloo")[place], index, peers), host, saving)
-    return DistributedReplicas(_DeviceGroup(groups("nccl")[place], index, peers), host, saving)
+    places = [[*range(each, world.num_ranks, num_places)] for each in range(num_places)]
+
+    def connection(backend: str, chunk_elements: int) -> _Connection:
+        """One of this place's; every process makes those of all places, in one order."""
+        groups = [
+            dist.new_group(peers, backend=backend, timeout=MESSAGES_TIMEOUT, pg_options=message_options(backend))
+            for peers in places
+        ]
+        return _Connection(groups[place], index, places[place], chunk_elements=chunk_elements)
+
+    hosts = partial(connection, "gloo", HOST_CHUNK_ELEMENTS)
+    devices = hosts
+    if device.type == "cuda":
+        devices = partial(connection, "nccl", DEVICE_CHUNK_ELEMENTS // (num_replicas - 1))
+    reducing, spreading, saving = devices(), hosts(), hosts()
+    replicas = DistributedReplicas(reducing, spreading, saving, reduce_dtype=reduce_dtype)
+    replicas.connect(device)
+    return replicas
 
 
-class _Group:
-    """A process group of one place, and torch's numbers of its members."""
+class _Connection:
+    """A process group of one place, used by one thread at a time; all members make the same calls in one order."""
 
-    def __init__(self, group: Any, index: int, peers: Sequence[int]) -> None:
-        self.group, self.index, self.peers = group, index, peers
+    def __init__(self, group: Any, index: int, peers: Sequence[int], *, chunk_elements: int) -> None:
+        """`peers` are torch's numbers of the members, by replica; `index` is this one's replica."""
+        self._group, self.index, self._peers, self._chunk = group, index, peers, chunk_elements
 
     @property
     def num_replicas(self) -> int:
-        return len(self.peers)
+        """Members."""
+        return len(self._peers)
 
-    def needing(self) -> Any:
-        return needing_others(self.peers[self.index])
+    def others(self) -> list[int]:
+        """The other replicas."""
+        return [peer for peer in range(self.num_replicas) if peer != self.index]
+
+    def chunks(self, values: Tensor, segment: Segment) -> Iterable[list[Tensor]]:
+        """Parts of all members, so many elements of each at a time."""
+        longest = max(part.stop - part.start for part in segment)
+        for start in range(0, longest, self._chunk):
+            yield [values[part][start : start + self._chunk] for part in segment]
+
+    def in_order(self, own: Tensor, received: Mapping[int, Tensor]) -> list[Tensor]:
+        """Tensors of all members, by replica."""
+        return [own if peer == self.index else received[peer] for peer in range(self.num_replicas)]
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        """Send and receive at once, by replica; empty tensors do not travel.
+
+        Blocks, or makes the current stream wait.
+        """
+
+        def operations(operation: Any, tensors: Mapping[int, Tensor]) -> list[dist.P2POp]:
+            return [
+                dist.P2POp(operation, tensor.view(torch.uint8), self._peers[peer], self._group)
+                for peer, tensor in tensors.items()
+                if tensor.numel()
+            ]
+
+        both = operations(dist.irecv, incoming) + operations(dist.isend, outgoing)
+        if not both:
+            return
+        with needing_others(self._peers[self.index]):
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+
+    def spread(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        """Give each member's part of `values` to all."""
+        for segment in segments:
+            for parts in self.chunks(values, segment):
+                others, own = self.others(), parts[self.index]
+                self.exchange(dict.fromkeys(others, own), {peer: parts[peer] for peer in others})
 
 
-class _HostGroup(_Group):
-    """Members exchange messages, as every step needs all of them; each sum is taken in the order of replicas."""
+class DistributedReplicas:
+    """Replicas over process groups: one for each use, each of which has its own order."""
+
+    def __init__(
+        self, reducing: _Connection, spreading: _Connection, saving: _Connection, *, reduce_dtype: torch.dtype
+    ) -> None:
+        self._reducing, self._spreading, self._saving = reducing, spreading, saving
+        self._reduce_dtype = reduce_dtype
+        self.index, self.num_replicas = reducing.index, reducing.num_replicas
+
+    def connect(self, device: torch.device) -> None:
+        """Use each connection between devices once; collective."""
+        for connection in (self._reducing,):
+            connection.spread(torch.ones(self.num_replicas, device=device), [_one_each(self.num_replicas)])
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def reduce(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        connection = self._reducing
         for segment in segments:
-            for parts in self._chunks(values, segment):
-                own = parts[self.index]
-                received = {peer: torch.empty_like(own) for peer in self._others() if own.numel()}
-                self._exchange({peer: parts[peer] for peer in self._others()}, received)
-                if own.numel():
-                    ordered = [own if peer == self.index else received[peer] for peer in range(self.num_replicas)]
-                    total = ordered[0] + ordered[1]
-                    for other in ordered[2:]:
-                        total += other
+            for parts in connection.chunks(values, segment):
+                own = parts[connection.index]
+                like = partial(torch.empty_like, own, dtype=self._reduce_dtype)
+                received = {peer: like() for peer in connection.others()}
+                # fp32 parts leave from where they are.
+                outgoing = {peer: parts[peer].to(self._reduce_dtype) for peer in connection.others()}
+                connection.exchange(outgoing, received)
+                total, *rest = connection.in_order(own, received)
+                total = total.float()  # the same tensor in fp32, be it the own part or a received one
+                for other in rest:
+                    total += other
+                if total is not own:
                     own.copy_(total)
 
     def total(self, value: Tensor) -> Tensor:
-        own = value.reshape(1)
-        received = {peer: torch.empty_like(own) for peer in self._others()}
-        self._exchange(dict.fromkeys(received, own), received)
-        ordered = [own if peer == self.index else received[peer] for peer in range(self.num_replicas)]
-        return torch.stack(ordered).sum()
+        connection, own = self._reducing, value.reshape(1)
+        received = {peer: torch.empty_like(own) for peer in connection.others()}
+        connection.exchange(dict.fromkeys(received, own), received)
+        return torch.stack(connection.in_order(own, received)).sum()
 
     def spread(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        for segment in segments:
-            for parts in self._chunks(values, segment):
-                own = parts[self.index]
-                self._exchange(dict.fromkeys(self._others(), own), {peer: parts[peer] for peer in self._others()})
+        self._reducing.spread(values, segments)
+
+    def spread_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        self._spreading.spread(values, segments)
 
     def collect(self, own: Tensor, shares: Shares) -> Tensor | None:
+        saving = self._saving
         if self.index > 0:
-            for start in range(0, own.numel(), CHUNK_ELEMENTS):
-                self._exchange({0: own[start : start + CHUNK_ELEMENTS]}, {})
+            for start in range(0, own.numel(), HOST_CHUNK_ELEMENTS):
+                saving.exchange({0: own[start : start + HOST_CHUNK_ELEMENTS]}, {})
             return None
         whole = torch.empty(shares.num_trained, dtype=own.dtype)
         for part, place in shares.places():
             whole[part] = own[place]
-        for peer in self._others():
+        for peer in saving.others():
             parts = shares.of_owner(peer)
-            received = torch.empty(sum(part.stop - part.start for part in parts), dtype=own.dtype)
-            for start in range(0, received.numel(), CHUNK_ELEMENTS):
-                self._exchange({}, {peer: received[start : start + CHUNK_ELEMENTS]})
-            for part, values in zip(parts, received.split([part.stop - part.start for part in parts]), strict=True):
+            lengths = [part.stop - part.start for part in parts]
+            received = torch.empty(sum(lengths), dtype=own.dtype)
+            for start in range(0, received.numel(), HOST_CHUNK_ELEMENTS):
+                saving.exchange({}, {peer: received[start : start + HOST_CHUNK_ELEMENTS]})
+            for part, values in zip(parts, received.split(lengths), strict=True):
                 whole[part] = values
         return whole
 
-    def _others(self) -> list[int]:
-        return [peer for peer in range(self.num_replicas) if peer != self.index]
 
-    def _chunks(self, values: Tensor, segment: Segment) -> list[list[Tensor]]:
-        """Parts of all members, so many elements of each at a time."""
-        longest = max(part.stop - part.start for part in segment)
-        return [
-            [values[part][start : start + CHUNK_ELEMENTS] for part in segment]
-            for start in range(0, longest, CHUNK_ELEMENTS)
-        ]
-
-    def _exchange(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        """Send and receive at once; empty tensors do not travel."""
-
-        def start(operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.Work:
-            work = operation(tensor.view(torch.uint8), self.peers[peer], group=self.group)
-            assert work is not None  # torch gives none to a rank outside of the group
-            return work
-
-        with self.needing():
-            works = [start(dist.irecv, tensor, peer) for peer, tensor in incoming.items() if tensor.numel()]
-            works += [start(dist.isend, tensor, peer) for peer, tensor in outgoing.items() if tensor.numel()]
-            for work in works:
-                work.wait()
-
-
-class _DeviceGroup(_Group):
-    """Members are GPUs; NCCL adds in an order that follows from the machines and the length."""
-
-    def reduce(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        with self.needing():
-            for segment in segments:
-                if _is_even(segment):
-                    whole = values[segment[0].start : segment[-1].stop]
-                    dist.reduce_scatter_tensor(values[segment[self.index]], whole, group=self.group)
-                    continue
-                for owner, part in enumerate(segment):
-                    if part.stop > part.start:
-                        dist.reduce(values[part], self.peers[owner], group=self.group)
-
-    def total(self, value: Tensor) -> Tensor:
-        summed = value.clone()
-        with self.needing():
-            dist.all_reduce(summed, group=self.group)
-        return summed
-
-    def spread(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        with self.needing():
-            for segment in segments:
-                if _is_even(segment):
-                    whole = values[segment[0].start : segment[-1].stop]
-                    dist.all_gather_into_tensor(whole, values[segment[self.index]], group=self.group)
-                    continue
-                for owner, part in enumerate(segment):
-                    if part.stop > part.start:
-                        dist.broadcast(values[part], self.peers[owner], group=self.group)
-
-
-class DistributedReplicas:
-    """Replicas over process groups: one for each of the threads that use them."""
-
-    def __init__(self, device: _HostGroup | _DeviceGroup, host: _HostGroup, saving: _HostGroup) -> None:
-        self._device, self._host, self._saving = device, host, saving
-        self.index, self.num_replicas = host.index, host.num_replicas
-
-    def reduce(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        self._device.reduce(values, segments)
-
-    def total(self, value: Tensor) -> Tensor:
-        return self._device.total(value)
-
-    def spread(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        self._device.spread(values, segments)
-
-    def spread_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        self._host.spread(values, segments)
-
-    def collect(self, own: Tensor, shares: Shares) -> Tensor | None:
-        return self._saving.collect(own, shares)
-
-
-def _is_even(segment: Segment) -> bool:
-    """Whether all parts of a segment are equally long, and not empty."""
-    lengths = {part.stop - part.start for part in segment}
-    return len(lengths) == 1 and 0 not in lengths
+def _one_each(num_replicas: int) -> Segment:
+    return tuple(slice(index, index + 1) for index in range(num_replicas))

@@ -19,6 +19,9 @@ MESSAGES_TIMEOUT = timedelta(hours=12)
 """Ranks wait for one another's loading, saving and disks, too. A dead rank is seen at once all the same, and one that
 stands still is the watchdog's business.
 """
+MESSAGE_CTAS = 4
+"""Multiprocessors that an NCCL message occupies. A receive that is posted ahead occupies them while it waits, which is
+most of the time, and takes them from compute."""
 
 
 class World:
@@ -57,6 +60,15 @@ def summed(values: Tensor, group: Any, rank: int) -> Tensor:
     with needing_others(rank):
         dist.all_reduce(total, group=group)
     return total
+
+
+def message_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
+    """Options that give a message few multiprocessors, but at once, before the compute that is enqueued already."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = MESSAGE_CTAS
+    return options
 
 
 @contextmanager

@@ -169,7 +169,16 @@ class Executor:
         self._step = self._start(batch)
         self._step.loss_scale, self._step.listener = loss_scale, listener
         self._play_all()
+        self._await_reductions()
         return self._step.sums
+
+    def _await_reductions(self) -> None:
+        """Make the compute stream wait until the norms are those of all replicas, where there are any."""
+        points = [self._memory[stage].reduction for stage in self._step.sums.squared_norms]
+        if pending := [point for point in points if point is not None]:
+            with self._waiting(WaitCause.NEIGHBOURS):
+                for point in pending:
+                    point.wait()
 
     def evaluate(self, batch: StepBatch) -> EvaluationSums:
         """Forward of all microbatches, which leaves no gradients and keeps no activations; for evaluation schedules.

@@ -12,6 +12,8 @@ class Lane(StrEnum):
     WAIT = "wait"
     LOAD = "load"
     OFFLOAD = "offload"
+    REDUCE = "reduce"
+    """Sums of gradients over the replicas."""
     STASH = "stash"
     FETCH = "fetch"
     SEND = "send"

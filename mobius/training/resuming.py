@@ -49,7 +49,7 @@ _CHANGES_NOTHING: Final = frozenset(
 """Options of model, data and optimizer that leave what is trained as it is."""
 _TRAINED_BY: Final = ("model", "data", "optim", "adapters")
 """Sections whose options decide on what is trained."""
-_TRAINED_BY_TOO: Final = ("batch_size", "fp32_gradients")
+_TRAINED_BY_TOO: Final = ("batch_size", "fp32_gradients", "reduce_dtype")
 _OWN: Final = ("planning", "launch")
 """Sections that are a start's own; a checkpoint's are not taken over."""
 _OWN_TOO: Final = (

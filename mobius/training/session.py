@@ -5,6 +5,7 @@ draw_blueprint -> open_session: bind, connect, settle the plan, take and fill th
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mobius.activity import Activity
-from mobius.config.config import Dtype
+from mobius.config.config import Dtype, ReduceDtype
 from mobius.data.batches import Batch, arrange, share_of
 from mobius.limits import max_sends_under_way
 from mobius.machine.devices import MemoryMeter, optimizer_threads, set_host_threads
@@ -49,6 +50,8 @@ from mobius.runtime.executor import StepBatch
 from mobius.runtime.waits import WaitClock
 from mobius.training.stages import RankStages
 from mobius.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +179,8 @@ def open_session(
     if settled is not None:
         settled(blueprint)
     done("connect")
+    if place.ranks.is_first and place.ranks.num_replicas == 1 and _reduce_dtype(blueprint) != torch.float32:
+        logger.info("--reduce_dtype bf16 has no effect: there is one pipeline, and no replica to send gradients to")
     activity.begins("the memory of the stages")
     stages = RankStages.take(
         blueprint.parts,
@@ -222,8 +227,14 @@ def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
         if ranks.num_replicas == 1:
             return SingleRankTransport()
         world = World(rank=ranks.rank, num_ranks=ranks.num_ranks, device=device)
-        numbers = {"index": ranks.replica, "num_replicas": ranks.num_replicas}
-        return SingleRankTransport(world, meet_replicas(world, **numbers, device=device))
+        replicas = meet_replicas(
+            world,
+            index=ranks.replica,
+            num_replicas=ranks.num_replicas,
+            device=device,
+            reduce_dtype=_reduce_dtype(blueprint),
+        )
+        return SingleRankTransport(world, replicas)
     mailboxes = None
     if place.meeting is not None:
         PeerCheck(place.meeting, device).send_by_host_if_broken(place.device_order)
@@ -242,7 +253,12 @@ def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
         max_sends=max_sends_under_way(blueprint.plan.round_size) if device.type == "cuda" else None,
         replica=ranks.replica,
         num_replicas=ranks.num_replicas,
+        reduce_dtype=_reduce_dtype(blueprint),
     )
+
+
+def _reduce_dtype(blueprint: Blueprint) -> torch.dtype:
+    return torch.bfloat16 if blueprint.config.pipeline.reduce_dtype is ReduceDtype.BF16 else torch.float32
 
 
 def base_weights(blueprint: Blueprint, folder: Path) -> WeightSource:

@@ -1,0 +1,1 @@
+"""Stages that replicas share: their sums are reduced, and their weights gathered, beside computation."""
