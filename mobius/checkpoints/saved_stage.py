@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from mobius.memory.shares import Replicas
@@ -13,6 +14,7 @@ from mobius.memory.stage_state import Remainder, StageState
 from mobius.models.stored.pieces import Piece, stored_views
 
 WEIGHTS = "weights"
+_FROZEN = "weights, frozen"
 
 
 @dataclass(frozen=True)
@@ -24,30 +26,37 @@ class SavedStage:
     has_frozen: bool = True
     """Whether frozen weights are saved, too."""
     replicas: Replicas | None = None
-    """Counterparts that share the stage: the first one writes it, and has all of its weights."""
+    """Counterparts that share the stage: the first one writes it, and gathers it for that."""
     pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
     """Tensors that weights are stored as, where that is not one by the parameter's name."""
 
     def flat_tensors(self, *, has_optimizer: bool) -> dict[str, Tensor]:
         """Flat tensors that make up the state, by what they hold: weights, and `optimizer_keys` of the format.
 
-        Of a stage that is shared it is what this replica adds to the state.
+        Of a stage that is shared it is what this replica adds to the state: its part of the weights too, because the
+        others' may not have come yet.
         """
         state = self.memory.state
-        weights = state.weights if self.has_frozen else state.weights[: state.layout.num_trained]
-        own_weights = {WEIGHTS: weights} if self.replicas is None or self.replicas.index == 0 else {}
-        return own_weights | (optimizer_tensors(state) if has_optimizer else {})
+        is_first = self.replicas is None or self.replicas.index == 0
+        whole = state.weights if self.has_frozen else state.weights[: state.layout.num_trained]
+        weights = {WEIGHTS: whole} if is_first else {}
+        if self.replicas is not None and state.shares is not None:
+            frozen = {_FROZEN: whole[state.layout.num_trained :]} if is_first else {}
+            weights = frozen | {_own_weights(number): whole[part] for number, part in enumerate(state.shares.own)}
+        return weights | (optimizer_tensors(state) if has_optimizer else {})
 
     def gathered(self, flat: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tensors of all replicas' parts on the first one, nothing on the others; one thread calls it."""
         shares = self.memory.state.shares
         if self.replicas is None or shares is None:
             return flat
-        found = {kind: flat[kind] for kind in flat if kind == WEIGHTS}
-        for kind in sorted(flat.keys() - found.keys()):
-            if (whole := self.replicas.collect(flat[kind], shares)) is not None:
-                found[kind] = whole
-        return found
+        own = [flat[_own_weights(number)] for number in range(len(shares.own))]
+        optimizer = flat.keys() - {_FROZEN, *map(_own_weights, range(len(own)))}
+        nothing = self.memory.state.weights[:0]
+        parts = {WEIGHTS: torch.cat(own or [nothing]), **{kind: flat[kind] for kind in sorted(optimizer)}}
+        found = {kind: self.replicas.collect(part, shares) for kind, part in parts.items()}
+        whole = {kind: tensor for kind, tensor in found.items() if tensor is not None}
+        return whole | ({WEIGHTS: torch.cat([whole[WEIGHTS], flat[_FROZEN]])} if whole else {})
 
     def named(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Views of flat tensors like those of `flat_tensors` in the parameters' shapes, as they are named in files."""
@@ -61,6 +70,11 @@ class SavedStage:
             else:
                 found |= {f"{name}.{kind}": view for name, view in own.items()}
         return found
+
+
+def _own_weights(number: int) -> str:
+    """Name of a replica's part of the weights, one of those that lie apart."""
+    return f"weights, part {number}"
 
 
 def optimizer_tensors(state: StageState) -> dict[str, Tensor]:

@@ -49,6 +49,9 @@ class AdaptedStage:
     def wait_until_updated(self) -> None:
         self.trained.wait_until_updated()
 
+    def complete_weights(self) -> None:
+        self.trained.complete_weights()
+
     def when_updated(self, action: Callable[[], None]) -> None:
         self.trained.when_updated(action)
 

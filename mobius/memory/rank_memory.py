@@ -96,7 +96,8 @@ def take_memory(
             shares={stage: own for stage, layout in streamed.items() if (own := shares_of(layout)) is not None},
         )
         length = max(layout.num_elements for layout in streamed.values())
-        pool = SlotPool(length, num_slots=num_slots, dtype=dtype, device=device)
+        is_shared = replicas is not None and not keeps_trained
+        pool = SlotPool(length, num_slots=num_slots, dtype=dtype, device=device, is_shared=is_shared)
         for stage, state in arena.states.items():
             streamed_stage = StreamedStage(
                 stage,

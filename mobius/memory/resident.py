@@ -100,6 +100,10 @@ class ResidentStage:
             self._updated.wait()
             self._updated = None
 
+    def complete_weights(self) -> None:
+        """Make compute wait for an update that replicas share, which has brought all weights."""
+        self.wait_until_updated()
+
     def when_updated(self, action: Callable[[], None]) -> None:
         self.wait_until_updated()
         action()

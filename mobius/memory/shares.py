@@ -4,9 +4,9 @@
     replica 0      | gradients, master, moments  |
     replica 1                                    | gradients, master, moments                 |
 
-Between a stage's last backward and its update gradients are summed to their owners; behind the update each owner gives
-its weights to all. A matrix that has a copy in another stage (tied) is cut by itself, so that one replica owns the same
-elements of both copies.
+Between a stage's last backward and its update gradients are summed to their owners. Behind the update each owner gives
+its weights to all: a resident stage's at once, a streamed one's with its next load. A matrix that has a copy in another
+stage (tied) is cut by itself, so that one replica owns the same elements of both copies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Replicas(Protocol):
     def reduce(self, values: Tensor, segments: Sequence[Segment]) -> None:
         """Sum fp32 `values` on the compute device to their owners; what others own is undefined behind it.
 
-        Blocks, or makes the compute stream wait. The order of a sum is the same in each run.
+        Blocks, or makes the current stream wait. Sums are taken in the order of the replicas.
         """
 
     def total(self, value: Tensor) -> Tensor:
@@ -50,8 +50,14 @@ class Replicas(Protocol):
     def spread(self, values: Tensor, segments: Sequence[Segment]) -> None:
         """Give each owner's part of `values` on the compute device to all, as `reduce` otherwise."""
 
+    def gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        """Give each owner's part of `values` on the compute device to all, in an order of its own.
+
+        Blocks, or makes the current stream wait. One thread at a time calls it, beside those that reduce.
+        """
+
     def spread_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        """Give each owner's part of `values` in host memory to all; blocks. One thread calls it, beside the others."""
+        """Give each owner's part of `values` in host memory to all; blocks."""
 
     def collect(self, own: Tensor, shares: Shares) -> Tensor | None:
         """All owners' parts on the first replica's host, [num_trained], None on the others; blocks.
@@ -88,6 +94,13 @@ class Shares:
         """The parts of replica `index`, as `own`."""
         parts = (segment[index] for segment in self.segments)
         return tuple(part for part in parts if part.stop > part.start)
+
+    @property
+    def others(self) -> tuple[slice, ...]:
+        """Parts of all other replicas, as `own`."""
+        return tuple(
+            part for index in range(len(self.segments[0])) if index != self.index for part in self.of_owner(index)
+        )
 
     @property
     def num_trained(self) -> int:

@@ -65,6 +65,12 @@ class StageMemory(Protocol):
         Behind updates on a GPU it is called before they are done, in the order of their stream.
         """
 
+    def complete_weights(self) -> None:
+        """Bring the weights of `state` that other replicas have updated; collective over them.
+
+        Blocks until weights and updates are there. Only what reads the state by itself needs it: a load brings them.
+        """
+
     def weights(self) -> dict[str, Tensor]:
         """Parameter views on the device; the compute stream waits until they are there."""
 
@@ -75,8 +81,8 @@ class StageMemory(Protocol):
         """End accumulation: bring the gradients into the form in which they leave or are read by the update.
 
         Returns their squared norm without the parameters in `excluded` (fp32 scalar on the device, not synchronized,
-        and to be read behind `reduction`), computed in fp32 before any cast; a value that the cast makes infinite (fp16)
-        makes it NaN. Tells `listener` if the gradients stay.
+        and to be read behind `reduction`), computed in fp32 before any cast; a value that the cast makes infinite
+        (fp16) makes it NaN. Tells `listener` if the gradients stay.
         """
 
     def offload(self, listener: GradientListener | None = None) -> None:

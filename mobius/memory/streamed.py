@@ -16,8 +16,13 @@ slot, over the trained weights, which backward no longer needs: a gradient leave
 and costs no memory of its own. Gradients that are to arrive in fp32 leave from the accumulator; then there are two of
 them, and the slot is free as soon as backward is done.
 
-Where replicas share the stage, sums are reduced and cast on a third stream between compute and D2H
-(`shared/reductions.py`), and each host receives and updates its own share.
+Where replicas share the stage, sums are reduced and cast on a stream between compute and D2H (`shared/reductions.py`),
+and each host receives and updates its own share of the weights. The first load behind an update brings that share, and
+the others' from the other replicas, under compute. Those go home too, so that later loads are as ever:
+
+    H2D stream     wait(free, kept) -> copy the own share in -> gather the others' -> record(ready)
+                                                                                        |
+    weights home                                                   wait(ready) -> copy the others' home -> record(kept)
 
 In a step of several rounds, sums of the rounds before are on the host while other stages add theirs up, where the
 gradients will lie in the end; weights come and go as ever.
@@ -39,6 +44,7 @@ from mobius.limits import PIECE_ELEMENTS
 from mobius.memory.gradient_sum import GradientSum, cast_gradients
 from mobius.memory.layout import FlatRange
 from mobius.memory.shared.reductions import Shared
+from mobius.memory.shared.turns import Turn
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.stage_memory import GradientListener, Update
 from mobius.memory.stage_state import StageState, num_owned
@@ -55,14 +61,18 @@ class _Slot:
     stage: int | None = None
     ready: Event | None = None
     free: Event = field(default_factory=Event)
+    kept: Event = field(default_factory=Event)
+    """Behind the copy of weights that were gathered here; nothing may lie over them before."""
     views: dict[str, Tensor] = field(default_factory=dict)
 
 
 class SlotPool:
     """Owns the weight slots of one device, and the stream on which gradients leave."""
 
-    def __init__(self, num_elements: int, *, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Take memory for `num_slots` stages of at most `num_elements` weights each."""
+    def __init__(
+        self, num_elements: int, *, num_slots: int, dtype: torch.dtype, device: torch.device, is_shared: bool = False
+    ) -> None:
+        """Take memory for `num_slots` stages of at most `num_elements` weights each, some `is_shared` by replicas."""
         self.device = device
         self._slots = [
             _Slot(torch.empty(num_elements, dtype=dtype, device=device), new_stream(device)) for _ in range(num_slots)
@@ -71,6 +81,7 @@ class SlotPool:
         """In the order in which they become free on the device: a load waits for the first."""
         self.to_host = new_stream(device)
         self.sums_to_device = new_stream(device)
+        self.weights_home = new_stream(device) if is_shared else Stream()
 
     def take(self, stage: int) -> _Slot:
         """A free slot, now `stage`'s. Raises ScheduleError if none is free, i.e. the schedule needs more slots."""
@@ -117,6 +128,12 @@ class StreamedStage:
         assert (state.shares is None) == (shared is None), "a stage is shared with somebody"
         self.state, self._shared = state, shared
         self._reduction: Event | None = None
+        self._is_whole = True
+        """Whether the host has the others' updates, or a load that was asked for brings them."""
+        self._whole = Event()
+        """Point behind which it has those that a load has brought."""
+        self._turn: Turn | None = None
+        """The gather of the load, until somebody has waited for its start."""
         self._stage, self._pool, self._sum, self._host_sums = stage, pool, total, host_sums
         self._updates, self._spans = updates, spans
         self._leaves_in_fp32 = state.gradients.dtype == torch.float32 != state.weights.dtype
@@ -137,19 +154,45 @@ class StreamedStage:
     def load(self) -> None:
         slot = self._pool.take(self._stage)
         slot.views = self.state.layout.views(slot.buffer)
+        begin: Callable[[], None] = partial(self._fill, slot)
+        if self._shared is not None and not self._is_whole:
+            self._is_whole = True
+            self._turn = self._shared.reductions.gathers.take(partial(self._gather, slot, self._shared))
+            begin = self._turn.begin
         if self._updates is None:
-            self._fill(slot)
+            begin()
         else:
-            self._updates.when_updated(self._stage, lambda: self._fill(slot))
+            self._updates.when_updated(self._stage, begin)
 
     def _fill(self, slot: _Slot) -> None:
         with slot.filling.run():
-            slot.free.wait()
+            for point in (slot.free, slot.kept, self._whole):
+                point.wait()
             with self._spans.device_span(Lane.LOAD, f"L{self._stage}"):
                 slot.buffer[: self.state.layout.num_elements].copy_(self.state.weights, non_blocking=True)
             slot.ready = slot.filling.record()
 
+    def _gather(self, slot: _Slot, shared: Shared) -> None:
+        """Fill the slot with the own share from the host, and the others' from the replicas; those go home, too."""
+        weights, layout, shares = self.state.weights, self.state.layout, shared.shares
+        frozen = slice(layout.num_trained, layout.num_elements)
+        with slot.filling.run():
+            for point in (slot.free, slot.kept):
+                point.wait()
+            with self._spans.device_span(Lane.LOAD, f"L{self._stage}"):
+                for part in (*shares.own, frozen):
+                    slot.buffer[part].copy_(weights[part], non_blocking=True)
+                shared.reductions.replicas.gather(slot.buffer, shares.segments)
+            slot.ready = ready = slot.filling.record()
+        with self._pool.weights_home.run():
+            ready.wait()
+            for part in shares.others:
+                weights[part].copy_(slot.buffer[part], non_blocking=True)
+            self._whole = slot.kept = self._pool.weights_home.record()
+
     def is_ready(self) -> bool:
+        if self._turn is not None:
+            return False
         is_updated = self._updates is None or not self._updates.is_under_way(self._stage)
         return is_updated and self._pool.slot_of(self._stage).ready is None
 
@@ -157,6 +200,16 @@ class StreamedStage:
         """Make the host wait for the update, and for the start of a load that waits for it."""
         if self._updates is not None:
             self._updates.wait(self._stage)
+        if self._turn is not None:
+            self._turn.wait()
+            self._turn = None
+
+    def complete_weights(self) -> None:
+        self.wait_until_updated()
+        if self._shared is not None and not self._is_whole:
+            self._shared.reductions.replicas.spread_on_host(self.state.weights, self._shared.shares.segments)
+            self._is_whole = True
+        self._whole.synchronize()
 
     def when_updated(self, action: Callable[[], None]) -> None:
         if self._updates is None:
@@ -194,7 +247,8 @@ class StreamedStage:
         layout = self.state.layout
         self._sum.end(self._stage, layout)
         target = None if self._leaves_in_fp32 else self._leaving(slot)
-        square = shared.reduce(self._stage, layout, self._sum.flat(layout), target, excluded=excluded)
+        sums, free = self._sum.flat(layout), slot.kept
+        square = shared.reduce(self._stage, layout, sums, target, excluded=excluded, free=free)
         self._reduction = shared.reductions.record()
         self._sum.keep_until(self._reduction)
         return square
@@ -274,14 +328,8 @@ class StreamedStage:
             with self._spans.host_span(Lane.OPTIMIZER, f"U{self._stage}"):
                 update(pieces=part)
 
-        def spread() -> None:
-            """Tell all replicas of the update; their weights change, too, where this one owns nothing."""
-            run(())
-            if self._shared is not None:
-                self._shared.reductions.replicas.spread_on_host(self.state.weights, self._shared.shares.segments)
-
         pieces: list[Callable[[], None]] = [partial(run, part) for part in self.state.layout.pieces(PIECE_ELEMENTS)]
-        pieces += [spread] if pieces and self._shared is not None else []
+        self._is_whole = self._shared is None
         if self._updates is None:
             for piece in pieces:
                 piece()

@@ -34,12 +34,8 @@ class _Update:
 class UpdateQueue:
     """Owns the one thread that a rank has beside its main one; the thread starts with the first update."""
 
-    def __init__(self, activity: Activity | None = None, *, in_order: bool = False) -> None:
-        """`activity` is told which stage is updated.
-
-        `in_order`: no update overtakes another one; replicas speak to each other behind each of theirs.
-        """
-        self._in_order = in_order
+    def __init__(self, activity: Activity | None = None) -> None:
+        """`activity` is told which stage is updated."""
         self._activity = activity or Activity()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
         self._lock = threading.Lock()
@@ -93,7 +89,7 @@ class UpdateQueue:
                 return  # what is left of a failed update
             first = next(iter(self._pending))
             ready = (stage for stage in waiting if self._pending[stage].can_begin())
-            stage = first if self._in_order else next(ready, first)
+            stage = next(ready, first)
             entry = self._pending[stage]
             piece = entry.pieces.popleft()
             if not entry.pieces:

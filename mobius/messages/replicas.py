@@ -66,8 +66,7 @@ def meet_replicas(
     devices = hosts
     if device.type == "cuda":
         devices = partial(connection, "nccl", DEVICE_CHUNK_ELEMENTS // (num_replicas - 1))
-    reducing, spreading, saving = devices(), hosts(), hosts()
-    replicas = DistributedReplicas(reducing, spreading, saving, reduce_dtype=reduce_dtype)
+    replicas = DistributedReplicas(devices(), devices(), hosts(), hosts(), reduce_dtype=reduce_dtype)
     replicas.connect(device)
     return replicas
 
@@ -130,15 +129,22 @@ class DistributedReplicas:
     """Replicas over process groups: one for each use, each of which has its own order."""
 
     def __init__(
-        self, reducing: _Connection, spreading: _Connection, saving: _Connection, *, reduce_dtype: torch.dtype
+        self,
+        reducing: _Connection,
+        gathering: _Connection,
+        spreading: _Connection,
+        saving: _Connection,
+        *,
+        reduce_dtype: torch.dtype,
     ) -> None:
-        self._reducing, self._spreading, self._saving = reducing, spreading, saving
+        """The first two are between devices, the others between hosts."""
+        self._reducing, self._gathering, self._spreading, self._saving = reducing, gathering, spreading, saving
         self._reduce_dtype = reduce_dtype
         self.index, self.num_replicas = reducing.index, reducing.num_replicas
 
     def connect(self, device: torch.device) -> None:
         """Use each connection between devices once; collective."""
-        for connection in (self._reducing,):
+        for connection in (self._reducing, self._gathering):
             connection.spread(torch.ones(self.num_replicas, device=device), [_one_each(self.num_replicas)])
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -168,6 +174,9 @@ class DistributedReplicas:
 
     def spread(self, values: Tensor, segments: Sequence[Segment]) -> None:
         self._reducing.spread(values, segments)
+
+    def gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        self._gathering.spread(values, segments)
 
     def spread_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
         self._spreading.spread(values, segments)

@@ -190,11 +190,11 @@ class Stepper:
         self.loss_scale.restore(counts.loss_scale, counts.good_steps)
 
     def drain(self) -> None:
-        """Wait for all updates: before the parameters are read, and at the end."""
+        """Wait for all updates, those of replicas too: before the parameters are read, and at the end; collective."""
         with self._clock.blocking(WaitCause.OPTIMIZER):
             for stage, memory in self._memory.items():
                 with self._activity.waiting(f"the update of stage {stage}"):
-                    memory.wait_until_updated()
+                    memory.complete_weights()
 
     def _report(self, step: int, loss: float, squares: Sequence[float]) -> None:
         for memory in self._memory.values():

@@ -216,8 +216,7 @@ def open_session(
 
 
 def _update_queue(blueprint: Blueprint, activity: Activity) -> UpdateQueue | None:
-    has_replicas = blueprint.place.ranks.num_replicas > 1
-    return UpdateQueue(activity, in_order=has_replicas) if blueprint.config.pipeline.overlap_optimizer else None
+    return UpdateQueue(activity) if blueprint.config.pipeline.overlap_optimizer else None
 
 
 def _connect(blueprint: Blueprint, spans: Spans) -> Transport:

@@ -96,7 +96,7 @@ class Trainer:
         self._step_end = time.perf_counter()
 
     def drain(self) -> None:
-        """Wait for all updates: before the parameters are read."""
+        """Wait for all updates, as the Stepper does: before the parameters are read."""
         self._stepper.drain()
 
     def train_step(self) -> StepMetrics:

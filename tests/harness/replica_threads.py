@@ -42,9 +42,9 @@ class Board:
 class LocalReplicas:
     """One rank-thread's counterparts."""
 
-    def __init__(self, index: int, device: Board, host: Board, saving: Board, num_replicas: int) -> None:
+    def __init__(self, index: int, boards: Sequence[Board], num_replicas: int) -> None:
         self.index, self.num_replicas = index, num_replicas
-        self._device, self._host, self._saving = device, host, saving
+        self._device, self._gathers, self._host, self._saving = boards
 
     def reduce(self, values: Tensor, segments: Sequence[Segment]) -> None:
         seen = self._device.show(self.index, values)
@@ -58,6 +58,9 @@ class LocalReplicas:
 
     def spread(self, values: Tensor, segments: Sequence[Segment]) -> None:
         self._take_all(self._device, values, segments)
+
+    def gather(self, values: Tensor, segments: Sequence[Segment]) -> None:
+        self._take_all(self._gathers, values, segments)
 
     def spread_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:
         self._take_all(self._host, values, segments)
@@ -81,14 +84,14 @@ def run_replica_threads(num_replicas: int, num_places: int, work: Callable[[int,
     """Run `work(rank of all, transport)` in one thread per rank; results by rank, the first error is raised."""
     world = LocalHub(num_replicas * num_places)
     pipelines = [LocalHub(num_places) for _ in range(num_replicas)]
-    boards = [[Board(num_replicas) for _ in range(3)] for _ in range(num_places)]
+    boards = [[Board(num_replicas) for _ in range(4)] for _ in range(num_places)]
 
     def run(rank: int) -> T:
         replica, place = divmod(rank, num_places)
         transport = pipelines[replica].transport(place)
         if num_replicas > 1:
             transport.everyone = world.transport(rank)
-            transport.replicas = LocalReplicas(replica, *boards[place], num_replicas)
+            transport.replicas = LocalReplicas(replica, boards[place], num_replicas)
         return work(rank, transport)
 
     def stop() -> None:

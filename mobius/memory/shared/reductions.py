@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mobius.memory.gradient_sum import cast_gradients
 from mobius.memory.layout import StageLayout
+from mobius.memory.shared.turns import Turns
 from mobius.memory.shares import Replicas, Shares
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.streams import Event, new_stream, record_current
@@ -38,6 +39,8 @@ class Reductions:
         self.replicas = replicas
         self._device, self.spans = device, spans
         self._stream = new_stream(device)
+        self.gathers = Turns()
+        """The order in which weights are gathered: that of their loads."""
 
     @contextmanager
     def behind(self, *points: Event) -> Iterator[None]:

@@ -155,6 +155,9 @@ class Evaluator:
         self._transport.everyone.barrier()
         start = time.perf_counter()
         self._transport.bound_sends(max_sends_under_way(num_microbatches * self._batches_per_pass))
+        if sum(map(len, self._datasets.values())) < self._num_replicas:
+            for memory in self._stages.memory.values():  # a replica that plays nothing loads nothing
+                memory.complete_weights()
         counts, made = {name: _Counts() for name in self._datasets}, list[tuple[list[str], EvaluationSums]]()
         with tqdm(
             total=sum(map(len, self._datasets.values())),

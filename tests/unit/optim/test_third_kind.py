@@ -28,6 +28,8 @@ NUM_STAGES, NUM_MICROBATCHES = 4, 2
 class ParkedStage:
     """Its weights are a copy made by `load`; it is updated at once, in one piece."""
 
+    reduction = None
+
     def __init__(self, stage: int, state: StageState) -> None:
         self.stage, self.state, self.frozen_state = stage, state, state
         self.copy: Tensor | None = None
@@ -40,6 +42,9 @@ class ParkedStage:
         return True
 
     def wait_until_updated(self) -> None:
+        pass
+
+    def complete_weights(self) -> None:
         pass
 
     def weights(self) -> dict[str, Tensor]:
