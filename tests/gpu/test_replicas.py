@@ -1,0 +1,74 @@
+"""On two GPUs: two replicas of one rank train what one pipeline trains with the same batch, and repeat to the bit.
+
+The same is compared on CPUs in tests/distributed/test_replica_ranks.py and tests/pipeline/test_replicas.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness.forked import Ranks
+from harness.replica_messages import shares_of, values_of
+from harness.replica_ranks import trained
+from harness.runs import environment
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+CLIPPINGS = ("--max_grad_norm 0.5", "--max_grad_norm 0")
+STREAMED = "--resident_stages 0 --use_prefetch --overlap_optimizer"
+OTHERS = ("--resident_stages 0 --no_prefetch --no_overlap_optimizer", "--no_offload", "--resident_stages 1")
+
+
+def test_sums_over_nccl_are_those_on_hosts_to_the_bit(tmp_path: Path) -> None:
+    ranks = Ranks(
+        "harness.replica_messages",
+        "use_all",
+        [str(tmp_path / "made"), "cuda"],
+        num_ranks=2,
+        folder=tmp_path,
+        environment=environment(tmp_path / "cache"),
+    )
+    assert ranks.wait(seconds=300) == 0, ranks.output()
+    given = [values_of(replica) for replica in range(2)]
+    for owner in range(2):
+        made = torch.load(tmp_path / f"made.{owner}")
+        for dtype in (torch.float32, torch.bfloat16):
+            sent = [value if replica == owner else value.to(dtype).float() for replica, value in enumerate(given)]
+            for part in shares_of(owner, 2).own:
+                assert torch.equal(made[f"reduced in {dtype}"][part], (sent[0] + sent[1])[part])
+        for name in ("spread", "gathered", "spread on hosts"):
+            for replica in range(2):
+                for part in shares_of(replica, 2).own:
+                    assert torch.equal(made[name][part], given[replica].bfloat16()[part]), name
+
+
+def test_in_fp32_two_replicas_train_what_one_pipeline_trains(tmp_path: Path) -> None:
+    variants = [f"{where} {clipping}" for where in (STREAMED, OTHERS[1]) for clipping in CLIPPINGS]
+    shared = trained(2, tmp_path, "--device cuda --fp32 --num_chunks 2", variants)
+    alone = trained(1, tmp_path, "--device cuda --fp32 --num_chunks 4", variants)
+    for replicas, (single,) in zip(shared, alone, strict=True):
+        assert replicas[0].is_equal(replicas[1])
+        assert replicas[0].losses[0] == pytest.approx(single.losses[0], rel=1e-6)
+        assert replicas[0].norms[0] == pytest.approx(single.norms[0], rel=1e-5)
+        assert replicas[0].losses == pytest.approx(single.losses, rel=1e-5)
+        assert replicas[0].distance(single) < 1e-5  # at an epsilon of 1e-5, as on CPUs
+
+
+def test_in_bf16_overlaps_change_no_bit_and_runs_repeat(tmp_path: Path) -> None:
+    streamed = [f"{STREAMED} {clipping}" for clipping in CLIPPINGS]
+    variants = [f"{where} {clipping}" for where in (STREAMED, STREAMED, *OTHERS) for clipping in CLIPPINGS]
+    options = "--device cuda --bf16 --num_chunks 2"
+    shared = trained(2, tmp_path, options, variants)
+    rounded = trained(2, tmp_path, f"{options} --reduce_dtype bf16", streamed)
+    alone = trained(1, tmp_path, "--device cuda --bf16 --num_chunks 4", streamed)
+    for number, (single,) in enumerate(alone):
+        first = shared[number][0]
+        for replicas in shared[number :: len(CLIPPINGS)]:
+            assert all(each.is_equal(first) for each in replicas)
+        assert first.host_bytes == (2 + 12 / 2) * first.num_streamed > 0
+        assert rounded[number][0].is_equal(rounded[number][1])
+        for near in (first, rounded[number][0]):  # weights of bf16 are 2**-8 apart
+            assert near.losses == pytest.approx(single.losses, rel=2e-3)
+            assert near.norms == pytest.approx(single.norms, rel=2e-2)

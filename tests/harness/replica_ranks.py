@@ -1,0 +1,114 @@
+"""Trains a tiny model as replicas of one rank each, on CPUs or GPUs, once per variant of options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from harness.forked import Ranks as Processes
+from harness.runs import environment, make_checkpoint
+from torch import Tensor
+
+from mobius.config.cli import parse_args
+from mobius.data.batches import Batches
+from mobius.data.mixture import WeightedSamples
+from mobius.data.store import TokenizedDataset
+from mobius.machine.devices import MemoryMeter
+from mobius.messages.transport import Transport
+from mobius.models.families import load_model_config
+from mobius.planning.blueprint import draw_blueprint
+from mobius.ranks import Ranks, prepare_environment, separate_device_queues
+from mobius.training.session import Session, open_session
+
+SHAPE = """--num_stages 4 --batch_size 8 --seq_length 16 --num_iterations 6 --learning_rate 1e-3 --adam_epsilon 1e-5
+    --warmup_steps 0 --weight_decay 0.1 --lr_scheduler_type constant --compile off"""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank has after a run."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    host_bytes: int
+    """Of streamed stages."""
+    num_streamed: int
+    """Elements of streamed stages, padding included."""
+
+    def is_equal(self, other: Trained) -> bool:
+        """Whether all is the same to the bit."""
+        numbers = self.losses == other.losses and self.norms == other.norms
+        return numbers and all(torch.equal(value, other.weights[name]) for name, value in self.weights.items())
+
+    def distance(self, other: Trained) -> float:
+        """Largest difference of weights, each as a share of its tensor's largest entry."""
+        apart = [(value - other.weights[name]).abs().max() / value.abs().max() for name, value in self.weights.items()]
+        return float(torch.stack(apart).max())
+
+
+def trained(num_replicas: int, folder: Path, options: str, variants: Sequence[str]) -> list[list[Trained]]:
+    """For each variant of `options` what each replica has trained; one process for each, one meeting for all."""
+    model = folder / "model"
+    if not model.exists():
+        make_checkpoint(model, is_tied=True)
+    output = folder / f"trained-{num_replicas}"
+    words = [str(output), str(model), f"{SHAPE} {options}", *variants]
+    processes = Processes(
+        "harness.replica_ranks",
+        "train_variants",
+        words,
+        num_ranks=num_replicas,
+        folder=folder,
+        # cuBLAS is deterministic with it only.
+        environment={**environment(folder / "cache"), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    )
+    assert processes.wait() == 0, processes.output()
+    found = [torch.load(f"{output}.{rank}", weights_only=False) for rank in range(num_replicas)]
+    return [list(each) for each in zip(*found, strict=True)]
+
+
+def train_variants(output: str, folder: str, shared: str, *variants: str) -> None:
+    """Train each variant and leave what this rank has as `output`.RANK."""
+    prepare_environment()
+    separate_device_queues()
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    ranks = Ranks.from_environment().cut(1)
+    transport: Transport | None = None
+    results = []
+    for variant in variants:
+        pipelines = "--pipeline_ranks 1" if ranks.num_ranks > 1 else ""
+        options = f"--model_path {folder} {shared} {variant} {pipelines}".split()
+        session, result = _train(Path(folder), options, ranks, transport)
+        transport = session.transport
+        results.append(result)
+    torch.save(results, f"{output}.{ranks.rank}")
+    assert transport is not None
+    transport.everyone.barrier()
+    transport.close()
+
+
+def _train(folder: Path, options: list[str], ranks: Ranks, transport: Transport | None) -> tuple[Session, Trained]:
+    config = parse_args(options, num_ranks=ranks.num_ranks)
+    blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model))
+    session = open_session(blueprint, folder, transport=transport)
+    size, length = config.pipeline.batch_size, config.data.seq_length
+    tokens = np.random.default_rng(0).integers(0, blueprint.shape.vocab_size, 3 * size * length, dtype=np.int32)
+    offsets = np.arange(3 * size + 1, dtype=np.int64) * length
+    samples = [WeightedSamples(TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets))]
+    batches = Batches(samples, batch_size=size, seq_length=length, pad_token_id=0, seed=1, is_packed=False)
+    steps = list(session.trainer(batches).train())
+    MemoryMeter(blueprint.place.device).synchronize()
+    weights: dict[str, Tensor] = {}
+    for state in (memory.state for memory in session.stages.memory.values()):
+        weights |= {name: view.float().cpu() for name, view in state.layout.views(state.weights).items()}
+    arena = session.stages.arena
+    streamed = 0 if arena is None else sum(len(state.weights) for state in arena.states.values())
+    host_bytes = 0 if arena is None else arena.num_bytes
+    numbers = [step.loss for step in steps], [step.grad_norm for step in steps]
+    session.stages.close()
+    return session, Trained(*numbers, weights, host_bytes, streamed)
