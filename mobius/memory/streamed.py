@@ -182,6 +182,7 @@ class StreamedStage:
             with self._spans.device_span(Lane.LOAD, f"L{self._stage}"):
                 for part in (*shares.own, frozen):
                     slot.buffer[part].copy_(weights[part], non_blocking=True)
+            with self._spans.device_span(Lane.GATHER, f"G{self._stage}"):
                 shared.reductions.replicas.gather(slot.buffer, shares.segments)
             slot.ready = ready = slot.filling.record()
         with self._pool.weights_home.run():

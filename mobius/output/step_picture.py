@@ -23,6 +23,7 @@ LANES: dict[Lane, tuple[Colour, str]] = {
     Lane.LOAD: ((0.95, 0.65, 0.22), "L s  load weights"),
     Lane.OFFLOAD: ((0.54, 0.37, 0.75), "O s  offload: gradients go home"),
     Lane.REDUCE: ((0.35, 0.62, 0.80), "R s  reduction: gradients are summed over the replicas"),
+    Lane.GATHER: ((0.80, 0.75, 0.40), "G s  gather: weights come from the replicas that updated them"),
     Lane.OPTIMIZER: ((0.76, 0.30, 0.30), "U s  update of stage s"),
     Lane.STASH: ((0.36, 0.62, 0.55), "S s  stash: layers' inputs go home"),
     Lane.FETCH: ((0.60, 0.75, 0.45), "T s  fetch: they are taken back"),

@@ -135,7 +135,7 @@ def sketch_blueprint(
     Raises PlanError, GpuMemoryError or HostMemoryError, each with its arithmetic.
     """
     pipeline = config.pipeline
-    if pipeline.copy_messages:
+    if pipeline.copy_messages or ranks.num_replicas > 1:
         separate_device_queues()
     meeting = meet_pipeline(ranks) if ranks.num_places > 1 and has_gpus(pipeline.device, ranks) else None
     device_order = tuple(range(ranks.num_local))

@@ -12,8 +12,6 @@ class Lane(StrEnum):
     WAIT = "wait"
     LOAD = "load"
     OFFLOAD = "offload"
-    REDUCE = "reduce"
-    """Sums of gradients over the replicas."""
     STASH = "stash"
     FETCH = "fetch"
     SEND = "send"

@@ -24,7 +24,7 @@ from mobius.ranks import Ranks, prepare_environment, separate_device_queues
 from mobius.training.session import Session, open_session
 
 SHAPE = """--num_stages 4 --batch_size 8 --seq_length 16 --num_iterations 6 --learning_rate 1e-3 --adam_epsilon 1e-5
-    --warmup_steps 0 --weight_decay 0.1 --lr_scheduler_type constant --compile off"""
+    --warmup_steps 0 --weight_decay 0.1 --lr_scheduler_type constant --compile off --recompute full"""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.runs import make_checkpoint
-from harness.sessions import in_sessions, random_samples
+from harness.sessions import evaluator_of, in_sessions, random_samples
 from torch import Tensor
 
 from mobius.data.batches import Batches
@@ -122,3 +122,20 @@ def test_replicas_train_what_one_pipeline_trains(tmp_path: Path, name: str) -> N
     for replica in range(1, case.num_replicas):
         others = merged(shared[replica * number : (replica + 1) * number], 1)
         assert all(torch.equal(value, others[key]) for key, value in merged(shared[:number], 1).items())
+
+
+@pytest.mark.parametrize("num_samples", [3, 20])
+def test_an_evaluation_between_steps_has_all_updates(tmp_path: Path, num_samples: int) -> None:
+    """Also where there are fewer batches than replicas, some of which then load nothing."""
+    make_checkpoint(tmp_path / "model")
+    options = f"{USUAL.format(FEW_STEPS)} {CLIPPED} --resident_stages 1"
+
+    def train(session: Session, batches: Batches) -> list[tuple[float, float]]:
+        trainer, evaluator = session.trainer(batches), evaluator_of(session, random_samples(num_samples, 24, seed=2))
+        return [(trainer.train_step().loss, evaluator.evaluate().loss) for _ in range(FEW_STEPS)]
+
+    data = random_samples(60, 24, seed=1)
+    alone, shared = (in_sessions(1, tmp_path / "model", options, data, train, num_replicas=number) for number in (1, 2))
+    assert shared[0] == shared[1]
+    for numbers, own in zip(alone[0], shared[0], strict=True):
+        assert own == pytest.approx(numbers, rel=1e-5)
