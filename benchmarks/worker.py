@@ -116,6 +116,7 @@ def run(output: Path, words: Sequence[str]) -> None:
     ranks = Ranks.from_environment()
     setup_logging(ranks.rank)
     config = parse_args(options, num_ranks=ranks.num_ranks)
+    ranks = ranks.cut(config.launch.pipeline_ranks)
     folder = Path(config.model.model_path)
     clock = StartClock()
     model_config = load_model_config(folder, config.model)
@@ -157,7 +158,7 @@ def run(output: Path, words: Sequence[str]) -> None:
 def close(session: Session, saves: Saves | None) -> None:
     """Leave what was recorded and end the run; collective."""
     session.write_recordings()
-    session.transport.barrier()
+    session.everyone.barrier()
     if saves is not None:
         saves.close()
     session.close()

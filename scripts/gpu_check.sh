@@ -9,6 +9,7 @@
 #   size       what one GPU of 24 GiB trains without offload, and with it
 #   saves      7B's shape, 16 layers: what a save costs with room for copies and without, and the start of a resumed run;
 #              checkpoints go to SAVES (default WORK), which needs room for two of 41 GB
+#   replicas   7B's shape as two replicas beside one pipeline, over the GPUs' links and over sockets (2 GPUs or 4)
 #   kills      10 kills -9 at random moments on two GPUs, each resumed, against a run that was left alone
 #
 # PYTHON (default python3) must have the requirements installed; WORK (default a new folder in /tmp) takes the files.
@@ -98,6 +99,11 @@ part_saves() {
         $PYTHON benchmarks/saving.py "${SAVES_SIZE:-7b}" --num_layers "${SAVES_LAYERS:-16}" --folder "$SAVES" $how \
             -- ${SAVES_MOBIUS:---num_stages 16 --num_chunks 4} || failed=1
     done
+}
+
+part_replicas() {
+    $PYTHON benchmarks/replicas.py "${REPLICAS_SIZE:-7b}" --ranks "$GPUS" --batch_size 64 --seq_length 512 --num_chunks 8 \
+        -- ${REPLICAS_MOBIUS:---num_stages 32 --gpu_memory_limit 24} || failed=1
 }
 
 part_kills() { $PYTHON scripts/kill_and_resume.py --device cuda --kills "${KILLS:-10}" --folder "$WORK" || failed=1; }

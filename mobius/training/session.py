@@ -206,7 +206,7 @@ def open_session(
         stages.fill(source, show_progress=place.ranks.is_first, progress=activity.progress)
     done("weights")
     activity.begins("the rehearsal of a step")
-    if place.device.type == "cuda" and place.ranks.num_places > 1:
+    if place.device.type == "cuda" and place.ranks.num_ranks > 1:  # a replica's messages may hold a GPU up, too
         with activity.warming_up():
             _rehearse(blueprint, stages)
     activity.begins("the wait for all ranks' weights")

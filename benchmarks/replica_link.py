@@ -1,0 +1,92 @@
+"""Rate at which replicas reduce sums and gather weights, by the code of a run; for replicas.py or torchrun.
+
+torchrun --nproc_per_node 2 benchmarks/replica_link.py OUTPUT.json [--pipeline_ranks N] [--elements NUMBER]
+
+GB/s that each process sends and receives, all at once, the mean of all: of fp32 sums, of sums that travel in bf16, and
+of bf16 weights.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from mobius.ranks import Ranks, prepare_environment, separate_device_queues
+
+prepare_environment()  # before torch is imported
+
+import torch  # noqa: E402
+
+from mobius.machine.devices import MemoryMeter  # noqa: E402
+from mobius.memory.shares import Segment  # noqa: E402
+from mobius.messages.replicas import meet_replicas  # noqa: E402
+from mobius.messages.world import World  # noqa: E402
+
+REPEATS = 3
+ELEMENTS = 2**28
+"""Of a stage's size: 1 GiB of sums."""
+
+
+def main() -> None:
+    """Measure and write one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--pipeline_ranks", type=int, default=1)
+    parser.add_argument("--elements", type=int, default=ELEMENTS, help="of a stage")
+    arguments = parser.parse_args()
+    separate_device_queues()
+    ranks = Ranks.from_environment().cut(arguments.pipeline_ranks)
+    device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    world = World(rank=ranks.rank, num_ranks=ranks.num_ranks, device=device)
+    segment = even_segment(arguments.elements, ranks.num_replicas)
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        replicas = meet_replicas(
+            world, index=ranks.replica, num_replicas=ranks.num_replicas, device=device, reduce_dtype=dtype
+        )
+        sums = torch.zeros(arguments.elements, device=device)
+        seconds = time_of(lambda: replicas.reduce(sums, [segment]), world, device)  # noqa: B023
+        rates[f"sums in {str(dtype).removeprefix('torch.')}"] = sent(segment, dtype.itemsize) / seconds / 1e9
+    weights = torch.zeros(arguments.elements, dtype=torch.bfloat16, device=device)
+    seconds = time_of(lambda: replicas.gather(weights, [segment]), world, device)
+    rates["weights"] = sent(segment, weights.element_size()) / seconds / 1e9
+    if ranks.is_first:
+        arguments.output.write_text(json.dumps(rates))
+    world.barrier()
+    world.close()
+
+
+def even_segment(elements: int, number: int) -> Segment:
+    """Equal parts for each of `number` replicas."""
+    part = elements // number
+    return tuple(slice(index * part, (index + 1) * part) for index in range(number))
+
+
+def sent(segment: Segment, itemsize: int) -> int:
+    """Bytes that each replica sends, and receives."""
+    length: int = segment[0].stop - segment[0].start
+    return (len(segment) - 1) * length * itemsize
+
+
+def time_of(work: Callable[[], None], world: World, device: torch.device) -> float:
+    """Mean over the processes of the seconds that `work` takes all of them."""
+    meter = MemoryMeter(device)
+    work()
+    meter.synchronize()
+    world.barrier()
+    start = time.perf_counter()
+    for _ in range(REPEATS):
+        work()
+    meter.synchronize()
+    own = torch.tensor([(time.perf_counter() - start) / REPEATS], dtype=torch.float64)
+    return float(world.sum_over_ranks(own)) / world.num_ranks
+
+
+if __name__ == "__main__":
+    main()
