@@ -155,6 +155,12 @@ def num_restarts() -> int:
     return int(text) if text.isdecimal() else 0
 
 
+def num_restarts_allowed() -> int:
+    """How often torchrun may start the ranks again (`--max_restarts`); 0 without torchrun."""
+    text = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    return int(text) if text.isdecimal() else 0
+
+
 def is_restart() -> bool:
     """Whether torchrun has started this rank again."""
     return num_restarts() > 0

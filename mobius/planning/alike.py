@@ -41,14 +41,16 @@ def meet_replicas(config: Config, ranks: Ranks) -> Meeting | None:
     if ranks.num_replicas == 1:
         return None
     everyone = meet_at_store(ranks)
-    _compare({"Mobius' own code": _code()} | versions() | _options(config), everyone)
+    hint = "All nodes must run the same: same code, same packages, same options."
+    compare({"Mobius' own code": _code()} | versions() | _options(config), everyone, hint=hint)
     return everyone
 
 
-def check_same_data(fingerprint: Callable[[], str], everyone: Meeting | None) -> None:
-    """Raise ConfigError where processes have read other data, as `meet_replicas`."""
+def check_same_data(trained: Callable[[], str], judged: Callable[[], str], everyone: Meeting | None) -> None:
+    """Raise ConfigError where processes have read other data to train or to judge on, as `meet_replicas`."""
     if everyone is not None:
-        _compare({"the training data": fingerprint()}, everyone)
+        hint = "Each node reads the data by itself: give all of them the same files."
+        compare({"the training data": trained(), "the evaluation data": judged()}, everyone, hint=hint)
 
 
 def smallest_machine(
@@ -71,12 +73,13 @@ def smallest_machine(
     return *both, sharing
 
 
-def _compare(own: Mapping[str, str], everyone: Meeting) -> None:
+def compare(own: Mapping[str, str], everyone: Meeting, *, hint: str) -> None:
+    """Raise ConfigError, on all processes alike, where one of these facts differs; collective. `hint` ends it."""
     told = everyone.gather([socket.gethostname(), dict(own)])
     hosts = read_all(told, lambda each: str(each[0]))
     facts = read_all(told, lambda each: {str(name): str(value) for name, value in each[1].items()})
     if problems := _differences(facts, hosts):
-        raise ConfigError(*problems, hint="All nodes must run the same: same code, same packages, same options.")
+        raise ConfigError(*problems, hint=hint)
 
 
 def _differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[str]:

@@ -19,7 +19,7 @@ import yaml
 from torch import Tensor
 
 from mobius.activity import Activity
-from mobius.checkpoints.folders import find_checkpoints, open_checkpoint, remove_leftovers
+from mobius.checkpoints.folders import find_checkpoints, remove_leftovers
 from mobius.checkpoints.reading import CheckpointReader
 from mobius.checkpoints.saved_stage import optimizer_tensors
 from mobius.config.config import Config
@@ -36,6 +36,7 @@ from mobius.output.output_folder import kept_free
 from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.planning.blueprint import Blueprint
 from mobius.planning.planned import adopt_plan
+from mobius.planning.same_files import open_same_checkpoint
 from mobius.ranks import Ranks, is_restart, launch_id
 from mobius.training.session import base_weights
 from mobius.training.stages import RankStages
@@ -145,7 +146,7 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
     if path is None:
         logger.info("started again by the launcher, from the first step: there is no checkpoint yet")
         return None
-    reader = open_checkpoint(path)
+    reader = open_same_checkpoint(path, ranks, meeting)
     merged, changed = _merged(config, reader.path, given, taken)
     if not reader.manifest.has_optimizer:
         raise CheckpointError(

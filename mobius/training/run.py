@@ -33,6 +33,7 @@ from mobius.output.trackers import check_installed
 from mobius.planning.alike import check_same_data, meet_replicas
 from mobius.planning.blueprint import complete_blueprint, sketch_blueprint
 from mobius.planning.planned import adopt_plan
+from mobius.planning.same_files import check_same_model, check_save_dir
 from mobius.ranks import Ranks, command_words, seconds_since_launch
 from mobius.training.data import RunData, packed_rows, read_data
 from mobius.training.export import check_result
@@ -206,6 +207,7 @@ def _open(
     is_lora = config.adapters.is_lora  # a checkpoint has no weights of the base then
     has_own = resume is not None and not is_lora
     model_folder = resume.reader.model_folder if resume and has_own else locate_model(config.model.model_path)
+    check_same_model(config, model_folder, everyone)
     model_config = load_model_config(model_folder, config.model)
     tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
     base_files = read_base_files(model_folder).with_chat_template(resolve_template(config.data.chat_template))
@@ -217,11 +219,12 @@ def _open(
     log_model(sketch, model_folder)
     output = prepare_output(sketch, standing, resume)
     try:
+        check_save_dir(adopted.config, ranks, output.partial, everyone)
         # Before the ranks meet: a long tokenization inside a process group would run into its time-out.
         config, data, batches = read_data(adopted.config, ranks, tokenizer)
         if config.evaluation.predicts:
             prompts(data, config)  # refused now, not behind the training
-        check_same_data(data.fingerprint, everyone)
+        check_same_data(data.fingerprint, data.judged_fingerprint, everyone)
         if resume is not None:
             resume.check_steps(config)
             resume.check_data(data.fingerprint())

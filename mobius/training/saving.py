@@ -137,7 +137,7 @@ class CheckpointSaver:
         self.disk_rate = self._measure_disk()
         """Bytes per second; None where a save takes no time to speak of."""
         self._snapshots = self._take_room()
-        self._next_number = find_checkpoints(save_dir).next_save_number
+        self._next_number = self._first_number()
         self._point: SavedPoint | None = None
         self._number = 0
         """Number of the save that is under way; 0 if there is none."""
@@ -185,7 +185,8 @@ class CheckpointSaver:
         num_bytes = self.num_bytes if self._is_first else self._snapshots.num_bytes
         problem: list[Exception] = []
         try:
-            check_space(self.save_dir, num_bytes)
+            if self._writes:
+                check_space(self.save_dir, num_bytes)
             if self._is_first:
                 begin(self.save_dir, point.step)
         except CheckpointError as error:
@@ -356,6 +357,11 @@ class CheckpointSaver:
             dtype=self._blueprint.dtype,
             weights_name=self._weights_name,
         )
+
+    def _first_number(self) -> int:
+        """The number of the next save, as the first rank counts: other nodes may not see --save_dir."""
+        own = find_checkpoints(self.save_dir).next_save_number if self._is_first else 0
+        return int(numbers_of_ranks(self._everyone, [float(own)]).sum())
 
     def _measure_disk(self) -> float | None:
         """The rate that the first rank measures, on all ranks."""

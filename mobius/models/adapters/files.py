@@ -50,7 +50,7 @@ class Base:
         """The base in `folder`, which the user calls `model_path`. Raises CheckpointError."""
         name = str(Path(model_path).expanduser().resolve()) if Path(model_path).expanduser().is_dir() else model_path
         revision = folder.name if folder.parent.name == "snapshots" else None
-        return cls(name, revision, _fingerprint(folder), folder)
+        return cls(name, revision, weights_fingerprint(folder), folder)
 
 
 def file_name_of(name: str) -> str:
@@ -196,7 +196,7 @@ def _short_names(adapted: Sequence[str], parts: ModelParts) -> list[str]:
     return kinds if set(meant) == set(adapted) else list(adapted)
 
 
-def _fingerprint(folder: Path) -> str | None:
+def weights_fingerprint(folder: Path) -> str | None:
     """Sum over names, sizes and samples of the files of weights."""
     if not folder_has_weights(folder):
         return None

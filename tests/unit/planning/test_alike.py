@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
-from datetime import timedelta
-from typing import TypeVar
 
 import pytest
-from torch.distributed import HashStore
+from harness.meetings import together
 
 from mobius.config.cli import parse_args
 from mobius.errors import ConfigError
@@ -17,35 +14,20 @@ from mobius.messages.meeting import Meeting
 from mobius.planning import alike
 from mobius.ranks import Ranks, boot
 
-T = TypeVar("T")
 
-
-def together(work: Callable[[int, Meeting], T], num_ranks: int = 3) -> list[T | BaseException]:
-    """Everybody's result, or error."""
-    store, results = HashStore(), dict[int, T | BaseException]()
-    store.set_timeout(timedelta(seconds=60))
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(rank, Meeting(store, rank=rank, num_ranks=num_ranks))
-        except ConfigError as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[rank] for rank in range(num_ranks)]
+def check(trained: str, judged: str, seat: Meeting) -> None:
+    alike.check_same_data(lambda: trained, lambda: judged, seat)
 
 
 def test_other_data_on_a_node_is_told_on_all_of_them_with_both() -> None:
-    told = together(lambda rank, seat: alike.check_same_data(lambda: "abc" if rank < 2 else "xyz", seat))
+    told = together(lambda rank, seat: check("abc" if rank < 2 else "xyz", "j", seat))
     assert all(isinstance(error, ConfigError) for error in told)
     assert len(set(map(str, told))) == 1
     assert "the training data differs: abc on rank 0 (" in str(told[0])
     assert "xyz on rank 2 (" in str(told[0])
-    assert together(lambda rank, seat: alike.check_same_data(lambda: "abc", seat)) == [None] * 3
+    told = together(lambda rank, seat: check("abc", "j" if rank != 1 else "k", seat))
+    assert "the evaluation data differs: j on rank 0 (" in str(told[0])
+    assert together(lambda rank, seat: check("abc", "j", seat)) == [None] * 3
 
 
 def test_options_may_differ_in_what_is_a_nodes_own(monkeypatch: pytest.MonkeyPatch) -> None:
