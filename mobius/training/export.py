@@ -135,7 +135,8 @@ def export_model(
     everyone.barrier()
     own = [parameter.name for parameter in parameters if parameter.owner_rank == rank]
     verify = verify_folder if base is None else verify_adapter
-    verify(folder, ((name, partial(read, name)) for name in own))
+    if blueprint.place.ranks.replica == 0:  # other nodes need not see the folder
+        verify(folder, ((name, partial(read, name)) for name in own))
     everyone.barrier()
     if rank == 0:
         standing.becomes(
