@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from mobius.errors import MobiusError
+from mobius.errors import MobiusError, TransportError
 from mobius.interruption import Interruption, SavedAndStopped, Standing, end_with_launcher
 from mobius.log import setup_logging
 from mobius.ranks import Ranks, prepare_environment
@@ -17,7 +17,7 @@ ECHO_SECONDS = 3.0
 def main() -> None:
     """Parse, train, and turn an error that the user can mend into one message and an exit code."""
     prepare_environment()
-    rank = 0
+    rank, ranks = 0, None
     standing = Standing()
     interruption = Interruption(standing)
     try:
@@ -49,14 +49,24 @@ def main() -> None:
     except MobiusError as error:
         interruption.goes_first()
         setup_logging(rank)
+        _tell_other_nodes(ranks, error)
         if rank != 0:
             time.sleep(ECHO_SECONDS)
         logging.getLogger("mobius").error("%s", "\n".join([str(error), *getattr(error, "__notes__", [])]))
         _end_now(error.exit_code)
-    except Exception:
+    except Exception as error:
         interruption.goes_first()
+        _tell_other_nodes(ranks, error)
         logging.getLogger("mobius").exception("rank %d ends with an error of Mobius itself:", rank)
         _end_now(1)
+
+
+def _tell_other_nodes(ranks: Ranks | None, error: Exception) -> None:
+    """Let ranks that wait for this one at the launcher's store know; what they had from others they know already."""
+    if ranks is not None and ranks.num_nodes > 1 and not isinstance(error, TransportError):
+        from mobius.messages.meeting import leave_word
+
+        leave_word(ranks, str(error) if isinstance(error, MobiusError) else f"{type(error).__name__}: {error}")
 
 
 def _end_now(exit_code: int) -> None:

@@ -155,6 +155,11 @@ def num_restarts() -> int:
     return int(text) if text.isdecimal() else 0
 
 
+def meeting_place() -> tuple[str, int]:
+    """Host and port of the launcher's store; raises ValueError where there is none."""
+    return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", ""))
+
+
 def num_restarts_allowed() -> int:
     """How often torchrun may start the ranks again (`--max_restarts`); 0 without torchrun."""
     text = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")

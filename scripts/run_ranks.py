@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,20 +102,28 @@ def main(argv: Sequence[str]) -> int:
     interruptions = Interruptions()
     interruptions.watch()
     # Only now: Ctrl-C may come into the seconds that the imports take.
+    from mobius.ranks import launcher_waits, prepare_environment
+
+    prepare_environment()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher import api
     from torch.distributed.run import get_args_parser, run
 
-    from mobius.ranks import launcher_waits
+    from mobius.errors import TransportError
 
     arguments = get_args_parser().parse_args(list(argv))
     if arguments.master_port == 0:
         arguments.master_port = free_port()
     logging.disable(logging.ERROR)
     launcher_waits()
-    api.LocalElasticAgent = patient_agent(api.LocalElasticAgent, interruptions)  # type: ignore[assignment,attr-defined]
     try:
+        leave_word = met_nodes(arguments)
+        agent = api.LocalElasticAgent  # type: ignore[attr-defined]
+        api.LocalElasticAgent = patient_agent(agent, interruptions, leave_word)  # type: ignore[assignment,attr-defined]
         run(arguments)
+    except TransportError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     except RanksEndedError as end:
         interruptions.ignore()
         return tell_end(end.rank, end.code, is_interrupted=interruptions.count > 0)
@@ -132,8 +140,39 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def patient_agent(agent_class: type, interruptions: Interruptions) -> type:
-    """The agent of torchrun, with signals left to the ranks, and with restarts only where they can help."""
+def met_nodes(arguments: Any) -> Callable[[int, str], None]:
+    """Meet the launchers of the other nodes, if torchrun has numbers for them; raises TransportError.
+
+    Returns what leaves a word for the ranks of all nodes: the number of restarts so far, and the text.
+    """
+    from torch.distributed.run import config_from_args
+
+    config, *_ = config_from_args(arguments)
+    if config.max_nodes == 1 or config.min_nodes != config.max_nodes or config.rdzv_backend != "static":
+        return lambda restarts, text: None
+    from mobius.messages.meeting import leave_at
+    from mobius.messages.node_meeting import MEETING_SECONDS, Node, NodeMeeting
+
+    own = Node(socket.gethostname(), config.max_nodes, config.nproc_per_node)
+    node, seconds = int(config.rdzv_configs["rank"]), float(config.rdzv_configs.get("timeout", MEETING_SECONDS))
+
+    def tell(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    store = NodeMeeting(config.rdzv_endpoint, node, own, seconds=seconds, tell=tell).meet()
+    return lambda restarts, text: leave_at(store, restarts, f"node {node} ({own.host}): {text}")
+
+
+def patient_agent(
+    agent_class: type,
+    interruptions: Interruptions,
+    leave_word: Callable[[int, str], None] = lambda restarts, text: None,
+) -> type:
+    """The agent of torchrun, with signals left to the ranks, and with restarts only where they can help.
+
+    `leave_word` is told which rank of this node ended, for those of others.
+    """
     from mobius.ranks import let_launcher_keep
 
     class PatientAgent(agent_class):
@@ -151,6 +190,7 @@ def patient_agent(agent_class: type, interruptions: Interruptions) -> type:
             if not result.is_failed():
                 return result
             rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+            leave_word(self.num_restarts, describe_failure(rank, failure.exitcode))
             limit = worker_group.spec.max_restarts
             if interruptions.count or failure.exitcode in FINAL or self.num_restarts == limit:
                 raise RanksEndedError(rank, failure.exitcode)

@@ -6,17 +6,23 @@ as data: nothing in it is ever run.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mobius.errors import TransportError, first_line
-from mobius.ranks import Ranks, num_restarts
+from mobius.log import printable
+from mobius.ranks import Ranks, meeting_place, num_restarts
 
 Told: TypeAlias = "bool | int | float | str | Sequence[Told] | Mapping[str, Told] | None"
 """A value that a rank may tell: JSON's. Numbers are finite, names are texts, and a tuple arrives as a list; bytes go as
@@ -24,6 +30,10 @@ the text `bytes.hex()` gives. Whoever gathers anything else makes it of these, a
 
 TIMEOUT = timedelta(minutes=10)
 """For one answer of the slowest rank at a store."""
+_SHORT: Final = timedelta(seconds=3)
+_LOOK_SECONDS: Final = 1.0
+_WORD: Final = "word"
+"""Key of what the first that ended has said."""
 
 _Read = TypeVar("_Read")
 
@@ -91,8 +101,10 @@ class Meeting:
     work may lie between two calls.
     """
 
-    def __init__(self, store: Store, *, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: Store, *, rank: int, num_ranks: int, words: Store | None = None) -> None:
+        """`words` is where those who end leave a word (`leave_word`), if that is not `store`."""
         self.rank, self.num_ranks = rank, num_ranks
+        self._words = words or store
         # A process may meet more than once, and must not read what was told at an earlier meeting.
         meeting = store.add(f"mobius/{rank}", 1)
         self._store, self._num_gathered = PrefixStore(f"mobius/{meeting}", store), 0
@@ -100,7 +112,7 @@ class Meeting:
     def gather(self, value: Told) -> list[Any]:
         """Every rank's value, as it is after JSON, in the order of ranks; blocks until all have given theirs.
 
-        Raises TransportError if a rank is gone, or what it told is no JSON.
+        Raises TransportError if a rank is gone or does not answer in time, or what it told is no JSON.
         """
         number = self._num_gathered
         self._num_gathered += 1
@@ -108,13 +120,51 @@ class Meeting:
         values = []
         for rank in range(self.num_ranks):
             try:
+                self._wait_for(number, rank)
                 text = self._store.get(f"{number}/{rank}")
             except RuntimeError as error:
                 raise TransportError(
-                    f"rank {self.rank} stops: rank {rank} did not answer, and its own message tells why"
+                    f"rank {self.rank} stops: rank {rank} did not answer, and its own message tells why "
+                    f"({first_line(error)})"
                 ) from error
             values.append(told_value(text, by=rank))
         return values
+
+    def _wait_for(self, number: int, rank: int) -> None:
+        """Return when rank `rank` has told its value; raises TransportError if it never will, or is late."""
+        limit = self._store.timeout.total_seconds()  # type: ignore[attr-defined]
+        end = time.monotonic() + limit
+        while not self._store.check([f"{number}/{rank}"]):
+            left = end - time.monotonic()
+            if left <= 0:
+                silent = [other for other in range(self.num_ranks) if not self._store.check([f"{number}/{other}"])]
+                raise TransportError(
+                    f"rank {self.rank} stops: after {limit:.0f} s rank {', '.join(map(str, silent))} did not answer at "
+                    f"the launcher's store ({self.num_ranks - len(silent)} of {self.num_ranks} did). What it prints "
+                    "tells whether it hangs, is slower than that, or never started."
+                )
+            with contextlib.suppress(DistStoreError):  # the time is over
+                # A time-out below a millisecond means none to torch.
+                self._store.wait([f"{number}/{rank}"], timedelta(seconds=min(max(left, 0.01), _LOOK_SECONDS)))
+                return
+            if self._words.check([_WORD]):
+                told = self._words.get(_WORD).decode("utf-8", "replace")
+                raise TransportError(f"rank {self.rank} stops: {printable(told, sys.stderr)}")
+
+
+def leave_word(ranks: Ranks, text: str) -> None:
+    """Tell the ranks of other nodes, which may wait at the store, why this one ends. Nothing is raised."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        with socket.create_connection(meeting_place(), timeout=_SHORT.total_seconds()):
+            pass  # torch would write to standard error that nobody is there
+        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.num_ranks, timeout=_SHORT))
+        leave_at(store, num_restarts(), f"rank {ranks.rank} ({socket.gethostname()}) has ended: {text}")
+
+
+def leave_at(store: Store, restarts: int, text: str) -> None:
+    """Leave a word for all who wait at the launcher's store since that many restarts; the first one stays."""
+    with contextlib.suppress(RuntimeError):
+        PrefixStore(f"start {restarts}", store).compare_set(_WORD, "", text)
 
 
 def open_store(rank: int, num_ranks: int) -> Store:
@@ -140,10 +190,10 @@ def meet_at_store(ranks: Ranks) -> Meeting:
 
 def meet_pipeline(ranks: Ranks) -> Meeting:
     """Connect to the launcher's store, to meet the ranks of the own pipeline by their places; raises TransportError."""
-    store = open_store(ranks.rank, ranks.num_ranks)
+    words = store = open_store(ranks.rank, ranks.num_ranks)
     if ranks.num_replicas > 1:
         store = PrefixStore(f"replica {ranks.replica}", store)
-    return Meeting(store, rank=ranks.place, num_ranks=ranks.num_places)
+    return Meeting(store, rank=ranks.place, num_ranks=ranks.num_places, words=words)
 
 
 @dataclass(frozen=True)

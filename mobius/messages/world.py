@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,15 +32,24 @@ class World:
         """Meet all other processes; collective. Raises TransportError."""
         self.rank, self.num_ranks = rank, num_ranks
         self.backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            self.backend,
-            store=open_store(rank, num_ranks),
-            rank=rank,
-            world_size=num_ranks,
-            device_id=device if self.backend == "nccl" else None,
-            timeout=MEETING_TIMEOUT,
-        )
-        self.scalars = dist.new_group(backend="gloo", timeout=MESSAGES_TIMEOUT)
+        store = open_store(rank, num_ranks)
+        try:
+            dist.init_process_group(
+                self.backend,
+                store=store,
+                rank=rank,
+                world_size=num_ranks,
+                device_id=device if self.backend == "nccl" else None,
+                timeout=MEETING_TIMEOUT,
+            )
+            self.scalars = dist.new_group(backend="gloo", timeout=MESSAGES_TIMEOUT)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {rank} on {socket.gethostname()} has met the others at the launcher's store, but cannot connect "
+                f"to them: {first_line(error)}. Between nodes, name the network interface over which they reach each "
+                "other (`ip address` lists them) in GLOO_SOCKET_IFNAME, and in NCCL_SOCKET_IFNAME for GPUs, on every "
+                "node."
+            ) from error
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum a small CPU tensor (float64) over all processes; blocks."""

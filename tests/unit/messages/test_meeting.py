@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 
 import pytest
 from harness.forked import HANG_SECONDS
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from mobius.errors import TransportError
 from mobius.messages.meeting import (
     Meeting,
     Outcome,
     Told,
+    leave_at,
     read_all,
     read_numbers,
     take_together,
@@ -127,8 +129,21 @@ def test_a_rank_that_never_answers_stops_the_others_with_its_number() -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.2))
 
-    with pytest.raises(TransportError, match="rank 1 did not answer"):
-        Meeting(store, rank=0, num_ranks=2).gather("alone")
+    with pytest.raises(TransportError, match=r"rank 1, 2 did not answer .*\(1 of 3 did\)"):
+        Meeting(store, rank=0, num_ranks=3).gather("alone")
+
+
+def test_a_word_of_one_that_has_ended_is_told_at_once() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    words = PrefixStore("start 1", store)
+    leave_at(store, 1, "rank 1 (host1) has ended: no such folder")
+    leave_at(store, 1, "rank 2 (host1) has ended: it lost rank 1")
+    begin = time.monotonic()
+
+    with pytest.raises(TransportError, match=r"^rank 0 stops: rank 1 \(host1\) has ended: no such folder$"):
+        Meeting(words, rank=0, num_ranks=3).gather("alone")
+    assert time.monotonic() - begin < 10
 
 
 class Bomb:
