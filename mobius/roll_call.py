@@ -2,6 +2,7 @@
 
 A rank listens at a Unix socket that has a name but no file: the name goes with the process, and nothing is left of it.
 Only processes of the same user are heard. Linux only: elsewhere, and where a socket cannot be had, nobody is heard.
+Ranks of other nodes are heard through a `Beyond`, which puts their calls into the own socket.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Final
+from typing import Final, Protocol
 
 _CREDENTIALS: Final = struct.Struct("3i")
 """Process, user and group of a sender, which the kernel vouches for."""
@@ -37,24 +38,67 @@ class Call(StrEnum):
     """To the own rank, whose listening ends."""
 
 
+class Beyond(Protocol):
+    """Ranks of other nodes, as one rank hears them."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Their numbers."""
+
+    @property
+    def stories(self) -> Mapping[int, str]:
+        """Where those are that have told."""
+
+    def start(self, deliver: Callable[[Call, int], None], seconds: float) -> None:
+        """Give their calls to `deliver`, with the rank, and look for them every so many seconds."""
+
+    def say(self, call: Call, story: str = "") -> None:
+        """Tell them soon; END is told when this returns."""
+
+    def close(self) -> None:
+        """Hear nobody any more."""
+
+
 class RollCall:
     """This rank's socket, and the names of the others'; they are those of ranks that have the same parent process."""
 
-    def __init__(self, rank: int, ranks: Sequence[int]) -> None:
-        """Listen from now on to `ranks` of this node. Nothing is raised where that cannot be: `hears` says so."""
+    def __init__(
+        self, rank: int, ranks: Sequence[int], *, beyond: Beyond | None = None, look_seconds: float = 1.0
+    ) -> None:
+        """Listen from now on to `ranks` of this node, and to those of `beyond`, every `look_seconds`.
+
+        Nothing is raised where that cannot be: `hears` says so.
+        """
         self._rank, self._others = rank, [other for other in ranks if other != rank]
         self._name = f"\0mobius-{_namespace()}-{os.getppid()}"
-        self._socket = _listen(f"{self._name}-{rank}") if self._others else None
+        self._beyond = beyond
+        self._socket = _listen(f"{self._name}-{rank}") if self._others or beyond is not None else None
+        if beyond is not None:
+            beyond.start(lambda call, other: self._say(call, rank, other), look_seconds)
+
+    @property
+    def others(self) -> set[int]:
+        """All other ranks, of this node and beyond."""
+        return {*self._others, *(() if self._beyond is None else self._beyond.ranks)}
+
+    def story_of(self, rank: int) -> str:
+        """Where a rank of another node is, as it has told; nothing for one of this node."""
+        return "" if self._beyond is None else self._beyond.stories.get(rank, "")
 
     @property
     def hears(self) -> bool:
         """Whether other ranks can reach this one."""
         return self._socket is not None
 
-    def call_all(self, call: Call) -> None:
-        """Say `call` to all other ranks; one that is gone, or does not listen, is passed over."""
+    def call_all(self, call: Call, story: str = "") -> None:
+        """Say `call` to all other ranks, and `story` to those of other nodes, whose terminal this one does not share.
+
+        One that is gone, or does not listen, is passed over.
+        """
         for rank in self._others:
             self._say(call, rank)
+        if self._beyond is not None:
+            self._beyond.say(call, story)
 
     def wake(self) -> None:
         """Let the thread that listens return; any other thread may call it."""
@@ -74,7 +118,7 @@ class RollCall:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(data) == _CREDENTIALS.size
         ]
         word, _, number = text.decode("ascii", "replace").rpartition(" ")
-        is_of_run = number.isdecimal() and int(number) in (self._rank, *self._others)
+        is_of_run = number.isdecimal() and int(number) in {self._rank, *self.others}
         return (Call(word), int(number)) if users == [os.getuid()] and word in set(Call) and is_of_run else None
 
     @contextlib.contextmanager
@@ -91,14 +135,16 @@ class RollCall:
 
     def close(self) -> None:
         """Listen no more."""
+        if self._beyond is not None:
+            self._beyond.close()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    def _say(self, call: Call, rank: int) -> None:
+    def _say(self, call: Call, rank: int, by: int | None = None) -> None:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.setblocking(False)  # a rank that is stopped does not empty its socket
-            sender.sendto(f"{call} {self._rank}".encode(), f"{self._name}-{rank}")
+            sender.sendto(f"{call} {self._rank if by is None else by}".encode(), f"{self._name}-{rank}")
 
 
 def _listen(name: str) -> socket.socket | None:

@@ -6,8 +6,8 @@ A rank that hangs makes the others wait for it, so the first that notices calls 
     rank 1, hangs                 hears TELL ----------------> tells -> TOLD to all --+   is over -> END to all -> exit
 
 A rank may well wait for long, for one that writes to a slow disk: ranks in which something is done tell the others so
-(GOES_ON), and the run stands still when all do. A first step or evaluation may compile, of which nobody sees how far it
-is; it gets ten times as long, but an hour at the most.
+(GOES_ON), those of other nodes too, and the run stands still when all do. A first step or evaluation may compile, of
+which nobody sees how far it is; it gets ten times as long, but an hour at the most.
 
 Nets below that one: a rank whose interpreter is held by a call in C runs no thread of Python. faulthandler's own thread
 writes its stacks a little later, and the others say that it does not answer. Alone it stays, for nobody is there to end
@@ -30,7 +30,7 @@ from types import FrameType, FunctionType
 from typing import Final
 
 from mobius.activity import Activity, duration_text
-from mobius.roll_call import Call, RollCall
+from mobius.roll_call import Beyond, Call, RollCall
 
 EXIT_CODE: Final = 75
 """Exit code of a rank that ends because the run stands still: "try again", as EX_TEMPFAIL of sysexits.h."""
@@ -63,8 +63,9 @@ class Watchdog:
         minutes: float,
         left: Callable[[], str] | None = None,
         patience_seconds: float = _PATIENCE_SECONDS,
+        beyond: Beyond | None = None,
     ) -> None:
-        """Watch rank `rank` of a node's `num_ranks`, which are numbered from `first` on.
+        """Watch rank `rank` of a node's `num_ranks`, which are numbered from `first` on, and hear those `beyond` it.
 
         End the process after `minutes` without progress of any rank; 0: never, and `start` does nothing.
 
@@ -77,6 +78,7 @@ class Watchdog:
         self._is_stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._roll_call: RollCall | None = None
+        self._beyond = beyond
         self._position: object = None
         self._asking: threading.Thread | None = None
 
@@ -85,7 +87,7 @@ class Watchdog:
         if self._limit == 0 or self._thread is not None:
             return
         self._is_stopped.clear()
-        self._roll_call = RollCall(self._rank, self._ranks)
+        self._roll_call = RollCall(self._rank, self._ranks, beyond=self._beyond, look_seconds=self._interval)
         self.activity.progress()
         # Stacks that faulthandler writes do not say whose they are, but the names of functions.
         code = Watchdog._watch.__code__.replace(co_name=f"watchdog_of_rank_{self._rank}")
@@ -104,7 +106,7 @@ class Watchdog:
         self._thread = self._roll_call = None
 
     def _watch(self, roll_call: RollCall) -> None:
-        interval = min(self._limit / _LOOKS, _LOOK_SECONDS)
+        interval = self._interval
         seen, idle, last = self.activity.last_progress, 0.0, time.monotonic()
         while not self._is_stopped.is_set():
             limit = self._patience_for_now()
@@ -118,6 +120,7 @@ class Watchdog:
             if self._is_stopped.is_set():
                 break
             if call is not None and call[0] is not Call.WAKE:
+                self._pass_on(roll_call, call)
                 self._end(roll_call, f"rank {call[1]} has called all ranks", told=_told(call))
             if elapsed > limit:
                 self._write(f"rank {self._rank} was stopped, or held up in C, for {duration_text(elapsed)}; it goes on")
@@ -132,6 +135,11 @@ class Watchdog:
                 roll_call.call_all(Call.TELL)
                 self._end(roll_call, reason, told=set())
         faulthandler.cancel_dump_traceback_later()
+
+    @property
+    def _interval(self) -> float:
+        """Seconds between two looks."""
+        return min(self._limit / _LOOKS, _LOOK_SECONDS)
 
     def _patience_for_now(self) -> float:
         if not self.activity.is_warming_up:
@@ -175,16 +183,17 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         teller = threading.Thread(target=self._tell, args=(roll_call, reason), name="teller", daemon=True)
         teller.start()  # whoever reads standard error may have stopped
-        others = set(self._ranks) - {self._rank}
+        others = roll_call.others
         end, is_told = time.monotonic() + self._patience, False
         while time.monotonic() < end and not (is_told and told >= others):
             call = roll_call.listen(0.05) if roll_call.hears else None
             if call is not None and call[0] is Call.END:
                 os._exit(EXIT_CODE)
             told |= _told(call)
+            self._pass_on(roll_call, call)
             if not is_told and not teller.is_alive():
                 is_told = True
-                roll_call.call_all(Call.TOLD)
+                roll_call.call_all(Call.TOLD, "\n".join(self._place(reason)))
             if not roll_call.hears:
                 time.sleep(0.05)
         if is_told:
@@ -195,13 +204,13 @@ class Watchdog:
     def _closing(self, silent: Collection[int]) -> list[str]:
         lines = [
             f"rank {rank} does not answer: it is stopped, or hangs in a call that holds Python's interpreter"
+            + ("" if rank in self._ranks else ", or its node is gone")
             for rank in sorted(silent)
         ]
         return [*lines, "the run stands still: all ranks end"]
 
     def _tell(self, roll_call: RollCall, reason: str) -> None:
-        head = f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}): {reason}"
-        lines = [head, *(f"    {line}" for line in self.activity.tell())]
+        lines = self._place(reason)
         if (position := self._ask_device()) is not None:
             lines.append(f"    its device: {position}")
         lines += [f"    {line}" for line in thread_stacks(but={"watchdog", "teller", "device"})]
@@ -209,6 +218,16 @@ class Watchdog:
             self._write(*lines)
         if self._left is not None:
             self._write(f"all ranks end {self._left()}")
+
+    def _pass_on(self, roll_call: RollCall, call: tuple[Call, int] | None) -> None:
+        """Write where the rank of another node is that has told, once for this node."""
+        if call is not None and self._rank == self._ranks[0] and (story := roll_call.story_of(call[1])):
+            self._write(*story.splitlines())
+
+    def _place(self, reason: str) -> list[str]:
+        """Lines that say which rank this is, why it tells, and what it does."""
+        head = f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}): {reason}"
+        return [head, *(f"    {line}" for line in self.activity.tell())]
 
     def _write(self, *lines: str) -> None:
         """Past `sys.stderr` and `logging`, whose locks a thread that hangs may hold."""

@@ -21,6 +21,7 @@ from mobius.data.chat_templates import resolve_template
 from mobius.errors import MobiusError
 from mobius.interruption import SavedAndStopped, Standing
 from mobius.machine.cpu_dtype import settle_dtype
+from mobius.messages.other_nodes import OtherNodes
 from mobius.models.adapters.files import Base
 from mobius.models.base_files import BaseFiles, read_base_files
 from mobius.models.families import load_model_config, locate_model
@@ -113,6 +114,7 @@ def _run(config: Config, ranks: Ranks, given: Collection[str] | None, standing: 
         first=ranks.node * ranks.num_local,
         minutes=config.saving.watchdog_minutes,
         left=standing.clear if ranks.is_first else None,
+        beyond=OtherNodes(ranks) if ranks.num_nodes > 1 else None,
     )
     try:
         return _watched(_open(config, ranks, given, standing, resume, watchdog), ranks, standing, timing, watchdog)

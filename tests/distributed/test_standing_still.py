@@ -20,7 +20,7 @@ OPTIONS = f"""--device cpu --fp32 --model_path model --dataset data.jsonl --num_
     --seq_length 32 --num_iterations {NUM_STEPS} --val_size 16 --save_steps 2 --save_params none --save_dir saved
     --save_results report.txt"""
 HANGS = """
-import threading
+import os, threading
 from mobius.runtime.executor import Executor
 def hang(self, stage, microbatch, run=Executor._forward):
     if os.environ["RANK"] == "1" and self._activity._step == 5 and microbatch == 1:
@@ -96,11 +96,19 @@ def run(folder: Path, fault: str, *, minutes: float) -> subprocess.CompletedProc
     )
 
 
-def run_forked(folder: Path, fault: str, options: str) -> tuple[int, str]:
+def run_forked(folder: Path, fault: str, options: str, num_nodes: int = 1) -> tuple[int, str]:
     """Exit code and output of two ranks that are forked, which spares each its imports."""
     arguments = [fault, *OPTIONS.split(), *options.split()]
     variables = environment(folder / "cache")
-    ranks = Ranks("harness.standing_still", "faulty_main", arguments, num_ranks=2, folder=folder, environment=variables)
+    ranks = Ranks(
+        "harness.standing_still",
+        "faulty_main",
+        arguments,
+        num_ranks=2,
+        num_nodes=num_nodes,
+        folder=folder,
+        environment=variables,
+    )
     return ranks.wait(), ranks.output()
 
 
@@ -143,5 +151,27 @@ def test_a_run_that_takes_longer_than_the_limit_for_good_reason_is_left_alone(pl
     """An evaluation, a first step that compiles, and a save on a slow disk take 4 s or more each, of allowed 3 s."""
     options = "--eval_strategy epoch --eval_on_start --packing off --watchdog_minutes 0.05"
     code, output = run_forked(place, SLOW_DISK + SLOW_EVALUATION + COMPILES + NO_PICTURE, options)
+    assert code == 0, output
+    assert "watchdog:" not in output
+
+
+def test_a_hang_on_one_node_is_told_on_both_with_the_place_and_ends_the_run(place: Path) -> None:
+    code, output = run_forked(place, HANGS, "--packing off --watchdog_minutes 0.06", num_nodes=2)
+
+    assert code == 75, output
+    # Each node tells of its own rank with stacks, and where the other one's is.
+    told = re.findall(r"watchdog: rank (\d) \(process(.*?)(?=watchdog: rank|\n\n|\Z)", output, re.S)
+    assert sorted(rank for rank, _ in told) == ["0", "0", "1", "1"], output
+    hangs = [story for rank, story in told if rank == "1"]
+    assert all("in step 5, at F0.1 (stage 0, microbatch 1)" in story for story in hangs)
+    assert sum("in hang" in story for story in hangs) == 1
+    assert "does not answer" not in output
+    assert re.search(r"all ranks end after step 4 of 6: the newest checkpoint is \S*checkpoint-2;", output), output
+
+
+def test_a_node_that_waits_for_another_ones_slow_disk_is_left_alone(place: Path) -> None:
+    slow = SLOW_DISK.replace('"1"', '"0"')
+    options = "--packing off --save_total_limit 1 --watchdog_minutes 0.05"
+    code, output = run_forked(place, slow + NO_PICTURE, options, num_nodes=2)
     assert code == 0, output
     assert "watchdog:" not in output
