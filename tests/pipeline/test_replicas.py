@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from harness.sessions import evaluator_of, in_sessions, random_samples
 from torch import Tensor
 
 from mobius.data.batches import Batches
+from mobius.optim.stepper import StepCounts
 from mobius.training.session import Session
 
 STEPS, FEW_STEPS = 20, 4
@@ -53,11 +55,15 @@ CASES = {
     "packed": Case(2, 1, f"{CLIPPED} --packing on"),
     "rounds": Case(2, 1, f"{CLIPPED} --num_chunks 6 --num_rounds 3", more="--resident_stages 1"),
     "adapters": Case(2, 2, f"--max_grad_norm 0.05 {LORA}"),
+    "slices": Case(2, 2, f"{CLIPPED} --num_slices 2"),
+    "inputs of layers stashed": Case(2, 1, f"{FREE} --activation_offloading on"),
     "frozen parts": Case(2, 1, f"{CLIPPED} --freeze embedding,layers.0-1"),
 }
 
 
 def train(session: Session, batches: Batches, num_steps: int) -> Trained:
+    plan, asked = session.blueprint.plan, session.blueprint.config.pipeline
+    assert (plan.num_slices, bool(plan.stashed)) == (asked.num_slices or 1, asked.activation_offloading.value == "on")
     trainer = session.trainer(batches)
     done = [trainer.train_step()]
     trainer.drain()
@@ -139,3 +145,88 @@ def test_an_evaluation_between_steps_has_all_updates(tmp_path: Path, num_samples
     assert shared[0] == shared[1]
     for numbers, own in zip(alone[0], shared[0], strict=True):
         assert own == pytest.approx(numbers, rel=1e-5)
+
+
+Judged = list[tuple[float, float, float, int]]
+
+
+def judge(session: Session, batches: Batches) -> Judged:
+    """Loss, perplexity, hits and targets of two datasets before the first step and behind the second."""
+    evaluator = evaluator_of(session, *(random_samples(number, 24, seed=number) for number in (7, 17)))
+    trainer, found = session.trainer(batches), Judged()
+    for num_steps in (0, 2):
+        for _ in range(num_steps):
+            trainer.train_step()
+        trainer.drain()
+        scores = evaluator.evaluate()
+        found += [
+            (each.loss, each.perplexity, each.token_accuracy, each.num_targets)
+            for each in (scores, *scores.by_dataset.values())
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("num_replicas", "num_ranks"), [(2, 2), (3, 1)])
+def test_replicas_judge_as_one_pipeline_does(tmp_path: Path, num_replicas: int, num_ranks: int) -> None:
+    make_checkpoint(tmp_path / "model")
+    data, options = random_samples(60, 24, seed=1), f"{USUAL.format(2)} {CLIPPED}"
+    alone = in_sessions(num_ranks, tmp_path / "model", options, data, judge)[0]
+    shared = in_sessions(num_ranks, tmp_path / "model", options, data, judge, num_replicas=num_replicas)
+    assert shared == [shared[0]] * (num_replicas * num_ranks)  # one decision: each knows everybody's
+    assert len(alone) == 6
+    for numbers, own in zip(alone, shared[0], strict=True):
+        assert own == pytest.approx(numbers, rel=1e-5)
+
+
+Scaled = list[tuple[float, StepCounts, dict[str, Tensor]]]
+
+
+def train_with_overflow(session: Session, batches: Batches) -> Scaled:
+    """Three steps: loss, counts with the loss scale, and weights. In the second, an entry of a gradient is too large.
+
+    It is one on the last of all ranks, whose other replicas have finite ones.
+    """
+    trainer, ranks, stages = session.trainer(batches), session.blueprint.place.ranks, session.stages.memory
+    found, memory = Scaled(), stages[max(stages)]
+    seal = memory.seal_gradients
+
+    def overflow(*arguments: Any, **named: Any) -> Tensor:
+        if len(found) == 1 and ranks.rank == ranks.num_ranks - 1:
+            next(iter(memory.gradients().values())).view(-1)[0] = torch.inf
+        return seal(*arguments, **named)
+
+    memory.seal_gradients = overflow  # type: ignore[method-assign]
+    for _ in range(3):
+        done = trainer.train_step()
+        trainer.drain()
+        weights: dict[str, Tensor] = {}
+        for each in stages.values():
+            views = each.state.layout.views(each.state.weights)
+            weights |= {name: view.clone() for name, view in views.items()}
+        found.append((done.loss, trainer.counts, weights))
+    return found
+
+
+@pytest.mark.parametrize(("num_replicas", "num_ranks", "more"), [(2, 2, ""), (3, 1, "--resident_stages 2")])
+def test_an_overflow_of_one_replica_skips_the_step_of_all(
+    tmp_path: Path, num_replicas: int, num_ranks: int, more: str
+) -> None:
+    make_checkpoint(tmp_path / "model")
+    options = f"{USUAL.format(3).replace('--fp32', '--fp16')} {FREE} --learning_rate 1e-2 {more}"
+    data = random_samples(60, 24, seed=1)
+    alone, shared = (
+        in_sessions(num_ranks, tmp_path / "model", options, data, train_with_overflow, num_replicas=number)
+        for number in (1, num_replicas)
+    )
+    for rank, found in enumerate(shared):
+        expected = alone[rank % num_ranks]
+        assert [counts for _, counts, _ in found] == [counts for _, counts, _ in expected]
+        assert [loss for loss, _, _ in found] == pytest.approx([loss for loss, _, _ in expected], rel=1e-3)
+        (_, before, first), (_, skipped, second), (_, after, third) = found
+        assert (skipped.num_skipped, after.num_skipped) == (before.num_skipped + 1,) * 2
+        assert skipped.loss_scale == before.loss_scale / 2
+        assert all(torch.equal(value, second[name]) for name, value in first.items())
+        assert any(not torch.equal(value, third[name]) for name, value in first.items())
+        assert all(torch.equal(value, shared[rank % num_ranks][2][2][name]) for name, value in third.items())
+        # fp16 rounds to 2 ** -11, and a step of AdamW is as large where gradients are small
+        assert largest_difference(expected[2][2], third) < 2e-2
