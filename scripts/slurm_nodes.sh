@@ -30,6 +30,10 @@ source scripts/environment.sh
 mobius_environment  # once, before all nodes look for it
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+if [[ ${#hosts[@]} == 0 ]]; then
+    echo "scontrol names no nodes of this job ($SLURM_JOB_NODELIST)" >&2
+    exit 2
+fi
 port=$((20000 + SLURM_JOB_ID % 10000))  # two jobs may share a node
 # Each task asks Slurm for its own node's number. One that fails ends the others.
 exec srun --kill-on-bad-exit=1 bash -c '
