@@ -63,9 +63,8 @@ class OtherNodes:
         self._outgoing.append(json.dumps([call, self._rank, story[:_MOST_TEXT]]) + "\n")
         self._interval = _END_SECONDS
         self._wake.set()
-        if call is Call.END:
-            if self._posted.wait(_FLUSH_SECONDS):
-                time.sleep(3 * _END_SECONDS)
+        if call is Call.END and self._posted.wait(_FLUSH_SECONDS):
+            time.sleep(3 * _END_SECONDS)
 
     def close(self) -> None:
         """Listen no more."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mobius.config.config import Compile, Config, Dtype, Recompute
+from mobius.config.config import Compile, Config, Dtype, Recompute, ReduceDtype
 from mobius.limits import INCOMING_EDGES, NUM_MAILBOXES
 from mobius.plan.cards import Card, Host
 from mobius.plan.gpu_peak import estimate_layer
@@ -128,7 +128,9 @@ class PlanRequest:
         """The question of a run, before anything is chosen."""
         pipeline = config.pipeline
         numbers = pipeline.num_rounds, pipeline.num_slices
-        return cls(config, shape, machine, pipeline.num_stages, pipeline.num_chunks, packed, *numbers)
+        sent = 2 if pipeline.reduce_dtype is ReduceDtype.BF16 else SUM_BYTES
+        stages, chunks = pipeline.num_stages, pipeline.num_chunks
+        return cls(config, shape, machine, stages, chunks, packed, *numbers, reduce_bytes=sent)
 
     def with_pipeline(self, **options: Any) -> PlanRequest:
         """The question with other values of options that concern pipeline and memory."""
