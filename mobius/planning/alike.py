@@ -9,6 +9,7 @@ import hashlib
 import logging
 import platform
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 _PACKAGES: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 _OF_A_NODE: Final = ("cuda_visible_devices", "node_rank", "master_port", "rdzv_endpoint", "host_memory_limit")
 """Options in which nodes may differ."""
+_CLOCKS_APART_SECONDS: Final = 60.0
+"""Least difference of clocks that is told: the shortest time by which files of the cache are taken for settled."""
 _NOTICED: Final = 0.02
 """Share of GPU memory by which machines may differ without a word."""
 
@@ -43,7 +46,29 @@ def meet_replicas(config: Config, ranks: Ranks) -> Meeting | None:
     everyone = meet_at_store(ranks)
     hint = "All nodes must run the same: same code, same packages, same options."
     compare({"Mobius' own code": _code()} | versions() | _options(config), everyone, hint=hint)
+    if ranks.num_nodes > 1:
+        tell_clocks(everyone)
     return everyone
+
+
+def tell_clocks(everyone: Meeting) -> None:
+    """Warn on the first rank where the machines' clocks are apart. Collective; nothing in training compares them."""
+    everyone.gather(None)  # from here on all are there, so that an answer takes no longer than its way
+    begun = time.monotonic()
+    everyone.gather(None)
+    now, way = time.time(), time.monotonic() - begun
+    told = everyone.gather([socket.gethostname(), now, way])
+    answers = read_all(told, lambda each: (str(each[0]), float(each[1]), float(each[2])))
+    (late, behind, _), *_, (early, ahead, _) = sorted(answers, key=lambda answer: answer[1])
+    unsure = max(way for _, _, way in answers)
+    if everyone.rank == 0 and ahead - behind - unsure > _CLOCKS_APART_SECONDS:
+        logger.warning(
+            "the clock of %s is %.0f s ahead of that of %s: dates in logs and in a cache on shared storage do not go "
+            "together. Set them by NTP; training does not compare clocks.",
+            early,
+            ahead - behind,
+            late,
+        )
 
 
 def check_same_data(trained: Callable[[], str], judged: Callable[[], str], everyone: Meeting | None) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from harness.meetings import together
@@ -47,6 +50,28 @@ def test_options_may_differ_in_what_is_a_nodes_own(monkeypatch: pytest.MonkeyPat
     told = meet(lambda rank: f"--learning_rate {1 + (rank == 1)}e-5")
     assert "`--learning_rate` differs: 1e-05 on rank 0 (" in str(told[0])
     assert str(told[2]) == str(told[0])
+
+
+@pytest.mark.parametrize(("offsets", "told"), [((0, 0, -90), "90 s"), ((0, 50, -50), "100 s")])
+def test_clocks_that_are_apart_are_told_once(
+    offsets: tuple[int, ...], told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mobius")
+    ahead = threading.local()
+    monkeypatch.setattr(alike, "time", SimpleNamespace(time=lambda: time.time() + ahead.by, monotonic=time.monotonic))
+
+    def work(rank: int, seat: Meeting) -> None:
+        ahead.by = offsets[rank]
+        alike.tell_clocks(seat)
+
+    together(work)
+    (line,) = caplog.messages
+    assert f" is {told} ahead of that of " in line
+
+    caplog.clear()
+    offsets = (0, 50, 10)
+    together(work)
+    assert not caplog.messages
 
 
 def test_the_smallest_gpu_is_planned_for_and_a_shared_host_is_counted(caplog: pytest.LogCaptureFixture) -> None:
