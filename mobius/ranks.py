@@ -86,6 +86,8 @@ class Ranks:
                 "same --nproc_per_node"
             )
         num_nodes = num_ranks // num_local
+        if num_nodes > 1:
+            _refuse_other_counts()
         return cls(rank, num_ranks, local_rank, num_replicas=num_nodes, num_nodes=num_nodes)
 
     def cut(self, pipeline_ranks: int | None) -> "Ranks":
@@ -132,6 +134,22 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this rank speaks for the run: it prints and writes the shared files."""
         return self.rank == 0
+
+
+def _refuse_other_counts() -> None:
+    """Raise ConfigError where torchrun may start ranks again without all nodes knowing how often it has.
+
+    Of a dynamic meeting each launcher counts what it has seen fail itself, so that one node would go on from a
+    checkpoint and another begin anew.
+    """
+    backend = _launcher_option("--rdzv-backend") or os.environ.get("PET_RDZV_BACKEND") or "static"
+    if is_started_by_torchrun() and num_restarts_allowed() and backend != "static":
+        raise ConfigError(
+            f"torchrun's --rdzv_backend {backend} with --max_restarts {num_restarts_allowed()}: its dynamic meeting "
+            "counts restarts on each node by itself, so that nodes would not agree on where to go on. Leave "
+            "--rdzv_backend out, which is the static meeting (--nnodes, --node_rank and --rdzv_endpoint on each "
+            "node), or use --max_restarts 0."
+        )
 
 
 def _shown(given: Mapping[str, str]) -> str:
@@ -198,15 +216,22 @@ def seconds_until_killed() -> float | None:
     """Time from a signal to the moment when the launcher kills ranks that still save; None if it never does."""
     if not is_started_by_torchrun() or _OUR_LAUNCHER in os.environ:
         return None
-    words = _command_of(os.getppid())
-    for place, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if name.replace("_", "-") == "--shutdown-timeout":
-            return _seconds(value or next(iter(words[place + 1 :]), ""))
+    if (value := _launcher_option("--shutdown-timeout")) is not None:
+        return _seconds(value)
     release = metadata.version("torch").split(".")[:2]
     if [int(part) for part in release] >= [2, 13]:  # others do not read it
         return _seconds(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", ""))
     return _KILLS_AFTER_SECONDS
+
+
+def _launcher_option(name: str) -> str | None:
+    """The value of an option that torchrun, the parent of this process, was started with; None without it."""
+    words = _command_of(os.getppid())
+    for place, word in enumerate(words):
+        given, _, value = word.partition("=")
+        if given.replace("_", "-") == name:
+            return value or next(iter(words[place + 1 :]), "")
+    return None
 
 
 def _seconds(text: str) -> float:

@@ -243,3 +243,28 @@ def test_a_run_knows_the_command_that_started_it(monkeypatch: pytest.MonkeyPatch
     parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
     monkeypatch.setattr(os, "environ", {"TORCHELASTIC_RUN_ID": "none"})
     assert command_words() == parent
+
+
+@pytest.mark.parametrize(
+    ("words", "restarts", "is_refused"),
+    [
+        ("--rdzv_backend c10d", "1", True),
+        ("--rdzv-backend=etcd-v2", "3", True),
+        ("--rdzv_backend c10d", "0", False),
+        ("--rdzv_backend=static", "1", False),
+        ("--nnodes 2", "1", False),
+    ],
+)
+def test_restarts_that_nodes_count_apart_are_refused(
+    monkeypatch: pytest.MonkeyPatch, words: str, restarts: str, is_refused: bool
+) -> None:
+    set_environment(monkeypatch, "1", "2", "0")
+    for name, value in (("LOCAL_WORLD_SIZE", "1"), ("RUN_ID", "x"), ("MAX_RESTARTS", restarts)):
+        monkeypatch.setenv(name if name.startswith("LOCAL") else f"TORCHELASTIC_{name}", value)
+    monkeypatch.delenv("PET_RDZV_BACKEND", raising=False)
+    monkeypatch.setattr("mobius.ranks._command_of", lambda _: ["torchrun", *words.split(), "main.py"])
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"--rdzv_backend (c10d|etcd-v2) with --max_restarts [13]: .* or use --m"):
+            Ranks.from_environment()
+    else:
+        assert Ranks.from_environment().num_nodes == 2
