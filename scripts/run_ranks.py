@@ -190,9 +190,12 @@ def patient_agent(
             if not result.is_failed():
                 return result
             rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
-            leave_word(self.num_restarts, describe_failure(rank, failure.exitcode))
             limit = worker_group.spec.max_restarts
-            if interruptions.count or failure.exitcode in FINAL or self.num_restarts == limit:
+            is_end = bool(interruptions.count) or failure.exitcode in FINAL or self.num_restarts == limit
+            # Other nodes may start theirs again, and would wait for these.
+            for restarts in range(self.num_restarts, (limit if is_end else self.num_restarts) + 1):
+                leave_word(restarts, describe_failure(rank, failure.exitcode))
+            if is_end:
                 raise RanksEndedError(rank, failure.exitcode)
             self.num_restarts += 1
             interruptions.concern_none("interrupted before the ranks started again: what they had saved is there")

@@ -5,9 +5,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from harness.forked import HANG_SECONDS
+from run_ranks import Interruptions, RanksEndedError, patient_agent
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -49,3 +52,30 @@ def test_ctrl_c_before_the_ranks_start_is_one_line() -> None:
     output, _ = process.communicate(timeout=HANG_SECONDS)
     assert output == "interrupted before the ranks started: nothing is left\n"
     assert process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (-9, [(0, "SIGKILL"), (1, "SIGKILL"), (2, "SIGKILL")]),  # three starts, each for the others of its time
+        (2, [(0, "exit code 2"), (1, "exit code 2"), (2, "exit code 2")]),  # no restart, which the others may not know
+    ],
+)
+def test_the_ranks_of_other_nodes_are_told_of_one_that_ended_whenever_they_start(
+    code: int, told: list[tuple[int, str]]
+) -> None:
+    class Agent:
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            failure = SimpleNamespace(exitcode=code, timestamp=1)
+            return SimpleNamespace(is_failed=lambda: True, failures={3: failure})
+
+    words: list[tuple[int, str]] = []
+    agent = patient_agent(Agent, Interruptions(), lambda restarts, text: words.append((restarts, text)))()
+    group, seen = SimpleNamespace(spec=SimpleNamespace(max_restarts=2)), []
+    with pytest.raises(RanksEndedError):
+        for _ in range(3):
+            agent._monitor_workers(group)
+            seen.append(len(words))
+    assert [(restarts, told) for (restarts, text), (_, told) in zip(words, told, strict=True) if told in text] == told
+    assert all("rank 3 ended first" in text for _, text in words)
+    assert seen == ([1, 2] if code == -9 else [])
