@@ -27,7 +27,7 @@ from mobius.messages.transport import Transport
 from mobius.optim.adamw import FlatAdamW
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.tied import TiedPair
-from mobius.runtime.executor import StepSums
+from mobius.runtime.step_sums import StepSums
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.lanes import WaitCause
 

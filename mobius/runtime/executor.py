@@ -32,6 +32,7 @@ from mobius.runtime.routers import Routers, RouterTurn
 from mobius.runtime.stage import Kept, StageModule
 from mobius.runtime.stage_layers import StageLayers, Turn
 from mobius.runtime.stash import Stash
+from mobius.runtime.step_sums import StepSums
 from mobius.runtime.waits import WaitClock
 from mobius.schedule.action import Action, ActionKind, incoming
 from mobius.schedule.lanes import Lane, WaitCause
@@ -61,19 +62,6 @@ class StepBatch:
     """Pipelines that play as many rows each."""
     lengths: Tensor | None = None
     """int64 [batch]: tokens of each row before its padding; None: rows are full. For a loss over routers only."""
-
-
-@dataclass(frozen=True)
-class StepSums:
-    """Sums of one rank's part of a step, on its device; nothing is synchronized yet."""
-
-    loss: Tensor
-    """fp32 scalar: the mean loss over the step's targets on the rank of the last stage, 0 elsewhere."""
-    squared_norms: dict[int, Tensor]
-    """Own stage -> squared norm of its (scaled) gradients, fp32 scalar."""
-    router_loss: Tensor | None = None
-    """fp32 scalar: the mean over microbatches of the loss over routers, without its coefficient, which `loss` has it
-    with; on the rank of the last stage, 0 elsewhere. None for models without."""
 
 
 @dataclass

@@ -13,7 +13,8 @@ from harness.trainers import make_single_trainer
 
 from mobius.machine.load_probe import LOAD_BYTES, PinnedLoads
 from mobius.optim.stepper import Stepper
-from mobius.runtime.executor import Executor, StepSums
+from mobius.runtime.executor import Executor
+from mobius.runtime.step_sums import StepSums
 from mobius.training.session import Session
 from mobius.training.trainer import Trainer
 

@@ -29,7 +29,8 @@ from mobius.models.weights import WeightSource
 from mobius.optim.tied import TiedPair
 from mobius.plan.partition import balanced_partition, partition_of
 from mobius.plan.plan import KeptLevel, Plan
-from mobius.runtime.executor import StepBatch, StepSums
+from mobius.runtime.executor import StepBatch
+from mobius.runtime.step_sums import StepSums
 from mobius.schedule.build import build_schedule
 from mobius.training.stages import RankStages
 

@@ -17,7 +17,7 @@ from mobius.optim.adamw import AdamWSettings, FlatAdamW
 from mobius.optim.grad_scaler import LossScale
 from mobius.optim.stepper import StepOutcome, Stepper
 from mobius.optim.tied import TiedPair
-from mobius.runtime.executor import StepSums
+from mobius.runtime.step_sums import StepSums
 from mobius.runtime.waits import WaitClock
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from mobius.optim.stepper import Stepper
 from mobius.planning.blueprint import Blueprint
 from mobius.planning.measured_plan import is_host_to_be_measured
 from mobius.ranks import Ranks
-from mobius.runtime.executor import StepSums
+from mobius.runtime.step_sums import StepSums
 from mobius.training.resuming import find_resume
 from mobius.training.run import run_training
 

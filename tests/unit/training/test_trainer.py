@@ -9,7 +9,7 @@ from harness.trainers import make_single_trainer
 
 from mobius.data.batches import Batch, Batches
 from mobius.optim.stepper import StepOutcome, Stepper
-from mobius.runtime.executor import StepSums
+from mobius.runtime.step_sums import StepSums
 
 OPTIONS = "--device cpu --num_stages 2 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 3"
 
