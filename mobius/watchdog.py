@@ -221,8 +221,9 @@ class Watchdog:
 
     def _pass_on(self, roll_call: RollCall, call: tuple[Call, int] | None) -> None:
         """Write where the rank of another node is that has told, once for this node."""
-        if call is not None and self._rank == self._ranks[0] and (story := roll_call.story_of(call[1])):
-            self._write(*story.splitlines())
+        for rank in _told(call):
+            if self._rank == self._ranks[0] and (story := roll_call.story_of(rank)):
+                self._write(*story.splitlines())
 
     def _place(self, reason: str) -> list[str]:
         """Lines that say which rank this is, why it tells, and what it does."""

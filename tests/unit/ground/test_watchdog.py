@@ -225,6 +225,31 @@ def test_stories_of_ranks_do_not_run_into_each_other(tmp_path: Path) -> None:
         assert named == {rank[1]}
 
 
+def test_a_story_of_another_node_that_came_with_its_call_is_told_once(tmp_path: Path) -> None:
+    beyond = """
+from mobius.roll_call import Call
+
+class Beyond:
+    ranks, stories = [1], {1: "rank 1: in step 12"}
+
+    def start(self, deliver, seconds):
+        deliver(Call.TELL, 1)
+        deliver(Call.TOLD, 1)
+
+    def say(self, call, story=""):
+        pass
+
+watchdog = Watchdog(activity, rank=0, num_ranks=1, minutes=1, patience_seconds=5, beyond=Beyond())
+watchdog.start()
+hang()
+"""
+    process = start(tmp_path, beyond)
+    (text,) = outputs(process)
+    assert process.returncode == 75, text
+    assert text.count("watchdog: rank 1: in step 12") == 1, text
+    assert "does not answer" not in text
+
+
 def test_nobody_who_reads_what_is_told_does_not_keep_the_process(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM + HANG)
     reader, writer = os.pipe()

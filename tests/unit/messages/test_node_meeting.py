@@ -46,7 +46,8 @@ def place() -> str:
     return f"127.0.0.1:{free_port()}"
 
 
-def test_nodes_that_all_come_have_met(place: str) -> None:
+def test_nodes_that_all_come_have_met(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_meeting, "_TOLD_EVERY", 30.0)  # threads may start late
     ends, lines = meet(*((number, Node(f"host{number}", 3, 4)) for number in (2, 1, 0)), endpoint=place)
     assert ends == ["met"] * 3
     assert lines == []
