@@ -1,5 +1,7 @@
 """Amounts that the runtime keeps to and the planner counts with."""
 
+from collections.abc import Sequence
+
 PIECE_ELEMENTS = 2**26
 """Parameters that a streamed stage is updated by before a more urgent one may come between; about 30 ms."""
 RECEIVES_AHEAD = 2
@@ -13,6 +15,17 @@ MAX_SUMS = 2
 """Stages of a rank whose fp32 sums are on the GPU at a time where sums travel: one that adds up, one on its way."""
 KEYS_PER_CALL = 32768
 """Keys that a slice of a sequence attends to at a time: bounds the shapes that come up, and their gradients."""
+
+
+def sum_elements(trained: Sequence[int], num_sums: int) -> tuple[int, ...]:
+    """Elements of a rank's fp32 sums, for stages with so many `trained` parameters, in the order of their backward.
+
+    Stages take sums in turns, step after step. Where turns come out even, a stage has the same one always, and one that
+    is larger than the others, with the embedding or the head, makes only that one larger.
+    """
+    if len(trained) % num_sums:
+        return (max(trained),) * num_sums
+    return tuple(max(trained[first::num_sums], default=0) for first in range(num_sums))
 
 
 def max_leaving(reach: int) -> int:

@@ -41,10 +41,10 @@ class _Buffer:
 class GradientSum:
     """Owns the buffers of one device; compute runs on its current stream."""
 
-    def __init__(self, num_elements: int, *, device: torch.device, num_buffers: int = 1) -> None:
-        """Take `num_buffers` buffers for stages with at most `num_elements` trained elements."""
+    def __init__(self, *num_elements: int, device: torch.device) -> None:
+        """Take a buffer of each number of elements (`limits.sum_elements`); stages take them in turns."""
         self._device = device
-        zeros = [torch.zeros(num_elements, dtype=torch.float32, device=device) for _ in range(num_buffers)]
+        zeros = [torch.zeros(each, dtype=torch.float32, device=device) for each in num_elements]
         self._free = deque(map(_Buffer, zeros))
         self._sealed = self._free[0]
         self._of: dict[int, _Buffer] = {}
@@ -133,8 +133,10 @@ class GradientSum:
             buffer.ready = to_device.record()
 
     def _take(self, stage: int, layout: StageLayout) -> _Buffer:
-        assert self._free, f"the stages {sorted(self._of)} are not sealed before stage {stage}"
-        buffer = self._of[stage] = self._free.popleft()
+        buffer = next((each for each in self._free if each.values.numel() >= layout.num_trained), None)
+        assert buffer is not None, f"the stages {sorted(self._of)} are not sealed before stage {stage}"
+        self._free.remove(buffer)
+        self._of[stage] = buffer
         buffer.views = layout.trained_views(buffer.values[: layout.num_trained])
         return buffer
 

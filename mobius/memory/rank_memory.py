@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from mobius.limits import MAX_SUMS
+from mobius.limits import MAX_SUMS, sum_elements
 from mobius.memory.adapted import AdaptedStage
 from mobius.memory.gradient_sum import GradientSum
 from mobius.memory.host_arena import HostArena
@@ -49,7 +49,7 @@ def take_memory(
     streamed = {stage: layout for stage, layout in layouts.items() if stage not in resident}
     summed = [
         layout.num_trained * (not keeps_trained)
-        for stage, layout in layouts.items()
+        for stage, layout in sorted(layouts.items(), reverse=True)
         if stage in streamed or not adds_in_place(gradient_dtype, keeps_gradients=stage in waiting, in_rounds=in_rounds)
     ]
     sums_travel = in_rounds and len(streamed) > 1 and not keeps_trained
@@ -57,7 +57,7 @@ def take_memory(
     if summed:
         leave_from_sum = streamed and gradient_dtype.itemsize > dtype.itemsize
         num_buffers = MAX_SUMS if sums_travel or leave_from_sum or replicas is not None else 1
-        total = GradientSum(max(summed), device=device, num_buffers=num_buffers)
+        total = GradientSum(*sum_elements(summed, num_buffers), device=device)
     reductions = None if replicas is None else Reductions(replicas, device=device, spans=spans)
 
     def shares_of(layout: StageLayout) -> Shares | None:

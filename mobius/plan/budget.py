@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from mobius.config.config import ActivationOffloading
 from mobius.errors import GpuMemoryError, HostMemoryError
-from mobius.limits import MAX_SUMS
+from mobius.limits import MAX_SUMS, sum_elements
 from mobius.plan.gpu_peak import (
     LayerBytes,
     MicrobatchBytes,
@@ -227,7 +227,7 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
     kept = sum(sizes.kept(count, keeps_gradients=stage in waiting) for stage, count in resident.items())
     # Gradients add up in one fp32 sum, of which there are two where streamed ones leave from it, and come back.
     in_place = {stage for stage in resident if sizes.adds_in_place(keeps_gradients=stage in waiting)}
-    summed = max([*streamed, *(count for stage, count in resident.items() if stage not in in_place)], default=0)
+    summed = [cut.num_trained(shape) for cut in reversed(own) if cut.stage not in in_place]
     # One stage is reduced over the replicas while the next one adds up (memory/shared/reductions.py).
     num_sums = (
         MAX_SUMS
@@ -239,7 +239,7 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
     return GpuNeed(
         rank,
         weights=(slots + whole + beside) * sizes.weight,
-        gradients=summed * 4 * num_sums + kept,
+        gradients=4 * sum(sum_elements(summed, num_sums)) + kept,
         optimizer=sum(map(sizes.optimizer, resident.values())),
         inputs=most.inputs,
         graphs=most.graphs,

@@ -91,6 +91,35 @@ def test_a_streamed_stage_is_not_added_to_a_resident_one(layouts: Layouts) -> No
         memory[0].gradients()
 
 
+@pytest.mark.parametrize("num_stages", [3, 4])
+def test_a_long_stage_lengthens_one_of_two_sums_where_turns_come_out_even(num_stages: int) -> None:
+    shapes = {stage: {"matrix": (500 if stage == 0 else 100, 64)} for stage in range(num_stages)}
+    memory, _ = take_memory(
+        {stage: StageLayout.of(own) for stage, own in shapes.items()},
+        resident=(),
+        num_slots=2,
+        dtype=torch.bfloat16,
+        gradient_dtype=torch.bfloat16,
+        waiting=(),
+        device=CPU,
+        in_rounds=True,
+    )
+    sizes = set()
+    for step in range(3):
+        for stage in reversed(range(num_stages)):
+            memory[stage].load()
+            views = memory[stage].gradients()
+            assert not views["matrix"].any()
+            views["matrix"].fill_(step + stage + 1)
+            sizes.add((views["matrix"].untyped_storage().data_ptr(), views["matrix"].untyped_storage().nbytes()))
+            memory[stage].seal_gradients(excluded=NOTHING)
+            memory[stage].offload()
+            memory[stage].wait_for_gradients()
+            assert memory[stage].state.gradients.unique().tolist() == [step + stage + 1]
+    long, short = 4 * 500 * 64, 4 * 100 * 64
+    assert sorted(each for _, each in sizes) == ([short, long] if num_stages == 4 else [long, long])
+
+
 def test_sums_are_as_long_as_the_stages_that_add_up_in_them(layouts: Layouts) -> None:
     """A resident stage that has a sum of its own, as in rounds, lengthens none of the others'."""
     shapes = {0: {"matrix": (50, 400)}, **{stage: {"matrix": (5, 40)} for stage in (2, 4)}}

@@ -49,8 +49,8 @@ def least(request: PlanRequest) -> int:
     return max(gpu_need(request, plan, rank=rank, layer=layer).total for rank in range(2))
 
 
-@pytest.mark.parametrize("limit", [7, 9, 14, 30, 60])
-def test_auto_takes_the_fewest_rounds_that_fit(limit: int) -> None:
+@pytest.mark.parametrize("limit", [6.8, 9, 14, 30, 60])
+def test_auto_takes_the_fewest_rounds_that_fit(limit: float) -> None:
     request = request_for("--gpu_memory_limit", str(limit))
 
     assert request.num_rounds is not None

@@ -1,0 +1,36 @@
+"""Measures how fast ranks of one place give each other weights over the link between replicas. Collective.
+
+What travels is a part of a stage, by the code and the connections of a run: NCCL between GPUs, over whatever is between
+them. Sums of gradients travel the same way in a run, and are added up faster than they come.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mobius.measuring.bench import Bench
+from mobius.plan.replicas.traffic import ReplicaRates
+
+LINK_ELEMENTS = 2**25
+"""bf16 weights of all replicas together: 64 MiB of each GPU's memory for a moment."""
+
+
+def measure_replica_rates(bench: Bench, *, is_through_host: bool) -> ReplicaRates:
+    """Time gathers of all places of the pipelines at once, and of one after the other.
+
+    `is_through_host` is how the link is known to be. The transport has replicas.
+    """
+    transport = bench.transport
+    replicas = transport.replicas
+    assert replicas is not None, "there is a link between replicas"
+    part = LINK_ELEMENTS // replicas.num_replicas
+    segment = tuple(slice(index * part, (index + 1) * part) for index in range(replicas.num_replicas))
+    weights = torch.zeros(LINK_ELEMENTS, dtype=torch.bfloat16, device=bench.device)
+    sent = (replicas.num_replicas - 1) * part * weights.element_size()
+
+    def gather() -> None:
+        replicas.gather(weights, [segment])
+
+    together = transport.num_ranks * sent / bench.seconds(gather)
+    alone = together if transport.num_ranks == 1 else min(together, sent / bench.seconds_alone(gather))
+    return ReplicaRates(together, alone, is_through_host)
