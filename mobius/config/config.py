@@ -374,7 +374,7 @@ class PlanningConfig:
     that is here; without any, the CPU."""
     node_link: Positive | None = None
     """GB/s of a node's link to the other nodes, in each direction, that replicas are planned for; 100 Gbit/s are 12.5.
-    Default: 12.5. No effect on one node."""
+    Default: a run on GPUs measures it, estimates take 12.5. No effect on one node."""
     plan_output: str = "plan.json"
     """File in which a dry run saves its plan. Not in save_dir, which a run wants empty."""
     plan: str | None = None

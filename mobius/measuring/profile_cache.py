@@ -14,7 +14,7 @@ import torch
 
 from mobius import __version__
 from mobius.measuring.measure import MicrobatchShape
-from mobius.messages.transport import Transport
+from mobius.messages.transport import Transport, all_have_same
 from mobius.plan.partition import ModelShape
 from mobius.plan.profile import FORMAT, Profile, ProfileError
 from mobius.writing import replaced_whole
@@ -66,13 +66,12 @@ def profile_path(folder: Path, key: Mapping[str, object]) -> Path:
 def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transport) -> tuple[Profile, bool]:
     """The profile in `path`, or the one that `measure` gives and is kept there, and whether it is new; collective.
 
-    All ranks read or all measure. A file that is no profile is logged and replaced; one that cannot be written is
-    logged only.
+    All ranks read the same or all measure: each node has a cache of its own. A file that is no profile is logged and
+    replaced; one that cannot be written is logged only.
     """
     known = _read(path)
-    everyone = transport.everyone
-    num_known = float(everyone.sum_over_ranks(torch.tensor([float(known is not None)], dtype=torch.float64)))
-    if known is not None and round(num_known) == everyone.num_ranks:
+    all_know = all_have_same("" if known is None else known.to_json(), transport.everyone)
+    if known is not None and all_know:
         return known, False
     profile = measure()
     if transport.rank == 0:

@@ -6,9 +6,11 @@ copied.
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from mobius.memory.shares import Replicas
@@ -26,6 +28,18 @@ class Assembly(Protocol):
 
     def barrier(self) -> None:
         """Wait for all ranks."""
+
+
+_DIGEST_BITS = 20
+"""Bits of a text's digest that ranks compare: sums of so small numbers' squares are exact."""
+
+
+def all_have_same(text: str, everyone: Assembly) -> bool:
+    """Whether all ranks call it with the same text; collective."""
+    own = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 2**_DIGEST_BITS
+    # All are equal if and only if their variance is 0.
+    sums = everyone.sum_over_ranks(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
+    return everyone.num_ranks * int(sums[1]) == int(sums[0]) ** 2
 
 
 class Messages(Protocol):

@@ -112,7 +112,7 @@ def answer(
             "--recompute linear keeps attention's results of slices, and no sequence of this run is cut: use "
             "--recompute auto, or say how many --num_slices."
         )
-    profile = estimated_profile(request) if profile is None else _checked(profile, request)
+    profile = estimated_profile(request) if profile is None else _with_replicas(_checked(profile, request), request)
     simulates = profile is not None and not is_preliminary
     if given is not None:
         plan = given
@@ -156,6 +156,11 @@ def replica_rates(request: PlanRequest, profile: Profile) -> ReplicaRates | None
     if machine.num_nodes == 1:
         return ReplicaRates(machine.num_ranks * messages.bandwidth, messages.bandwidth, messages.is_through_host)
     return rates_of_nodes(machine.node_link * GIGA, num_replicas=machine.num_replicas, num_nodes=machine.num_nodes)
+
+
+def _with_replicas(measured: Profile, request: PlanRequest) -> Profile:
+    """A profile of one pipeline with an estimate of the link between replicas, if that was not measured."""
+    return measured if measured.replicas is not None else replace(measured, replicas=replica_rates(request, measured))
 
 
 def _checked(measured: Profile, request: PlanRequest) -> Profile:

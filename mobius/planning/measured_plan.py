@@ -1,46 +1,44 @@
 """Plans a run on GPUs again by what is measured on the machine, once the ranks have met.
 
-What the host does is looked at in every run that streams and whose plan is not given, for a second or two; layers and
-everything else only for `--num_stages auto`, where that has a choice to make, and are kept for the next one. A run that
-measures everything has looked at the host by that. The number of microbatches stays what the estimate chose: what is
-measured, and what the transport is made for, has their shape.
+What the host does is looked at in every run that streams and whose plan is not given, for a second or two, and so is
+the link between replicas, unless `--node_link` tells how fast it is; layers and everything else only for `--num_stages
+auto`, where that has a choice to make, and are kept for the next one. A run that measures everything has looked at the
+host by that. The number of microbatches stays what the estimate chose: what is measured, and what the transport is made
+for, has their shape.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from mobius.errors import PlanError
 from mobius.machine.devices import optimizer_threads
 from mobius.measuring.bench import Bench
-from mobius.measuring.host_rates import measure_host_rates, with_host_rates
+from mobius.measuring.host_rates import PART_SECONDS, measure_host_rates, with_host_rates
 from mobius.measuring.measure import MicrobatchShape, measure_launches, measure_profile
 from mobius.measuring.profile_cache import cached_profile, profile_key, profile_path
-from mobius.messages.transport import Transport
+from mobius.measuring.replica_link import measure_replica_rates
+from mobius.messages.transport import Transport, all_have_same
 from mobius.optim.kernel import AdamWKernel, load_kernel
-from mobius.plan.cards import action_launch
+from mobius.plan.cards import GIGA, action_launch
 from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile
+from mobius.plan.replicas.traffic import link_of_nodes
 from mobius.planning.blueprint import Blueprint, redraw
 from mobius.ranks import allows_peer_copies, cache_folder
 
 logger = logging.getLogger(__name__)
-
-DIGEST_BITS = 20
 
 
 def plan_by_measurement(blueprint: Blueprint, transport: Transport) -> Blueprint:
     """The plan that is to be run, on which all ranks agree; collective.
 
     It is `blueprint` where nothing is measured: on CPUs, with `--plan`, in a run that goes on by its checkpoint's plan,
-    and where everything stays on GPUs of a known speed. Call it before the stages take memory. Raises PlanError if the
-    ranks disagree, and what `draw_blueprint` does.
+    and where everything stays on GPUs of a known speed and there is one pipeline. Call it before the stages take
+    memory. Raises PlanError if the ranks disagree, and what `draw_blueprint` does.
     """
     check_agreement(blueprint.plan, transport)
     profile, is_new = blueprint.answer.profile, False
@@ -48,6 +46,8 @@ def plan_by_measurement(blueprint: Blueprint, transport: Transport) -> Blueprint
         profile, is_new = measured_profile(blueprint, transport)
     if profile is not None and not is_new and is_host_to_be_measured(blueprint):
         profile = _with_host(profile, blueprint, transport)
+    if profile is not None and is_link_to_be_measured(blueprint):
+        profile = _with_link(profile, blueprint, transport)
     if profile is blueprint.answer.profile or profile is None:
         return blueprint
     planned = redraw(blueprint, profile)
@@ -64,6 +64,13 @@ def is_host_to_be_measured(blueprint: Blueprint) -> bool:
     """Whether the host is looked at, as `PlanRequest.measures_host` says: not for a plan that is a checkpoint's."""
     may_change = blueprint.place.device.type == "cuda" and not blueprint.is_given
     return may_change and blueprint.answer.request.measures_host
+
+
+def is_link_to_be_measured(blueprint: Blueprint) -> bool:
+    """Whether the link between replicas is measured: if there is one that nobody has told of, and no given plan."""
+    machine, planning = blueprint.answer.request.machine, blueprint.config.planning
+    may_change = blueprint.place.device.type == "cuda" and not blueprint.is_given
+    return may_change and machine.num_replicas > 1 and (planning.node_link is None or machine.num_nodes == 1)
 
 
 def measured_profile(blueprint: Blueprint, transport: Transport) -> tuple[Profile, bool]:
@@ -104,6 +111,20 @@ def _with_host(profile: Profile, blueprint: Blueprint, transport: Transport) -> 
     return replace(with_host_rates(profile, rates), launch=launch, action_launch=action_launch(launch))
 
 
+def _with_link(profile: Profile, blueprint: Blueprint, transport: Transport) -> Profile:
+    """`profile` with the link between replicas as it is now."""
+    start, machine = time.perf_counter(), blueprint.answer.request.machine
+    bench = Bench(blueprint.place.device, transport, part_seconds=PART_SECONDS)
+    rates = measure_replica_rates(bench, is_through_host=machine.num_nodes > 1 or not allows_peer_copies())
+    bench.forget()
+    text = f"{rates.together / GIGA:.3g} GB/s each way for the ranks of a pipeline, {rates.alone / GIGA:.3g} for one"
+    if machine.num_nodes > 1:
+        link = link_of_nodes(rates, num_replicas=machine.num_replicas, num_nodes=machine.num_nodes)
+        text += f": as by --node_link {link / GIGA:.3g}"
+    logger.info("link between replicas measured in %.1f s: %s", time.perf_counter() - start, text)
+    return replace(profile, replicas=rates)
+
+
 def _microbatch(blueprint: Blueprint) -> MicrobatchShape:
     batch, tokens, _ = blueprint.message_shape
     return MicrobatchShape(
@@ -136,12 +157,8 @@ def _measure(blueprint: Blueprint, shape: MicrobatchShape, transport: Transport)
 
 def check_agreement(plan: Plan, transport: Transport) -> None:
     """Raise PlanError if the ranks have cut the model or the batch differently; collective."""
-    facts = repr((plan.num_microbatches, plan.num_slices, plan.num_rounds, plan.cuts)).encode()
-    own = int(hashlib.sha256(facts).hexdigest(), 16) % 2**DIGEST_BITS
-    # All are equal if and only if their variance is 0; the numbers are small enough to be exact.
     everyone = transport.everyone
-    sums = everyone.sum_over_ranks(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
-    if everyone.num_ranks * int(sums[1]) != int(sums[0]) ** 2:
+    if not all_have_same(repr((plan.num_microbatches, plan.num_slices, plan.num_rounds, plan.cuts)), everyone):
         raise PlanError(
             "the ranks came to different plans, so their GPUs or CPUs differ. Give the numbers instead of auto: "
             f"--num_stages {plan.num_stages} --num_chunks {plan.num_chunks} --num_slices {plan.num_slices} "

@@ -49,6 +49,12 @@ def rates_of_nodes(link: float, *, num_replicas: int, num_nodes: int) -> Replica
     return ReplicaRates(rate, rate, is_through_host=True)
 
 
+def link_of_nodes(rates: ReplicaRates, *, num_replicas: int, num_nodes: int) -> float:
+    """Bytes per second of a node's link that give these rates to all ranks at once; the inverse of `rates_of_nodes`."""
+    own = num_replicas // num_nodes
+    return rates.together * own * (num_replicas - own) / (num_replicas - 1)
+
+
 @dataclass(frozen=True)
 class Sharing:
     """How many replicas share a stage, and bytes per parameter of what they give each other."""

@@ -19,10 +19,17 @@ from mobius.messages.transport import SingleRankTransport
 from mobius.plan.cards import CARDS, estimate_profile
 from mobius.plan.choice import estimated_profile, settle
 from mobius.plan.profile import Profile, Source
+from mobius.plan.replicas.traffic import ReplicaRates
 from mobius.plan.request import Machine, PackedRows, PlanRequest
+from mobius.planning import blueprint as blueprint_module
 from mobius.planning import measured_plan
 from mobius.planning.blueprint import Blueprint, draw_blueprint, machine_of_gpu, redraw
-from mobius.planning.measured_plan import is_to_be_measured, measured_profile, plan_by_measurement
+from mobius.planning.measured_plan import (
+    is_link_to_be_measured,
+    is_to_be_measured,
+    measured_profile,
+    plan_by_measurement,
+)
 from mobius.ranks import Ranks
 from mobius.units import GIB
 
@@ -200,3 +207,51 @@ def test_messages_are_taken_to_go_through_the_host_where_peer_copies_are_forbidd
     assert direct is not None
     assert by_host is not None
     assert (direct.messages.is_through_host, by_host.messages.is_through_host) == (False, True)
+
+
+def as_replicas(blueprint: Blueprint, *, nodes: int) -> Blueprint:
+    """The same run as two pipelines on so many nodes, on GPUs."""
+    request = blueprint.answer.request
+    link = blueprint.config.planning.node_link or request.machine.node_link
+    machine = replace(request.machine, num_replicas=2, num_nodes=nodes, node_link=link)
+    return on_gpu(replace(blueprint, answer=replace(blueprint.answer, request=replace(request, machine=machine))))
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    ("words", "nodes", "expected"),
+    [((), 2, True), (("--node_link", "3"), 2, False), ((), 1, True), (("--node_link", "3"), 1, True)],
+)
+def test_the_link_between_replicas_is_measured_unless_it_is_told(
+    words: tuple[str, ...], nodes: int, expected: bool
+) -> None:
+    blueprint = blueprint_of("--num_stages", "4", *words)
+    assert is_link_to_be_measured(as_replicas(blueprint, nodes=nodes)) == expected
+    assert not is_link_to_be_measured(replace(as_replicas(blueprint, nodes=nodes), is_given=True))
+    assert not is_link_to_be_measured(on_gpu(blueprint))
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize("measured", [None, ReplicaRates(7e9, 5e9, is_through_host=True)])
+def test_a_step_of_replicas_is_predicted_by_a_measured_profile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, measured: ReplicaRates | None
+) -> None:
+    """The profile is that of a pipeline, and kept for any number of them."""
+    words = ["--num_stages", "auto", "--num_chunks", "2", *([] if measured else ["--node_link", "3"])]
+    blueprint = as_replicas(blueprint_of(*words), nodes=2)
+    numbers = {"num_ranks": 1, "kind_of_layer": (0,) * blueprint.shape.num_layers, "microbatch_tokens": 16}
+    profile = replace(measured_like("H200", 16), **numbers)
+    monkeypatch.setattr(measured_plan, "measured_profile", lambda *_: (profile, True))
+    monkeypatch.setattr(measured_plan, "measure_replica_rates", lambda *_, **__: measured)
+    monkeypatch.setattr(bench.Bench, "forget", lambda _: None)
+    monkeypatch.setattr(blueprint_module, "measure_layer_bytes", lambda *_, **__: None)
+    with caplog.at_level(logging.INFO):
+        planned = plan_by_measurement(blueprint, SingleRankTransport())
+    assert planned.answer.profile is not None
+    assert planned.answer.step_seconds > 0
+    if measured is None:
+        assert planned.answer.profile.replicas == ReplicaRates(3e9, 3e9, is_through_host=True)
+        assert "link between replicas" not in caplog.text
+    else:
+        assert planned.answer.profile.replicas == measured
+        assert "7 GB/s each way for the ranks of a pipeline, 5 for one: as by --node_link 7" in caplog.text
