@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from mobius.plan.partition import StageCut
 from mobius.plan.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.plan.request import PackedRows
 from mobius.runtime.documents import typical_arguments
+from mobius.runtime.routers import Routers, RouterTurn, sent_shape
 from mobius.runtime.stage import StageModule
 
 GPU_PARAMETERS, MESSAGES = 2**26, 8
@@ -149,15 +151,26 @@ def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: 
     weights, gradients = _memory_of(stage, shape.dtype, bench.device)
     hidden = torch.randn(shape.hidden_size(parts), device=bench.device, dtype=shape.dtype)
 
+    turn = _turns(bench, parts, shape)
+
     def forward_and_backward() -> None:
-        kept = stage.forward(weights, hidden, arguments, keep_graphs=not shape.is_tiled)[1]
-        stage.backward(weights, gradients, kept, hidden, arguments)
+        routers = turn()
+        kept = stage.forward(weights, hidden, arguments, keep_graphs=not shape.is_tiled, routers=routers)[1]
+        stage.backward(weights, gradients, kept, hidden, arguments, routers)
 
     return (
-        lambda: stage.forward(weights, hidden, arguments),
+        lambda: stage.forward(weights, hidden, arguments, routers=turn()),
         forward_and_backward,
-        lambda: stage.backward(weights, gradients, [hidden], hidden, arguments),
+        lambda: stage.backward(weights, gradients, [hidden], hidden, arguments, turn()),
     )
+
+
+def _turns(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> Callable[[], RouterTurn | None]:
+    """Makes the turns of routers that layers get in a run; None where routers have no loss."""
+    if parts.router_loss is None:
+        return lambda: None
+    routers = Routers(parts.router_loss, bench.device)
+    return partial(routers.turn, routers.counted((shape.batch, shape.seq_length)), None)
 
 
 def _measure_ends(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:
@@ -189,7 +202,8 @@ def _message_rates(bench: Bench, parts: ModelParts, shape: MicrobatchShape, *, i
     transport = bench.transport
     if transport.num_ranks == 1:
         return MessageRates(1e15, 0.0, is_through_host=False)  # handed over, not sent
-    message = torch.zeros(shape.hidden_size(parts), dtype=shape.dtype, device=bench.device)
+    size = sent_shape(shape.hidden_size(parts), shape.dtype, parts.router_loss)
+    message = torch.zeros(size, dtype=shape.dtype, device=bench.device)
     target, source = (transport.rank + 1) % transport.num_ranks, (transport.rank - 1) % transport.num_ranks
 
     def send_round() -> None:

@@ -31,7 +31,7 @@ from mobius.plan.replicas.told import host_remedies
 from mobius.plan.request import Machine, PackedRows, PlanRequest, compiles
 from mobius.planning.alike import smallest_machine
 from mobius.ranks import Ranks, allows_peer_copies, cpu_share, separate_device_queues
-from mobius.runtime.routers import shape_with_numbers
+from mobius.runtime.routers import sent_shape
 from mobius.runtime.stage import measure_layer_bytes
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
@@ -112,9 +112,7 @@ class Blueprint:
     @property
     def sent_shape(self) -> tuple[int, ...]:
         """Shape in which these are sent: with the numbers of routers behind them, where these have a loss."""
-        if self.parts.router_loss is None:
-            return self.message_shape
-        return shape_with_numbers(self.message_shape, self.dtype, self.parts.router_loss.num_experts)
+        return sent_shape(self.message_shape, self.dtype, self.parts.router_loss)
 
 
 def sketch_blueprint(

@@ -48,6 +48,11 @@ def shape_with_numbers(shape: Sequence[int], dtype: torch.dtype, num_experts: in
     return batch * length - -_BYTES * num_experts // (width * dtype.itemsize), width
 
 
+def sent_shape(shape: Sequence[int], dtype: torch.dtype, loss: RouterLoss | None) -> tuple[int, ...]:
+    """Shape of the messages of a model's hidden states of `shape` [B, L, H]; `loss` None: routers have none."""
+    return tuple(shape) if loss is None else shape_with_numbers(shape, dtype, loss.num_experts)
+
+
 class Routers:
     """Formula of the loss over routers and form of its messages, which a rank's stages share."""
 

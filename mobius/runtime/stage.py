@@ -35,7 +35,7 @@ from mobius.plan.partition import StageCut
 from mobius.plan.plan import KeptLevel
 from mobius.plan.request import PackedRows
 from mobius.runtime.documents import typical_arguments
-from mobius.runtime.routers import RouterTurn
+from mobius.runtime.routers import Routers, RouterTurn
 from mobius.runtime.tiles import TiledLayer
 
 Kept = Tensor | BlockGraph | LayerProducts
@@ -303,14 +303,14 @@ class _LayerBench:
 
     def measure_whole(self, shape: tuple[int, int, int], level: KeptLevel) -> tuple[int, int]:
         """Bytes of its graph, and most in backward, for hidden states of `shape`."""
-        layer, arguments = self.parts.layers[self.index], self._arguments(shape)
+        layer, (arguments, further) = self.parts.layers[self.index], self._arguments(shape)
 
         def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
             graph = run_with_graph(layer, weights, inputs, arguments, level)
             held = torch.cuda.memory_allocated(self.device)
-            backward(layer, graph, sums, gradient)
+            backward(layer, graph, sums, gradient, *further)
             del graph
-            recomputed_backward(layer, weights, inputs, arguments, sums, gradient)
+            recomputed_backward(layer, weights, inputs, arguments, sums, gradient, *further)
             return held
 
         return self._measure(shape, play)
@@ -318,18 +318,24 @@ class _LayerBench:
     def measure_tiles(self, shape: tuple[int, int, int], tile_tokens: int) -> int:
         """Most bytes in a recomputed backward in tiles, for hidden states of `shape`."""
         layer = TiledLayer(LayerHalves(self.parts.halves(self.index)), tile_tokens=tile_tokens)
-        arguments = self._arguments(shape)
+        arguments, further = self._arguments(shape)
 
         def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
-            layer.backward(weights, sums, inputs, gradient, arguments)
+            layer.backward(weights, sums, inputs, gradient, arguments, further=further)
             return torch.cuda.memory_allocated(self.device)
 
         return self._measure(shape, play)[1]
 
-    def _arguments(self, shape: tuple[int, int, int]) -> Arguments:
-        return typical_arguments(
+    def _arguments(self, shape: tuple[int, int, int]) -> tuple[Arguments, list[Tensor]]:
+        """Arguments as in a run, and the gradients of the layer's outputs behind the hidden states."""
+        own = typical_arguments(
             self.parts, self.packed, batch=shape[0], seq_length=shape[1], dtype=self.dtype, device=self.device
         )[self.index]
+        if self.parts.router_loss is None or self.index not in self.parts.router_loss.layers:
+            return own, []
+        routers = Routers(self.parts.router_loss, self.device)
+        turn = routers.turn(routers.counted(shape[:2]), None)
+        return turn.arguments(own), [turn.numbers]
 
     def _measure(
         self, shape: tuple[int, int, int], play: Callable[[Views, Views, Tensor, Tensor], int]

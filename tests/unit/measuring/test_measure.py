@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from harness.pipelines import FAMILIES
+from harness.tiny_families import tiny_config
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mobius.measuring import bench, host_rates, measure
@@ -21,6 +24,7 @@ from mobius.measuring.profile_cache import cached_profile, profile_key, profile_
 from mobius.messages.transport import SingleRankTransport
 from mobius.models.attention import DocumentAttention
 from mobius.models.blocks import LayerArguments, ModelParts
+from mobius.models.experts import router_loss
 from mobius.plan.cards import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
 from mobius.plan.profile import LayerSeconds, Profile, Source
 from mobius.plan.request import PackedRows
@@ -111,6 +115,58 @@ def test_all_ranks_get_the_same_profile() -> None:
     assert first == second
     assert first.num_ranks == 2
     assert first.messages.bandwidth > 0
+
+
+def routed() -> ModelParts:
+    """A model with a loss over its routers."""
+    return ModelParts(tiny_config("mixtral", output_router_logits=True), CPU)
+
+
+def test_messages_are_measured_in_the_size_in_which_a_run_sends_them() -> None:
+    """Mailboxes and communicators take no other."""
+    seen = set[tuple[int, ...]]()
+
+    class SizedTransport(LocalTransport):
+        def send(self, tensor: Tensor, target: int) -> None:
+            seen.add(tuple(tensor.shape))
+            super().send(tensor, target)
+
+    def measure_rank(transport: LocalTransport) -> Profile:
+        sized = SizedTransport(transport._hub, transport.rank)
+        return measure_profile(of_ranks[transport.rank], SHAPE, device=CPU, transport=sized, kernel=None)
+
+    # The 12 numbers of 6 experts are in one row behind those of 16 tokens.
+    for make_parts, sent in ((partial(parts_of, "llama"), (2, 8, 32)), (routed, (17, 32))):
+        of_ranks = [make_parts() for _ in range(2)]
+        run_rank_threads(2, measure_rank)
+        assert seen == {sent}
+        seen.clear()
+
+
+def test_layers_are_measured_with_the_sums_of_their_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are other graphs than layers without, which a run would have to compile once more."""
+    counted = list[tuple[int, ...]]()
+    sums = router_loss.router_sums
+
+    def count(logits: Tensor, tokens: Tensor, num_chosen: int) -> Tensor:
+        counted.append(tuple(tokens.shape))
+        return sums(logits, tokens, num_chosen)
+
+    monkeypatch.setattr(router_loss, "router_sums", count)
+    for work in measure._layer_work(Bench(CPU, SingleRankTransport()), routed(), SHAPE, 0):
+        counted.clear()
+        work()
+        assert counted
+        assert set(counted) == {(2, 8)}
+
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    for tile_tokens, shapes in ((None, {(2, 8)}), (8, {(1, 8)})):
+        counted.clear()
+        stage.measure_layer_bytes(
+            routed(), shape=(2, 8, 32), dtype=torch.float32, device=CPU, tile_tokens=tile_tokens, with_products=True
+        )
+        assert set(counted) == shapes
 
 
 @pytest.fixture
