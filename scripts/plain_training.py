@@ -18,13 +18,20 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    get_scheduler,
+)
 
 from mobius.config.cli import parse_args  # noqa: E402
 from mobius.config.config import Config  # noqa: E402
 from mobius.config.validation import resolve_epochs  # noqa: E402
 from mobius.data.batches import Batch, Batches  # noqa: E402
 from mobius.machine.devices import TORCH_DTYPES  # noqa: E402
+from mobius.models.families import attention_with_cap  # noqa: E402
 from mobius.training.data import RunData  # noqa: E402
 
 
@@ -34,6 +41,15 @@ def make_batches(config: Config) -> Batches:
     tokenizer.pad_token_id = tokenizer.pad_token_id or 0
     data = RunData.of(config, tokenizer, is_first=True)
     return data.batches(config, tokenizer, is_packed=data.prepared.is_packed)
+
+
+def load_model(folder: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of `folder`, with all that its configuration says of attention."""
+    attention = attention_with_cap(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+    )
+    return model
 
 
 def parts_of(batch: Batch, num_chunks: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -54,11 +70,7 @@ def train(config: Config, device: torch.device) -> list[float]:
     if batches.num_steps is not None:
         config = resolve_epochs(config, batches.num_steps)
     dtype = TORCH_DTYPES[config.model.dtype]
-    model = (
-        AutoModelForCausalLM.from_pretrained(config.model.model_path, dtype=dtype, trust_remote_code=False)
-        .to(device)
-        .eval()
-    )
+    model = load_model(config.model.model_path, dtype).to(device).eval()
     weights = list(model.parameters())
     masters = [torch.nn.Parameter(weight.detach().float().clone()) for weight in weights]
     optim = config.optim

@@ -18,11 +18,11 @@ if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from plain_training import make_batches, parts_of
+from plain_training import load_model, make_batches, parts_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 from mobius.config.cli import parse_args
 from mobius.config.config import Config
@@ -53,7 +53,7 @@ def train(config: Config, output: Path) -> list[float]:
         config = resolve_epochs(config, batches.num_steps)
     source, optim = config.model.model_path, config.optim
     trainer = Trainer(
-        AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=False),
+        load_model(source, torch.float32),
         TrainingArguments(
             str(output),
             per_device_train_batch_size=1,  # what the dataset gives is a step's batch

@@ -123,6 +123,14 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     return config
 
 
+def attention_with_cap(config: PretrainedConfig) -> str | None:
+    """Name of transformers' own attention for a model that caps its scores; None where there is no cap.
+
+    Its other attention leaves the cap out without a word, and before 5.23 was what such a model got unless asked.
+    """
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+
+
 def changed_fields(base: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
     """Fields of `config`, as `load_model_config` returned it, that are not what its file says (`base`, as read)."""
     before = type(config).from_dict(copy.deepcopy(dict(base)))
@@ -234,8 +242,7 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
 
 def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weights: bool) -> None:
     """Apply the shape options as far as the model's weights, if it has any, allow it. Raises ConfigError."""
-    # Other attention of transformers leaves a cap on scores out, without a word.
-    config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    config._attn_implementation = attention_with_cap(config) or "sdpa"
     width = config.hidden_size, config.num_attention_heads
     for option, field in _SHAPE_OPTIONS.items():
         wanted, own = getattr(options, option), getattr(config, field, None)

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from mobius.config.config import Device
 from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, first_line
 from mobius.machine.available import available_host_bytes
+from mobius.models.families import attention_with_cap
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import CheckpointWeights
 from mobius.units import bytes_text
@@ -75,7 +76,11 @@ class Answerer:
             dtype = _fitting_dtype(folder, config, device)
             with _without_bars():
                 model = AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=dtype, trust_remote_code=False, use_safetensors=True
+                    folder,
+                    dtype=dtype,
+                    attn_implementation=attention_with_cap(config),
+                    trust_remote_code=False,
+                    use_safetensors=True,
                 )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(

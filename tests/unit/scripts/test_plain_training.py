@@ -1,4 +1,4 @@
-"""The yardstick trains as long as a run does."""
+"""The yardstick trains as long as a run does, and the same model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 import plain_training
 import pytest
 import torch
+from harness.family_training import make_family_checkpoint
 from harness.runs import make_checkpoint, make_dataset
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from mobius.config.cli import parse_args
 
@@ -24,3 +26,9 @@ def test_it_trains_for_steps_or_epochs(
     losses = plain_training.train(parse_args(options.split()), torch.device("cpu"))
     assert len(losses) == num_steps
     assert losses[-1] < losses[0]
+
+
+def test_a_cap_on_scores_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # as before transformers 5.23
+    make_family_checkpoint(tmp_path, "gemma2", width=64)
+    assert plain_training.load_model(str(tmp_path), torch.float32).config._attn_implementation == "eager"

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.family_training import make_family_checkpoint
 from harness.runs import TOKENIZER, make_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from mobius.config.config import DataConfig, DatasetEntry, Device
 from mobius.data.datasets import PreparedDataset, prepare_data
@@ -77,6 +79,12 @@ def with_settings(folder: Path, copy: Path, **settings: object) -> Path:
 
 def arrays(prompts: list[list[int]]) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
     return [np.array(prompt, dtype=np.int32) for prompt in prompts]
+
+
+def test_a_cap_on_scores_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # as before transformers 5.23
+    make_family_checkpoint(tmp_path, "gemma2", width=64)
+    assert Answerer.of_folder(tmp_path, CPU).model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
