@@ -36,6 +36,10 @@ HOST_CHUNK_ELEMENTS = 2**22
 """Elements that a host receives from each replica at a time: 16 MiB."""
 DEVICE_CHUNK_ELEMENTS = 2**24
 """Elements that a GPU receives from all replicas at a time: 64 MiB."""
+PACK_BYTES = 16
+"""NCCL moves so many bytes at a time between addresses that are multiples of it, and else byte by byte, which is what
+an element is to it here.
+"""
 
 
 def meet_replicas(
@@ -75,8 +79,12 @@ class _Connection:
     """A process group of one place, used by one thread at a time; all members make the same calls in one order."""
 
     def __init__(self, group: Any, index: int, peers: Sequence[int], *, chunk_elements: int) -> None:
-        """`peers` are torch's numbers of the members, by replica; `index` is this one's replica."""
-        self._group, self.index, self._peers, self._chunk = group, index, peers, chunk_elements
+        """`peers` are torch's numbers of the members, by replica; `index` is this one's replica.
+
+        Tensors travel in parts of at most `chunk_elements`, which begin where the tensor's address lets NCCL be fast.
+        """
+        self._group, self.index, self._peers = group, index, peers
+        self._chunk = max(chunk_elements // PACK_BYTES, 1) * PACK_BYTES
 
     @property
     def num_replicas(self) -> int:
@@ -150,21 +158,25 @@ class DistributedReplicas:
                 torch.cuda.synchronize(device)
 
     def reduce(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        connection = self._reducing
         for segment in segments:
-            for parts in connection.chunks(values, segment):
-                own = parts[connection.index]
-                like = partial(torch.empty_like, own, dtype=self._reduce_dtype)
-                received = {peer: like() for peer in connection.others()}
-                # fp32 parts leave from where they are.
-                outgoing = {peer: parts[peer].to(self._reduce_dtype) for peer in connection.others()}
-                connection.exchange(outgoing, received)
-                total, *rest = connection.in_order(own, received)
-                total = total.float()  # the same tensor in fp32, be it the own part or a received one
-                for other in rest:
-                    total += other
-                if total is not own:
-                    own.copy_(total)
+            for parts in self._reducing.chunks(values, segment):
+                self._reduce_chunk(parts)
+
+    def _reduce_chunk(self, parts: Sequence[Tensor]) -> None:
+        """Sum the own one of all members' `parts`; what it takes for that is free behind it, before the next one."""
+        connection = self._reducing
+        own = parts[connection.index]
+        like = partial(torch.empty_like, own, dtype=self._reduce_dtype)
+        received = {peer: like() for peer in connection.others()}
+        # fp32 parts leave from where they are.
+        outgoing = {peer: parts[peer].to(self._reduce_dtype) for peer in connection.others()}
+        connection.exchange(outgoing, received)
+        total, *rest = connection.in_order(own, received)
+        total = total.float()  # the same tensor in fp32, be it the own part or a received one
+        for other in rest:
+            total += other
+        if total is not own:
+            own.copy_(total)
 
     def total(self, value: Tensor) -> Tensor:
         connection, own = self._reducing, value.reshape(1)
