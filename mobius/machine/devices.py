@@ -47,8 +47,17 @@ def choose_device(wanted: Device, ranks: Ranks, order: Sequence[int]) -> torch.d
     if not has_gpus(wanted, ranks):
         return torch.device("cpu")
     device = torch.device("cuda", order[ranks.local_rank])
-    torch.cuda.set_device(device)
+    use_device(device)
     return device
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` torch's current one in this thread, if it is a GPU.
+
+    A new thread has the first GPU, to which it goes back from each stream, and where that takes memory for a context.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int]) -> None:

@@ -34,10 +34,10 @@ class _Update:
 class UpdateQueue:
     """Owns the one thread that a rank has beside its main one; the thread starts with the first update."""
 
-    def __init__(self, activity: Activity | None = None) -> None:
-        """`activity` is told which stage is updated."""
+    def __init__(self, activity: Activity | None = None, *, prepare: Callable[[], None] = lambda: None) -> None:
+        """`activity` is told which stage is updated; `prepare` is the first thing that the thread does."""
         self._activity = activity or Activity()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer", initializer=prepare)
         self._lock = threading.Lock()
         self._updates: dict[int, _Update] = {}
         self._pending: dict[int, _Update] = {}

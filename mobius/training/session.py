@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mobius.activity import Activity
 from mobius.config.config import Dtype, ReduceDtype
 from mobius.data.batches import Batch, arrange, share_of
 from mobius.limits import max_sends_under_way
-from mobius.machine.devices import MemoryMeter, optimizer_threads, set_host_threads
+from mobius.machine.devices import MemoryMeter, optimizer_threads, set_host_threads, use_device
 from mobius.machine.peer_check import PeerCheck
 from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.update_queue import UpdateQueue
@@ -216,7 +217,10 @@ def open_session(
 
 
 def _update_queue(blueprint: Blueprint, activity: Activity) -> UpdateQueue | None:
-    return UpdateQueue(activity) if blueprint.config.pipeline.overlap_optimizer else None
+    if not blueprint.config.pipeline.overlap_optimizer:
+        return None
+    # Loads and gathers that follow an update are enqueued by its thread.
+    return UpdateQueue(activity, prepare=partial(use_device, blueprint.place.device))
 
 
 def _connect(blueprint: Blueprint, spans: Spans) -> Transport:

@@ -69,6 +69,22 @@ def busy(gate: threading.Event) -> UpdateQueue:
     return queue
 
 
+def test_its_thread_is_prepared_before_the_first_update() -> None:
+    order: list[tuple[str, int]] = []
+
+    def note(name: str) -> None:
+        order.append((name, threading.get_ident()))
+
+    queue = UpdateQueue(prepare=partial(note, "prepared"))
+    for stage in (1, 2):
+        queue.submit(stage, [partial(note, f"updated {stage}")])
+    drain(queue)
+    names, threads = zip(*order, strict=True)
+    assert names == ("prepared", "updated 1", "updated 2")
+    assert len(set(threads)) == 1
+    assert threading.get_ident() not in threads
+
+
 def test_submitting_returns_at_once_and_of_those_that_wait_the_lowest_stage_goes_first(
     busy: UpdateQueue, gate: threading.Event
 ) -> None:
