@@ -15,13 +15,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+import torch
 import yaml
 
 import mobius
 from mobius.config.config import Config
 from mobius.config.yaml_file import to_yaml
-from mobius.errors import ConfigError
+from mobius.errors import ConfigError, PlanError
 from mobius.messages.meeting import Meeting, Told, meet_at_store, read_all, read_number
+from mobius.messages.transport import Transport
+from mobius.plan.plan import Plan
 from mobius.ranks import Ranks, boot
 from mobius.units import bytes_text
 
@@ -96,6 +99,24 @@ def smallest_machine(
     sharing = max(1, machines.count(boot()) // ranks.num_places)
     both = (None, None) if total_bytes is None else (min(totals), min(free))
     return *both, sharing
+
+
+def check_same_residents(plan: Plan, transport: Transport) -> None:
+    """Raise PlanError, on all ranks alike, where a stage is resident in some replicas only; collective.
+
+    Replicas would wait for each other for good: they share weights of the two kinds at different moments.
+    """
+    if transport.replicas is None:
+        return
+    own = torch.zeros(plan.num_stages, dtype=torch.float64)
+    own[[stage for stage in plan.stages_of(transport.rank) if stage in plan.resident]] = 1
+    found = transport.everyone.sum_over_ranks(own).tolist()
+    apart = [str(stage) for stage, number in enumerate(found) if number not in (0, transport.replicas.num_replicas)]
+    if apart:
+        raise PlanError(
+            f"stage(s) {', '.join(apart)} would stay on the GPUs of some replicas only, so their GPUs or hosts differ. "
+            "Say how many stages of each GPU stay there instead of auto: --resident_stages 0, or as many as fit on all."
+        )
 
 
 def compare(own: Mapping[str, str], everyone: Meeting, *, hint: str) -> None:

@@ -43,6 +43,7 @@ from mobius.optim.stepper import StepCounts, Stepper
 from mobius.optim.tied import TiedPair
 from mobius.output.recordings import Recordings
 from mobius.output.trace import TraceFacts
+from mobius.planning.alike import check_same_residents
 from mobius.planning.blueprint import Blueprint
 from mobius.planning.measured_plan import plan_by_measurement
 from mobius.ranks import cache_folder
@@ -176,6 +177,7 @@ def open_session(
     with activity.warming_up():
         transport = transport or _connect(blueprint, spans)
         blueprint = plan_by_measurement(blueprint, transport)
+        check_same_residents(blueprint.plan, transport)
     transport.bound_sends(max_sends_under_way(blueprint.plan.round_size))  # another plan may have other rounds
     if settled is not None:
         settled(blueprint)

@@ -9,11 +9,15 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+from harness.local_transport import LocalTransport
 from harness.meetings import together
+from harness.replica_threads import run_replica_threads
 
 from mobius.config.cli import parse_args
-from mobius.errors import ConfigError
+from mobius.errors import ConfigError, PlanError
 from mobius.messages.meeting import Meeting
+from mobius.plan.partition import partition_of
+from mobius.plan.plan import Plan
 from mobius.planning import alike
 from mobius.ranks import Ranks, boot
 
@@ -83,3 +87,25 @@ def test_the_smallest_gpu_is_planned_for_and_a_shared_host_is_counted(caplog: py
     assert together(work, 4) == [(24 * 2**30, 19 * 2**30, 2)] * 4
     assert "GPUs differ: rank 0 has 24 GiB, rank 2 80 GiB" in caplog.text.replace(".00", "").replace(".0 ", " ")
     assert boot()
+
+
+def test_replicas_that_would_keep_other_stages_on_their_gpus_are_refused_on_all_ranks() -> None:
+    """Places of a pipeline may: the first one keeps stage 0, and the second one stages 1 and 3."""
+
+    def agree(last: frozenset[int]) -> list[str]:
+        def work(rank: int, transport: LocalTransport) -> str:
+            # A rank supposes of the others what it likes.
+            resident = {0: frozenset({0, 1}), 1: frozenset({0, 1, 3}), 2: frozenset({0}), 3: last}[rank]
+            plan = Plan(2, 2, (2, 2), partition_of((1, 1, 1, 1)), resident)
+            try:
+                alike.check_same_residents(plan, transport)
+            except PlanError as error:
+                return str(error)
+            return ""
+
+        return run_replica_threads(2, 2, work)
+
+    assert agree(frozenset({1, 3})) == [""] * 4
+    told = agree(frozenset({1, 2}))
+    assert len(set(told)) == 1
+    assert told[0].startswith("stage(s) 3 would stay on the GPUs of some replicas only")
