@@ -47,6 +47,7 @@ from mobius.log import setup_logging  # noqa: E402
 from mobius.machine.available import huge_page_share, own_host_bytes  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.output.recordings import Recordings  # noqa: E402
+from mobius.planning.alike import meet_replicas  # noqa: E402
 from mobius.planning.blueprint import Blueprint, draw_blueprint  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.judging.evaluation import EvaluationSamples, make_evaluator  # noqa: E402
@@ -179,7 +180,8 @@ def own_parser() -> argparse.ArgumentParser:
 def draw(config: Config, ranks: Ranks, model_config: PretrainedConfig, batches: Batches) -> Blueprint:
     """The plan of a model; raises RefusedError with the planner's reason."""
     try:
-        return draw_blueprint(config, ranks, model_config, packed=packed_rows(batches))
+        everyone = meet_replicas(config, ranks)
+        return draw_blueprint(config, ranks, model_config, packed=packed_rows(batches), everyone=everyone)
     except MobiusError as error:
         raise RefusedError(str(error)) from error
 

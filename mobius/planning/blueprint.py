@@ -202,9 +202,10 @@ def draw_blueprint(
     *,
     saved: SavedPlan | None = None,
     packed: PackedRows | None = None,
+    everyone: Meeting | None = None,
 ) -> Blueprint:
     """Sketch and complete the plan of a run at once; arguments and errors are those of both."""
-    sketch = sketch_blueprint(config, ranks, model_config, saved=saved, packed=packed)
+    sketch = sketch_blueprint(config, ranks, model_config, saved=saved, packed=packed, everyone=everyone)
     return complete_blueprint(sketch, config, packed=packed, saved=saved)
 
 

@@ -19,6 +19,7 @@ from mobius.data.store import TokenizedDataset
 from mobius.machine.devices import MemoryMeter
 from mobius.messages.transport import Transport
 from mobius.models.families import load_model_config
+from mobius.planning.alike import meet_replicas
 from mobius.planning.blueprint import draw_blueprint
 from mobius.ranks import Ranks, prepare_environment, separate_device_queues
 from mobius.training.session import Session, open_session
@@ -94,7 +95,8 @@ def train_variants(output: str, folder: str, shared: str, *variants: str) -> Non
 
 def _train(folder: Path, options: list[str], ranks: Ranks, transport: Transport | None) -> tuple[Session, Trained]:
     config = parse_args(options, num_ranks=ranks.num_ranks)
-    blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model))
+    everyone = meet_replicas(config, ranks)
+    blueprint = draw_blueprint(config, ranks, load_model_config(folder, config.model), everyone=everyone)
     session = open_session(blueprint, folder, transport=transport)
     size, length = config.pipeline.batch_size, config.data.seq_length
     tokens = np.random.default_rng(0).integers(0, blueprint.shape.vocab_size, 3 * size * length, dtype=np.int32)
