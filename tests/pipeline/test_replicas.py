@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mobius.data.batches import Batches
 from mobius.optim.stepper import StepCounts
+from mobius.training import session as sessions
 from mobius.training.session import Session
 
 STEPS, FEW_STEPS = 20, 4
@@ -145,6 +146,26 @@ def test_an_evaluation_between_steps_has_all_updates(tmp_path: Path, num_samples
     assert shared[0] == shared[1]
     for numbers, own in zip(alone[0], shared[0], strict=True):
         assert own == pytest.approx(numbers, rel=1e-5)
+
+
+def test_a_rehearsal_with_the_other_replicas_leaves_nothing_in_what_is_trained(tmp_path: Path) -> None:
+    """On GPUs each rank plays a step without its neighbours first, and reduces what comes of that."""
+    case = CASES["some resident, updated stage by stage"]
+    make_checkpoint(tmp_path / "model")
+    options, data = f"{USUAL.format(FEW_STEPS)} {case.options}", random_samples(60, 24, seed=1)
+
+    def work(session: Session, batches: Batches, *, rehearses: bool) -> Trained:
+        if rehearses:
+            sessions._rehearse(session.blueprint, session.stages)
+        return train(session, batches, FEW_STEPS)
+
+    at_once, behind = (
+        in_sessions(2, tmp_path / "model", options, data, partial(work, rehearses=rehearses), num_replicas=2)
+        for rehearses in (False, True)
+    )
+    for (numbers, weights, _), (own_numbers, own_weights, _) in zip(at_once, behind, strict=True):
+        assert own_numbers == numbers
+        assert all(torch.equal(value, weights[name]) for name, value in own_weights.items())
 
 
 Judged = list[tuple[float, float, float, int]]
