@@ -2,7 +2,8 @@
 
 Some machines do that without an error: consumer cards, and boxes whose PCIe access control sends such copies astray.
 Each rank writes patterns into its ring neighbours' GPUs as NCCL and mailboxes do, from process to process, and the
-neighbour compares.
+neighbour compares. A node with several pipelines is one ring: what is found holds for all of them, though not every two
+GPUs of different pipelines are tried.
 """
 
 from __future__ import annotations

@@ -196,6 +196,13 @@ def meet_pipeline(ranks: Ranks) -> Meeting:
     return Meeting(store, rank=ranks.place, num_ranks=ranks.num_places, words=words)
 
 
+def meet_node(ranks: Ranks) -> Meeting:
+    """Connect to the launcher's store, to meet the ranks of the own node by their numbers there; as `meet_pipeline`."""
+    store = open_store(ranks.rank, ranks.num_ranks)
+    meeting = PrefixStore(f"node {ranks.node}", store)
+    return Meeting(meeting, rank=ranks.local_rank, num_ranks=ranks.num_local, words=store)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of steps that were taken together, the same on all ranks."""

@@ -13,7 +13,7 @@ from mobius.errors import PlanError
 from mobius.machine.available import available_host_bytes, own_host_bytes, total_host_bytes
 from mobius.machine.device_order import order_devices
 from mobius.machine.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
-from mobius.messages.meeting import Meeting, meet_pipeline
+from mobius.messages.meeting import Meeting, meet_node, meet_pipeline
 from mobius.models.blocks import ModelParts
 from mobius.models.by_plan.checked import checked_families
 from mobius.models.experts.router_loss import refuse_slices
@@ -51,6 +51,10 @@ class Place:
     """The index of the GPU of each of this node's ranks, if there are GPUs."""
     meeting: Meeting | None
     """Where a pipeline's ranks with GPUs can meet before they have communicators."""
+    node: Meeting | None = None
+    """Where the node's ranks with GPUs can, those of several pipelines too."""
+    everyone: Meeting | None = None
+    """Where all replicas have met. Without torchrun the store is the first rank's process, while it has a meeting."""
     sharing: int = 1
     """Pipelines that share this machine's host memory."""
 
@@ -135,7 +139,7 @@ def sketch_blueprint(
     pipeline = config.pipeline
     if pipeline.copy_messages or ranks.num_replicas > 1:
         separate_device_queues()
-    meeting = meet_pipeline(ranks) if ranks.num_places > 1 and has_gpus(pipeline.device, ranks) else None
+    meeting, node = _meet_beside(ranks) if has_gpus(pipeline.device, ranks) else (None, None)
     device_order = tuple(range(ranks.num_local))
     if meeting is not None and ranks.num_places == ranks.num_local:  # each of several pipelines has the GPUs as listed
         device_order = order_devices(config, ranks.num_places, meeting)
@@ -155,11 +159,25 @@ def sketch_blueprint(
         digest = ModelDigest.of(shape, config.model.dtype)
         numbers = {"num_ranks": ranks.num_places, "num_replicas": ranks.num_replicas}
         check_saved_plan(saved, Path(config.planning.plan or ""), model=digest, **numbers)
-    place = Place(ranks=ranks, device=device, device_order=device_order, meeting=meeting, sharing=sharing)
+    place = Place(
+        ranks=ranks,
+        device=device,
+        device_order=device_order,
+        meeting=meeting,
+        node=node,
+        everyone=everyone,
+        sharing=sharing,
+    )
     request = settle(PlanRequest.of(config, shape, machine, packed))
     given = None if saved is None else saved.plan
     found = answer(request, given=given, own_bytes=own_host_bytes(), is_preliminary=True)
     return _blueprint(place, parts, found, is_given=given is not None)
+
+
+def _meet_beside(ranks: Ranks) -> tuple[Meeting | None, Meeting | None]:
+    """Where the ranks of the own pipeline can meet, and those of the own node; None where there is one alone."""
+    pipeline = meet_pipeline(ranks) if ranks.num_places > 1 else None
+    return pipeline, pipeline if ranks.num_places == ranks.num_local else meet_node(ranks)
 
 
 def complete_blueprint(

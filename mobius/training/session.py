@@ -228,6 +228,8 @@ def _update_queue(blueprint: Blueprint, activity: Activity) -> UpdateQueue | Non
 def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
     """Meet the other ranks; collective."""
     place, device, ranks = blueprint.place, blueprint.place.device, blueprint.place.ranks
+    if place.node is not None:
+        PeerCheck(place.node, device).send_by_host_if_broken(place.device_order)
     if ranks.num_places == 1:
         if ranks.num_replicas == 1:
             return SingleRankTransport()
@@ -241,11 +243,9 @@ def _connect(blueprint: Blueprint, spans: Spans) -> Transport:
         )
         return SingleRankTransport(world, replicas)
     mailboxes = None
-    if place.meeting is not None:
-        PeerCheck(place.meeting, device).send_by_host_if_broken(place.device_order)
-        if blueprint.config.pipeline.copy_messages:
-            message_bytes = math.prod(blueprint.sent_shape) * blueprint.dtype.itemsize
-            mailboxes = Mailboxes(place.meeting, device, message_bytes=message_bytes)
+    if place.meeting is not None and blueprint.config.pipeline.copy_messages:
+        message_bytes = math.prod(blueprint.sent_shape) * blueprint.dtype.itemsize
+        mailboxes = Mailboxes(place.meeting, device, message_bytes=message_bytes)
     return DistributedTransport(
         rank=ranks.place,
         num_ranks=ranks.num_places,
