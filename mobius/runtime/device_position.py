@@ -38,21 +38,26 @@ class DevicePosition:
             self._num_begun = index + 1
 
     def ends(self) -> None:
-        """All actions of a pass are enqueued."""
+        """All actions of a pass are enqueued, and what compute waits for behind them."""
         if self.is_on:
             end = torch.cuda.Event()
             end.record(torch.cuda.current_stream(self._device.index))
             self._ends.append(end)
 
     def __str__(self) -> str:
-        """`at B3.1`, `at one of 3 passes` where the host is passes ahead, or `idle`: it has done all it was given."""
+        """`at B3.1`, `at one of 3 passes` where the host is passes ahead, or `idle`: it has done all it was given.
+
+        Behind the last action of a pass it may wait for the other replicas, to have the sums of all of them.
+        """
         num_ahead = sum(not end.query() for end in list(self._ends))
         # Events of earlier passes were recorded anew.
         if num_ahead > 1:
             return f"at one of {num_ahead} passes"
         ahead = (action for index, action in enumerate(self._actions[: self._num_begun]) if self._is_ahead(index))
         action = next(ahead, None)
-        return "idle" if action is None else f"at {action}"
+        if action is not None:
+            return f"at {action}"
+        return "at the sums of all replicas" if num_ahead else "idle"
 
     def _is_ahead(self, index: int) -> bool:
         event = self._events.get(index)

@@ -157,7 +157,6 @@ class Executor:
         self._step = self._start(batch)
         self._step.loss_scale, self._step.listener = loss_scale, listener
         self._play_all()
-        self._await_reductions()
         return self._step.sums
 
     def _await_reductions(self) -> None:
@@ -212,6 +211,7 @@ class Executor:
                 self._stash.clear()
                 error.add_note(render_text(self._schedule, failed=(self._rank, index)))
                 raise
+        self._await_reductions()
         self._position.ends()
         self._activity.begins("the end of the messages")
         self._transport.finish_step()
