@@ -100,6 +100,8 @@ def _context() -> ForkServerContext:
     # What libraries read while they are imported; and one thread, because a fork takes no others along.
     prepare_environment()
     os.environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # Whoever asks for GPUs while they are imported asks the driver's library, and starts no CUDA: forks cannot use it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     try:
         forkserver.ensure_running()
     finally:
