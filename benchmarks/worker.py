@@ -46,11 +46,11 @@ from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 from mobius.machine.available import huge_page_share, own_host_bytes  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.output.recordings import Recordings  # noqa: E402
 from mobius.planning.alike import meet_replicas  # noqa: E402
 from mobius.planning.blueprint import Blueprint, draw_blueprint  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.judging.evaluation import EvaluationSamples, make_evaluator  # noqa: E402
+from mobius.training.records import recordings_of  # noqa: E402
 from mobius.training.session import Session, open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
 
@@ -125,7 +125,7 @@ def run(output: Path, words: Sequence[str]) -> None:
     batches = make_batches(config, samples, is_packed=own.lengths is not None)
     blueprint = draw(config, ranks, model_config, batches)
     device = blueprint.place.device
-    recordings = Recordings(config, rank=ranks.rank, device=device, folder=Path(config.output.save_dir))
+    recordings = recordings_of(blueprint, Path(config.output.save_dir))
     if config.output.trace:
         Path(config.output.save_dir).mkdir(parents=True, exist_ok=True)
     clock.ends("plan")
