@@ -85,9 +85,11 @@ def describe_gpus(found: Answer) -> str:
     has_keys = any(need.keys for need in found.needs)
     categories = [each for each in _CATEGORIES if has_keys or each[1] != "keys"]
     rows = [["rank", *(title for title, _ in categories), "= torch", "+ driver, mailboxes"]]
-    # Context, communicators of a rank's edges, mailboxes: an estimate.
-    edges = 2 if machine.num_ranks == 2 else 4
-    beside = 0 if machine.num_ranks == 1 else (edges + 1) * COMMUNICATOR_BYTES + found.request.mailbox_bytes
+    # An estimate: context, mailboxes, communicators of a rank's edges and of all ranks; and two for each other replica,
+    # of sums and of weights.
+    edges = {1: 0, 2: 2}.get(machine.num_ranks, 4)
+    pairs = edges + 2 * (machine.num_replicas - 1)
+    beside = (pairs + (pairs > 0)) * COMMUNICATOR_BYTES + (found.request.mailbox_bytes if edges else 0)
     for need in found.needs:
         values = [gib_cell(getattr(need, name)) for _, name in categories]
         rows.append([str(need.rank), *values, gib_cell(need.total), gib_cell(CONTEXT_BYTES + beside)])

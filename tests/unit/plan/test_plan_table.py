@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+from harness.plan_requests import request_of
+
+from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES
+from mobius.plan.cards import CARDS
+from mobius.plan.choice import answer
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan import MemoryUse, make_plan
-from mobius.plan.plan_table import describe_stages
+from mobius.plan.plan_table import describe_gpus, describe_stages
+from mobius.plan.request import Machine
+from mobius.units import GIB
 
 
 def test_each_stage_has_a_line_and_those_without_parameters_say_so(llama_7b: ModelShape) -> None:
@@ -22,3 +30,17 @@ def test_each_stage_has_a_line_and_those_without_parameters_say_so(llama_7b: Mod
     assert cells[3] == ["3", "3", "0-0", "202.4M", "resident", "recomputed"]
     assert cells[34] == ["34", "2", "31-31", "202.4M", "streamed", "kept"]
     assert cells[35] == ["35", "3", "head", "131.1M", "streamed", "-"]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_replicas", "num_communicators"), [(1, 1, 0), (2, 1, 3), (4, 1, 5), (1, 2, 3), (2, 4, 9)]
+)
+def test_communicators_of_a_gpu_are_counted_those_to_replicas_too(
+    llama_7b: ModelShape, num_ranks: int, num_replicas: int, num_communicators: int
+) -> None:
+    """One for each edge, one of all ranks, and two to each other replica."""
+    machine = Machine(num_ranks, CARDS["H200"], num_replicas=num_replicas, num_nodes=num_replicas)
+    found = answer(request_of(llama_7b, machine))
+    mailboxes = found.request.mailbox_bytes if num_ranks > 1 else 0
+    outside = (CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES + mailboxes) / GIB
+    assert describe_gpus(found).splitlines()[-1].split()[-1] == f"{outside:.2f}"
