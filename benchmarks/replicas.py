@@ -3,9 +3,9 @@
     python benchmarks/replicas.py 7b --batch_size 64 --seq_length 512 [--ranks 2] [-- the options of main.py]
 
 All GPUs as one pipeline, then as two replicas of half as many ranks: with sums in fp32 and in bf16, over the links that
-the GPUs have, and over sockets (NCCL_P2P_DISABLE, NCCL_SHM_DISABLE) as a stand-in for a network. Each of the links is
-measured alone, too (replica_link.py). All rows train the same batches; a pipeline's microbatches are equally large. One
-table last:
+the GPUs have, and over sockets (NCCL_P2P_DISABLE, NCCL_SHM_DISABLE, NCCL_NET) as a stand-in for a network, over which
+messages within a pipeline of several ranks then go, too. Each of the links is measured alone, too (replica_link.py).
+All rows train the same batches; a pipeline's microbatches are equally large. One table last:
 
 predicted   the plan's seconds per step
 weights, optim, neighb    waits in seconds per step, by cause, of the worst rank; for reductions neighbours wait
@@ -37,7 +37,7 @@ from mobius.units import GIB
 FOLDER = Path(__file__).parent
 NUM_REPLICAS = 2
 PROCESS_GIB = 2.5
-SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
 TITLES = (
     *("run", "s/step", "predicted", "tokens/s", "weights", "optim", "neighb", "GPU GiB", "host", "planned", "most"),
     *("sums GB/s", "weights GB/s", "loss"),

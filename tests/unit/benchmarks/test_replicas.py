@@ -21,7 +21,7 @@ def test_each_pipeline_has_its_part_of_the_microbatches() -> None:
     assert "--pipeline_ranks 2" in chosen[0]
     assert all("--num_chunks 2" in words and "--pipeline_ranks 1" in words for words in chosen[1:])
     assert [words.endswith("--num_stages 2 --reduce_dtype bf16") for words in chosen] == [False, False, True]
-    assert CASES[3].environment == {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    assert CASES[3].environment == {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
 
 
 @pytest.mark.parametrize(
