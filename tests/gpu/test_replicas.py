@@ -1,4 +1,4 @@
-"""On two GPUs: two replicas of one rank train what one pipeline trains with the same batch, and repeat to the bit.
+"""On two GPUs, or four: two replicas train what one pipeline trains with the same batch, and repeat to the bit.
 
 The same is compared on CPUs in tests/distributed/test_replica_ranks.py and tests/pipeline/test_replicas.py.
 """
@@ -72,3 +72,21 @@ def test_in_bf16_overlaps_change_no_bit_and_runs_repeat(tmp_path: Path) -> None:
         for near in (first, rounded[number][0]):  # weights of bf16 are 2**-8 apart
             assert near.losses == pytest.approx(single.losses, rel=2e-3)
             assert near.norms == pytest.approx(single.norms, rel=2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("messages", ["--copy_messages", "--no_copy_messages"])
+def test_on_four_gpus_pipelines_of_two_train_what_one_rank_trains(tmp_path: Path, messages: str) -> None:
+    """Reductions and gathers run beside the messages of the pipelines, be they copies or NCCL's."""
+    wheres = (STREAMED, OTHERS[0], "--resident_stages 1")
+    variants = [f"{where} {clipping}" for where in wheres for clipping in CLIPPINGS]
+    shared = trained(2, tmp_path, f"--device cuda --bf16 --num_chunks 2 {messages}", variants, num_places=2)
+    alone = trained(1, tmp_path, "--device cuda --bf16 --num_chunks 4", variants[: len(CLIPPINGS)])
+    for number, (single,) in enumerate(alone):
+        first = shared[number]
+        for ranks in shared[number :: len(CLIPPINGS)]:
+            for place in range(2):
+                assert ranks[place].is_equal(first[place])
+                assert ranks[2 + place].is_equal(first[place])
+        assert first[0].losses == pytest.approx(single.losses, rel=2e-3)
+        assert first[0].norms == pytest.approx(single.norms, rel=2e-2)

@@ -1,4 +1,4 @@
-"""Trains a tiny model as replicas of one rank each, on CPUs or GPUs, once per variant of options."""
+"""Trains a tiny model as replicas, of one rank each or of several, on CPUs or GPUs, once per variant of options."""
 
 from __future__ import annotations
 
@@ -51,38 +51,44 @@ class Trained:
         return float(torch.stack(apart).max())
 
 
-def trained(num_replicas: int, folder: Path, options: str, variants: Sequence[str]) -> list[list[Trained]]:
-    """For each variant of `options` what each replica has trained; one process for each, one meeting for all."""
+def trained(
+    num_replicas: int, folder: Path, options: str, variants: Sequence[str], *, num_places: int = 1
+) -> list[list[Trained]]:
+    """For each variant of `options` what each rank has trained; one process for each, one meeting for all.
+
+    Ranks of a pipeline, `num_places` of them, are next to each other.
+    """
+    num_ranks = num_replicas * num_places
     model = folder / "model"
     if not model.exists():
         make_checkpoint(model, is_tied=True)
     output = folder / f"trained-{num_replicas}"
-    words = [str(output), str(model), f"{SHAPE} {options}", *variants]
+    words = [str(output), str(model), str(num_places), f"{SHAPE} {options}", *variants]
     processes = Processes(
         "harness.replica_ranks",
         "train_variants",
         words,
-        num_ranks=num_replicas,
+        num_ranks=num_ranks,
         folder=folder,
         # cuBLAS is deterministic with it only.
         environment={**environment(folder / "cache"), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     )
     assert processes.wait() == 0, processes.output()
-    found = [torch.load(f"{output}.{rank}", weights_only=False) for rank in range(num_replicas)]
+    found = [torch.load(f"{output}.{rank}", weights_only=False) for rank in range(num_ranks)]
     return [list(each) for each in zip(*found, strict=True)]
 
 
-def train_variants(output: str, folder: str, shared: str, *variants: str) -> None:
+def train_variants(output: str, folder: str, num_places: str, shared: str, *variants: str) -> None:
     """Train each variant and leave what this rank has as `output`.RANK."""
     prepare_environment()
     separate_device_queues()
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    ranks = Ranks.from_environment().cut(1)
+    ranks = Ranks.from_environment().cut(int(num_places))
     transport: Transport | None = None
     results = []
     for variant in variants:
-        pipelines = "--pipeline_ranks 1" if ranks.num_ranks > 1 else ""
+        pipelines = f"--pipeline_ranks {num_places}" if ranks.num_ranks > 1 else ""
         options = f"--model_path {folder} {shared} {variant} {pipelines}".split()
         session, result = _train(Path(folder), options, ranks, transport)
         transport = session.transport
