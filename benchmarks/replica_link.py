@@ -22,7 +22,7 @@ prepare_environment()  # before torch is imported
 import torch  # noqa: E402
 
 from mobius.machine.devices import MemoryMeter  # noqa: E402
-from mobius.memory.shares import Segment  # noqa: E402
+from mobius.memory.shares import ALIGNED, Segment  # noqa: E402
 from mobius.messages.replicas import meet_replicas  # noqa: E402
 from mobius.messages.world import World  # noqa: E402
 
@@ -63,8 +63,8 @@ def main() -> None:
 
 
 def even_segment(elements: int, number: int) -> Segment:
-    """Equal parts for each of `number` replicas."""
-    part = elements // number
+    """Equal parts for each of `number` replicas, which begin as a stage's do."""
+    part = elements // (number * ALIGNED) * ALIGNED
     return tuple(slice(index * part, (index + 1) * part) for index in range(number))
 
 

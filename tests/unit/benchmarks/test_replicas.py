@@ -60,8 +60,8 @@ def test_a_row_has_a_cell_for_each_title_and_the_memory_of_one_replica() -> None
 
 
 def test_bytes_that_travel_are_those_of_the_others() -> None:
-    segment = replica_link.even_segment(1200, 3)
-    assert [part.stop - part.start for part in segment] == [400] * 3
+    segment = replica_link.even_segment(1210, 3)  # parts begin at multiples of 8, as those of stages
+    assert [(part.start, part.stop) for part in segment] == [(0, 400), (400, 800), (800, 1200)]
     assert replica_link.sent(segment, 4) == 3200
 
 
