@@ -57,7 +57,7 @@ class StageMemory(Protocol):
         """Whether `wait_until_updated` and `weights` let nobody wait, because they did before or nothing changed."""
 
     def wait_until_updated(self) -> None:
-        """Make the host wait until the stage is updated; raises what the update raised."""
+        """Make the host, or compute where the state is on the device, wait for the update; raises what it raised."""
 
     def when_updated(self, action: Callable[[], None]) -> None:
         """Call `action` once the state has all updates that were begun: now, or in the thread that updates.
@@ -98,7 +98,7 @@ class StageMemory(Protocol):
         """Start bringing back what was added up; `gradients` goes on with it. Returns at once."""
 
     def wait_for_gradients(self) -> None:
-        """Make the host wait until `state.gradients` is complete."""
+        """Make the host, or compute where they are on the device, wait until `state.gradients` are complete."""
 
     def begin_update(self, update: Update) -> bool:
         """Run `update` under the rest of the step, unless the gradients are not finite; False if it cannot begin yet.

@@ -71,8 +71,9 @@ class DistributedTransport:
         if num_replicas > 1:
             self.everyone = world
             pipelines = [range(first, first + num_ranks) for first in range(0, world.num_ranks, num_ranks)]
+            # Every process makes the groups of all, in one order. On GPUs torch has those outside of a group, of gloo's
+            # too, take part in a split of NCCL's communicator of all: each must be outside of equally many.
             groups = [dist.new_group([*each], backend="gloo", timeout=MESSAGES_TIMEOUT) for each in pipelines]
-            # Every process makes the groups of all, in one order.
             edges = [self._edges, *(_edges_of(each.start, num_ranks, backend) for each in pipelines[1:])]
             self._scalars, self._edges = groups[replica], edges[replica]
             self.replicas = meet_replicas(

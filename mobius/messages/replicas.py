@@ -59,7 +59,7 @@ def meet_replicas(
     places = [[*range(each, world.num_ranks, num_places)] for each in range(num_places)]
 
     def connection(backend: str, chunk_elements: int) -> _Connection:
-        """One of this place's; every process makes those of all places, in one order."""
+        """One of this place's; every process makes those of all places, in one order (as in distributed.py)."""
         groups = [
             dist.new_group(peers, backend=backend, timeout=MESSAGES_TIMEOUT, pg_options=message_options(backend))
             for peers in places
