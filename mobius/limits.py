@@ -13,6 +13,8 @@ NUM_MAILBOXES = 2
 
 MAX_SUMS = 2
 """Stages of a rank whose fp32 sums are on the GPU at a time where sums travel: one that adds up, one on its way."""
+RECEIVED_ELEMENTS = 2**24
+"""Gradients that a GPU receives from all replicas at a time: 64 MiB in fp32."""
 KEYS_PER_CALL = 32768
 """Keys that a slice of a sequence attends to at a time: bounds the shapes that come up, and their gradients."""
 

@@ -29,13 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mobius.limits import RECEIVED_ELEMENTS
 from mobius.memory.shares import Replicas, Segment, Shares
 from mobius.messages.world import MESSAGES_TIMEOUT, World, message_options, needing_others
 
 HOST_CHUNK_ELEMENTS = 2**22
 """Elements that a host receives from each replica at a time: 16 MiB."""
-DEVICE_CHUNK_ELEMENTS = 2**24
-"""Elements that a GPU receives from all replicas at a time: 64 MiB."""
+DEVICE_CHUNK_ELEMENTS = RECEIVED_ELEMENTS
+"""Elements that a GPU receives from all replicas at a time."""
 PACK_BYTES = 16
 """NCCL moves so many bytes at a time between addresses that are multiples of it, and else byte by byte, which is what
 an element is to it here.

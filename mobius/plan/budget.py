@@ -177,7 +177,7 @@ class GpuNeed:
     graphs: int = 0
     """Activations that are kept from forward to backward."""
     messages: int = 0
-    """Received ahead, and sent but not yet let go."""
+    """Received ahead, and sent but not yet let go; gradients on their way between replicas."""
     keys: int = 0
     """Keys and values of a stage's layers that stay from slice to slice, and their gradients."""
     libraries: int = 0
@@ -243,7 +243,7 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
         optimizer=sum(map(sizes.optimizer, resident.values())),
         inputs=most.inputs,
         graphs=most.graphs,
-        messages=most.messages,
+        messages=most.messages + request.rules.sharing.received_bytes,
         working_set=most.work,
         keys=max(len(cut.layers) for cut in own) * request.key_bytes,
         libraries=LIBRARY_BYTES

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mobius.limits import RECEIVED_ELEMENTS
 from mobius.plan.replicas.state_bytes import SUM_BYTES, largest_share
 
 NODE_LINK = 12.5
@@ -70,6 +71,12 @@ class Sharing:
     def others(self, parameters: int) -> int:
         """Parameters that the others update: so many gradients go out and come in, and so many weights come in."""
         return parameters - self.own(parameters)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of GPU memory for gradients on their way; bf16 ones are cast when they go and when they come."""
+        parts = 0 if self.num_replicas == 1 else 1 if self.reduced == SUM_BYTES else 2
+        return parts * SUM_BYTES * RECEIVED_ELEMENTS
 
     def reduce_bytes(self, parameters: int) -> int:
         """Bytes of a stage's gradients that leave a rank, and as many come."""
