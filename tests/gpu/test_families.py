@@ -33,6 +33,6 @@ def test_twenty_steps_lose_what_transformers_loses(tmp_path: Path, family: str, 
 
     print(f"{family}, packing {packing}: {losses}")  # shown by `-rP`
     assert len(losses.run) == 20
-    assert losses.plain[-1] < 0.9 * losses.plain[0], f"nothing was learned that could differ: {losses}"
+    assert min(losses.plain) < 0.9 * losses.plain[0], f"nothing was learned that could differ: {losses}"
     assert losses.apart[0] < 1e-3, f"nothing is updated yet: {losses}"
     assert losses.furthest < 5e-3, losses
