@@ -14,6 +14,7 @@ OPTIONS = """--device cuda --num_stages 4 --resident_stages 0 --recompute full -
 """Few samples, of which transformers runs one after the other; and layers that keep nothing, whose graphs are two less
 of each kind to compile.
 """
+ROUTED = ("qwen3_moe", "mixtral")
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,8 @@ of each kind to compile.
         ("granite", "auto"),  # scaled embeddings, residuals, scores and logits
         ("olmo2", "auto"),  # norms of queries, keys and results
         ("phi3", "auto"),  # one linear for queries, keys and values, a window
+        ("qwen3_moe", "auto"),  # layers with experts and without, from the plan to the last step
+        ("mixtral", "auto"),  # shares of experts in fp32
     ],
 )
 def test_twenty_steps_lose_what_transformers_loses(tmp_path: Path, family: str, packing: str) -> None:
@@ -35,4 +38,5 @@ def test_twenty_steps_lose_what_transformers_loses(tmp_path: Path, family: str, 
     assert len(losses.run) == 20
     assert min(losses.plain) < 0.9 * losses.plain[0], f"nothing was learned that could differ: {losses}"
     assert losses.apart[0] < 1e-3, f"nothing is updated yet: {losses}"
-    assert losses.furthest < 5e-3, losses
+    # Rounding moves a token to another expert now and then: on a CPU mixtral is 3e-3 apart, others 3e-4 to 2e-3.
+    assert losses.furthest < (1e-2 if family in ROUTED else 5e-3), losses

@@ -26,7 +26,8 @@ def make_family_checkpoint(folder: Path, family: str, *, width: int) -> None:
 
     Heads are 32 wide and windows 64 tokens; values are drawn with a seed, norms and biases included.
     """
-    shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_attention_heads": width // 32}
+    shape = {"hidden_size": width, "intermediate_size": 3 * width, "moe_intermediate_size": width // 2}
+    shape |= {"num_attention_heads": width // 32}
     lengths = {"max_position_embeddings": 1024, "original_max_position_embeddings": 1024, "sliding_window": 64}
     wanted = {**shape, **lengths, "num_key_value_heads": width // 64, "head_dim": 32, "vocab_size": VOCAB}
     own = tiny_config(family)
