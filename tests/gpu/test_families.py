@@ -38,5 +38,6 @@ def test_twenty_steps_lose_what_transformers_loses(tmp_path: Path, family: str, 
     assert len(losses.run) == 20
     assert min(losses.plain) < 0.9 * losses.plain[0], f"nothing was learned that could differ: {losses}"
     assert losses.apart[0] < 1e-3, f"nothing is updated yet: {losses}"
-    # Rounding moves a token to another expert now and then: on a CPU mixtral is 3e-3 apart, others 3e-4 to 2e-3.
-    assert losses.furthest < (1e-2 if family in ROUTED else 5e-3), losses
+    # Rounding moves a token to another expert now and then: mixtral is up to 1.2e-2 apart on a CPU in bf16, and 3e-7 in
+    # fp32; other families are 3e-4 to 2e-3.
+    assert losses.furthest < (3e-2 if family in ROUTED else 5e-3), losses
