@@ -14,7 +14,11 @@ OPTIONS = """--device cuda --num_stages 4 --resident_stages 0 --recompute full -
 """Few samples, of which transformers runs one after the other; and layers that keep nothing, whose graphs are two less
 of each kind to compile.
 """
-ROUTED = ("qwen3_moe", "mixtral")
+NEAR = {"granite": 1.6e-2, "qwen3_moe": 2.5e-2, "mixtral": 2.5e-2}
+"""Largest share of a loss that is allowed, where not 5e-3: about twice what transformers' eager attention is from its
+other one in these steps on a CPU (granite 8.1e-3, mixtral 1.2e-2, where rounding moves tokens to other experts; phi3
+9e-4). In fp32 granite and mixtral are within 7e-7 there.
+"""
 
 
 @pytest.mark.parametrize(
@@ -38,6 +42,4 @@ def test_twenty_steps_lose_what_transformers_loses(tmp_path: Path, family: str, 
     assert len(losses.run) == 20
     assert min(losses.plain) < 0.9 * losses.plain[0], f"nothing was learned that could differ: {losses}"
     assert losses.apart[0] < 1e-3, f"nothing is updated yet: {losses}"
-    # Rounding moves a token to another expert now and then: mixtral is up to 1.2e-2 apart on a CPU in bf16, and 3e-7 in
-    # fp32; other families are 3e-4 to 2e-3.
-    assert losses.furthest < (3e-2 if family in ROUTED else 5e-3), losses
+    assert losses.furthest < NEAR.get(family, 5e-3), losses
