@@ -14,7 +14,7 @@ OPTIONS = """--device cuda --num_stages 4 --resident_stages 0 --recompute full -
 """Few samples, of which transformers runs one after the other; and layers that keep nothing, whose graphs are two less
 of each kind to compile.
 """
-NEAR = {"granite": 1.6e-2, "qwen3_moe": 2.5e-2, "mixtral": 2.5e-2}
+NEAR = {"granite": 1.6e-2, "mixtral": 2.5e-2}
 """Largest share of a loss that is allowed, where not 5e-3: about twice what transformers' eager attention is from its
 other one in these steps on a CPU (granite 8.1e-3, mixtral 1.2e-2, where rounding moves tokens to other experts; phi3
 9e-4). In fp32 granite and mixtral are within 7e-7 there.
@@ -41,5 +41,6 @@ def test_twenty_steps_lose_what_transformers_loses(tmp_path: Path, family: str, 
     print(f"{family}, packing {packing}: {losses}")  # shown by `-rP`
     assert len(losses.run) == 20
     assert min(losses.plain) < 0.9 * losses.plain[0], f"nothing was learned that could differ: {losses}"
-    assert losses.apart[0] < 1e-3, f"nothing is updated yet: {losses}"
-    assert losses.furthest < NEAR.get(family, 5e-3), losses
+    near = NEAR.get(family, 5e-3)
+    assert losses.apart[0] < near / 5, f"nothing is updated yet: {losses}"
+    assert losses.furthest < near, losses
