@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from mobius.interruption import Standing
 from mobius.models.adapters.files import AdapterFolder, Base, check_base
 from mobius.models.base_files import BaseFiles, read_json_object
 from mobius.models.text_parts.taken import text_part
-from mobius.output.adapters.merged import check_free
+from mobius.output.adapters.merged import base_shapes, check_free
 from mobius.output.output_folder import OutputFolder
 from mobius.planning.blueprint import Blueprint
 from mobius.planning.planned import saved_plan_of
@@ -43,7 +44,13 @@ def prepare_output(blueprint: Blueprint, standing: Standing, resume: Resume | No
     )
     if blueprint.place.ranks.is_first:
         num_bytes = export_bytes(blueprint) if trains else 0
-        output.prepare({name: num_bytes for name in ("--save_dir", "--save_params") if name in ("--save_dir", *files)})
+        needed: dict[str, int] = {"--save_dir": num_bytes}
+        if "--save_params" in files:
+            needed["--save_params"] = num_bytes
+        if config.adapters.merge and trains:
+            num_elements = sum(map(math.prod, base_shapes(blueprint.parts).values()))
+            needed["--save_dir"] += num_elements * blueprint.dtype.itemsize
+        output.prepare(needed)
         for line in remove_leftovers(save_dir):
             logger.info("%s", line)
         try:

@@ -210,6 +210,18 @@ def test_merge_into_a_folder_in_use_is_refused_before_training(run: Run, workpla
     assert Path("out/merged/notes.txt").read_text() == "mine"
 
 
+def test_room_for_the_merged_model_is_looked_for_before_training(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = sum(parameter.nbytes for parameter in base_model().parameters())
+    usage = shutil.disk_usage(".")._replace(free=base)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match="--save_dir need 1.* MiB in .*, 1.* MiB is free"):
+        train(run, "--merge")
+    assert not list(Path().glob("out*"))
+    train(run)  # adapters alone have room
+
+
 def test_an_evaluation_is_that_of_the_merged_model(run: Run, workplace: Path) -> None:
     evaluation = ["--do_eval", "--val_size", "4"]
     train(run, "--merge", *evaluation)
