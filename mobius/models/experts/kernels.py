@@ -44,13 +44,13 @@ class ExpertKernels:
         """Do `products.add_weight_gradient` in one pass over `total`; False where there are no kernels."""
 
         def launch(kernels: Any) -> None:
+            is_half = left.element_size() == 2 and _has_large_shared_memory(left.device)
             tiles = _parts(left.shape[1], kernels.LEFT) * _parts(right.shape[1], kernels.RIGHT)
             kernels.add_factors[(tiles, len(ends))](
                 *(left.contiguous(), right.contiguous(), ends, total, left.shape[1], right.shape[1]),
                 left_block=kernels.LEFT,
                 right_block=kernels.RIGHT,
-                rows_block=kernels.STEP,
-                **kernels.SETTINGS,
+                **(kernels.ADD_SETTINGS_OF_HALVES if is_half else kernels.ADD_SETTINGS),
             )
 
         return self._launch(launch, total.device)
@@ -76,6 +76,12 @@ class ExpertKernels:
 def kernels() -> ExpertKernels:
     """The kernels of this process."""
     return ExpertKernels()
+
+
+@functools.cache
+def _has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a program may have 96 KiB: from Ampere on, and in Triton's interpreter."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _parts(length: int, size: int) -> int:
