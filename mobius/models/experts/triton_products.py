@@ -15,7 +15,7 @@ SETTINGS = {"num_warps": 8, "num_stages": 3}
 ADD_SETTINGS = {"rows_block": 32, "num_warps": 8, "num_stages": 3}
 """For add_factors; `rows_block` are the rows that it takes at a time."""
 ADD_SETTINGS_OF_HALVES = {"rows_block": 64, "num_warps": 4, "num_stages": 3}
-"""The same for rows of two bytes, where a program may have 96 KiB of shared memory: 0.7 of the time on an H200."""
+"""For rows of two bytes, where a program may have 96 KiB of shared memory: 0.7 of the time on an H200."""
 
 
 @triton.jit(do_not_specialize=["num_experts"])
