@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mobius.plan.plan import Plan
+from mobius.plan.replicas.state_bytes import largest_share
 from mobius.plan.request import PlanRequest
 from mobius.units import bytes_text
 
@@ -25,15 +26,17 @@ class CheckpointNeed:
     """The copy of each rank's largest stage."""
     least: tuple[int, ...]
     """Room that is taken in any case: a stage that stays on a GPU is written from a copy, and others then, too."""
+    gathered: tuple[int, ...]
+    """Beside its copies: a whole stage, which each rank of the first replica puts together of the parts of all."""
 
     def room(self, rank: int, free_bytes: float) -> int:
         """Bytes that `rank` may take for copies where the machine has `free_bytes` of host memory left."""
         share = self.rank_bytes[rank] / max(1, sum(self.rank_bytes))
-        return int(max(0.0, (1 - SPARED_SHARE) * free_bytes) * share)
+        return int(max(0.0, (1 - SPARED_SHARE) * free_bytes - sum(self.gathered)) * share)
 
     def host_bytes(self, free_bytes: float) -> int:
-        """Host memory that the copies of all ranks take together."""
-        taken = 0
+        """Host memory that the copies of all ranks of a pipeline take together, and what they gather."""
+        taken = sum(self.gathered)
         for rank, (own, largest) in enumerate(zip(self.rank_bytes, self.largest_stage, strict=True)):
             room = self.room(rank, free_bytes)
             taken += own if own <= room else max(self.least[rank], room // largest * largest)
@@ -71,23 +74,31 @@ class CheckpointNeed:
 
 
 def checkpoint_need(request: PlanRequest, plan: Plan, *, has_optimizer: bool) -> CheckpointNeed:
-    """The need of `plan`; small files are left out."""
-    sizes = request.sizes
+    """The need of `plan`; small files are left out.
+
+    Each of several replicas copies its part of what is trained. The first one, which writes, needs most.
+    """
+    sizes, num_replicas = request.sizes, request.machine.num_replicas
     shape, per_trained = request.shape, sizes.per_optimizer if has_optimizer else 0
     on_gpu = frozenset(range(plan.num_stages)) if shape.keeps_trained else plan.resident
     on_gpu = frozenset() if request.machine.on_cpu else on_gpu
 
-    def bytes_of(rank: int) -> dict[int, int]:
-        cuts = [plan.cuts[stage] for stage in plan.stages_of(rank)]
-        saved = [cut.num_trained(shape) if shape.keeps_trained else cut.num_parameters(shape) for cut in cuts]
-        both = zip(cuts, saved, strict=True)
-        return {cut.stage: count * sizes.weight + cut.num_trained(shape) * per_trained for cut, count in both}
+    def bytes_of(rank: int, num_owners: int) -> dict[int, int]:
+        """Bytes of each stage's part where so many share what is trained."""
+        found = {}
+        for cut in (plan.cuts[stage] for stage in plan.stages_of(rank)):
+            trained = cut.num_trained(shape)
+            frozen = 0 if shape.keeps_trained else cut.num_parameters(shape) - trained
+            found[cut.stage] = frozen * sizes.weight + largest_share(trained, num_owners) * (sizes.weight + per_trained)
+        return found
 
-    copies = [bytes_of(rank) for rank in range(plan.num_ranks)]
+    copies = [bytes_of(rank, num_replicas) for rank in range(plan.num_ranks)]
+    whole = [max(bytes_of(rank, 1).values()) if num_replicas > 1 else 0 for rank in range(plan.num_ranks)]
     saved_parameters = shape.num_trained if shape.keeps_trained else shape.num_parameters
     return CheckpointNeed(
         disk_bytes=saved_parameters * sizes.weight + shape.num_trained * per_trained,
         rank_bytes=tuple(sum(own.values()) for own in copies),
         largest_stage=tuple(max(1, *own.values()) for own in copies),
         least=tuple(max(own.values()) if own.keys() & on_gpu else 0 for own in copies),
+        gathered=tuple(whole),
     )

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 from harness.plan_requests import known_shape, request_of
 
+from mobius.plan.cards import CARDS
 from mobius.plan.checkpoint_need import CheckpointNeed, checkpoint_need
+from mobius.plan.request import Machine
 
-NEED = CheckpointNeed(disk_bytes=1000, rank_bytes=(600, 400), largest_stage=(300, 100), least=(0, 100))
+NEED = CheckpointNeed(disk_bytes=1000, rank_bytes=(600, 400), largest_stage=(300, 100), least=(0, 100), gathered=(0, 0))
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,16 @@ def test_a_rank_with_a_stage_on_a_gpu_takes_a_buffer_that_any_of_its_stages_fits
     assert sizes[3] < sizes[7]
     assert need.least == (0, 0, 0, sizes[7])
     assert need.host_bytes(0) == sizes[7]
+
+
+def test_replicas_copy_their_parts_and_the_first_one_puts_a_stage_together() -> None:
+    shape = known_shape("7b")
+    request = request_of(shape, Machine(4, CARDS["RTX4090"], num_replicas=2, num_nodes=2), num_stages=8)
+    need = checkpoint_need(request, request.plan, has_optimizer=True)
+    sizes = [12 * cut.num_parameters(shape) for cut in request.plan.cuts]
+    assert need.disk_bytes == 12 * shape.num_parameters
+    assert need.rank_bytes == tuple((sizes[rank] + sizes[rank + 4]) // 2 for rank in range(4))
+    assert need.gathered == tuple(max(sizes[rank], sizes[rank + 4]) for rank in range(4))
+    most = sum(need.rank_bytes) + sum(need.gathered)
+    assert need.host_bytes(2 * most) == most
+    assert not need.has_room(1.25 * sum(need.rank_bytes))  # what is gathered comes on top
