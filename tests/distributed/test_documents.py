@@ -22,7 +22,7 @@ from harness.forked import Ranks
 COMMANDS = all_commands()
 RUN = [command for command in COMMANDS if not command.needs and "scripts/simulate.py" not in command.text]
 """What simulate.py does has tests of its own; scripts/run_docs runs it as it is printed."""
-TRAINS = re.compile(r"bash train\.sh |python scripts/convert_checkpoint\.py ")
+TRAINS = re.compile(r"bash train\.sh |python scripts/convert_checkpoint\.py |.*--model_path 70b ")
 """Commands that take many seconds, or what those leave; README's run, and all in scripts/run_docs."""
 CHECKED = [command for command in COMMANDS if command.needs]
 

@@ -104,7 +104,13 @@ def _assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
     assert (actual - expected).abs().max() <= 1e-4 * moved, (name, float((actual - expected).abs().max()))
 
 
-@pytest.mark.parametrize("clipping", ["--max_grad_norm 0.5", "--max_grad_norm 0"], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize(
+    "clipping",
+    [
+        pytest.param("--max_grad_norm 0.5", marks=pytest.mark.extended, id="clipped"),
+        pytest.param("--max_grad_norm 0", id="not clipped"),
+    ],
+)
 def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -> None:
     options = f"""--device cpu --bf16 --num_stages 8 --num_chunks 2 --batch_size 4 --seq_length 16 --num_iterations 6
         --learning_rate 1e-3 {clipping}"""

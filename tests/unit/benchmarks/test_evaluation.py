@@ -36,7 +36,7 @@ def test_nothing_that_is_timed_is_refused(words: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("forked_starts")
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_packed", [pytest.param(False, marks=pytest.mark.extended), True])
 def test_a_small_model_is_timed_by_two_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], is_packed: bool
 ) -> None:

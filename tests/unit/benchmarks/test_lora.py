@@ -157,6 +157,7 @@ def test_the_fastest_microbatch_that_fits_is_trained_with(
     assert (told["rows_per_microbatch"], len(told["step_seconds"])) == (best, 3)
 
 
+@pytest.mark.extended
 def test_two_ranks_of_fsdp2_train_adapters(tmp_path: Path) -> None:
     write_config(tmp_path / "model", "tiny", 1)
     output = tmp_path / "output.json"

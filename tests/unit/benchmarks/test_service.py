@@ -37,6 +37,7 @@ def losses(result: RunResult) -> list[float]:
     return [step["loss"] for step in result.output["steps"]]
 
 
+@pytest.mark.extended
 def test_runs_in_the_same_processes_train_as_new_ones_do(tmp_path: Path, words: list[str], service: Service) -> None:
     new = Ranks(
         "worker",

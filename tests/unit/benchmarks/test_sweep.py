@@ -110,6 +110,7 @@ def test_a_report_of_runs_that_are_not_there_is_refused(tmp_path: Path, capsys: 
     assert "rows.jsonl is no file; name the one" in capsys.readouterr().err
 
 
+@pytest.mark.extended
 def test_a_whole_run_of_the_smallest_model_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "rows.jsonl"
     trial = ["--size", "tiny", "--gpus", "1", "--no_limit", "--steps", "1", "--runs", "2", "--output", str(output)]

@@ -776,10 +776,10 @@ def is_saved(place: Path, what: set[str]) -> bool:
     [
         pytest.param(old_nothing, False, False, id="fresh"),
         pytest.param(old_model, True, False, id="over a model"),
-        pytest.param(old_run, True, False, id="over a run"),
+        pytest.param(old_run, True, False, id="over a run", marks=pytest.mark.extended),
         pytest.param(old_checkpoints, True, False, id="over checkpoints"),
         pytest.param(old_run, False, True, id="resuming a run that had ended"),
-        pytest.param(old_checkpoints, False, True, id="resuming"),
+        pytest.param(old_checkpoints, False, True, id="resuming", marks=pytest.mark.extended),
     ],
 )
 def test_a_run_that_is_killed_anywhere_loses_nothing_complete_and_goes_on(

@@ -89,7 +89,6 @@ def test_the_folder_of_an_adapter_has_its_base_and_no_weights_of_it(run: Run, wo
 
 
 VARIANTS = {
-    "streamed": "",
     "one slot": "--no_prefetch",
     "resident": "--no_offload",
     "bf16, one stage resident, not clipped": "--dtype bf16 --resident_stages 1 --max_grad_norm 0",

@@ -238,6 +238,7 @@ def test_a_pass_takes_as_many_batches_as_a_step_keeps_activations_for() -> None:
     assert number(1, 20, 20) == MOST_BATCHES_PER_PASS
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(1, 1), (1, 4), (2, 1), (2, 2), (2, 4), (4, 2)])
 def test_a_pass_takes_no_more_memory_than_a_step(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> None:
