@@ -21,8 +21,8 @@ prepare_environment()  # before torch is imported
 
 import torch  # noqa: E402
 
-from mobius.machine.devices import MemoryMeter  # noqa: E402
-from mobius.memory.shares import ALIGNED, Segment  # noqa: E402
+from mobius.machine.devices import MemoryMeter, use_device  # noqa: E402
+from mobius.memory.shares import Segment, cut  # noqa: E402
 from mobius.messages.replicas import meet_replicas  # noqa: E402
 from mobius.messages.world import World  # noqa: E402
 
@@ -41,10 +41,9 @@ def main() -> None:
     separate_device_queues()
     ranks = Ranks.from_environment().cut(arguments.pipeline_ranks)
     device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
     world = World(rank=ranks.rank, num_ranks=ranks.num_ranks, device=device)
-    segment = even_segment(arguments.elements, ranks.num_replicas)
+    segment = cut(0, arguments.elements, ranks.num_replicas)
     rates = {}
     for dtype in (torch.float32, torch.bfloat16):
         replicas = meet_replicas(
@@ -60,12 +59,6 @@ def main() -> None:
         arguments.output.write_text(json.dumps(rates))
     world.barrier()
     world.close()
-
-
-def even_segment(elements: int, number: int) -> Segment:
-    """Equal parts for each of `number` replicas, which begin as a stage's do."""
-    part = elements // (number * ALIGNED) * ALIGNED
-    return tuple(slice(index * part, (index + 1) * part) for index in range(number))
 
 
 def sent(segment: Segment, itemsize: int) -> int:

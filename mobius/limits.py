@@ -13,6 +13,9 @@ NUM_MAILBOXES = 2
 
 MAX_SUMS = 2
 """Stages of a rank whose fp32 sums are on the GPU at a time where sums travel: one that adds up, one on its way."""
+SHARE_ALIGNMENT = 8
+"""Elements that a replica's share of a stage is a multiple of: 16 bytes in bf16. A stage's length is a multiple of 128,
+so that 2, 4, 8 or 16 replicas have equal shares."""
 RECEIVED_ELEMENTS = 2**24
 """Gradients that a GPU receives from all replicas at a time: 64 MiB in fp32."""
 KEYS_PER_CALL = 32768
@@ -28,6 +31,11 @@ def sum_elements(trained: Sequence[int], num_sums: int) -> tuple[int, ...]:
     if len(trained) % num_sums:
         return (max(trained),) * num_sums
     return tuple(max(trained[first::num_sums], default=0) for first in range(num_sums))
+
+
+def largest_share(elements: int, num_replicas: int) -> int:
+    """Most of so many trained elements that one of the replicas owns; all of them where there is one."""
+    return min(elements, -(-elements // (num_replicas * SHARE_ALIGNMENT)) * SHARE_ALIGNMENT)
 
 
 def max_leaving(reach: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from mobius.measuring.bench import Bench
-from mobius.memory.shares import ALIGNED
+from mobius.memory.shares import cut
 from mobius.plan.replicas.traffic import ReplicaRates
 
 LINK_ELEMENTS = 2**25
@@ -24,10 +24,9 @@ def measure_replica_rates(bench: Bench, *, is_through_host: bool) -> ReplicaRate
     transport = bench.transport
     replicas = transport.replicas
     assert replicas is not None, "there is a link between replicas"
-    part = LINK_ELEMENTS // replicas.num_replicas // ALIGNED * ALIGNED
-    segment = tuple(slice(index * part, (index + 1) * part) for index in range(replicas.num_replicas))
+    segment = cut(0, LINK_ELEMENTS, replicas.num_replicas)
     weights = torch.zeros(LINK_ELEMENTS, dtype=torch.bfloat16, device=bench.device)
-    sent = (replicas.num_replicas - 1) * part * weights.element_size()
+    sent = (replicas.num_replicas - 1) * segment[0].stop * weights.element_size()
 
     def gather() -> None:
         replicas.gather(weights, [segment])

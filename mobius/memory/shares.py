@@ -19,11 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mobius.limits import largest_share
 from mobius.memory.layout import ALIGNMENT, StageLayout
-
-ALIGNED = 8
-"""Elements that a share is a multiple of: 16 bytes in bf16. A stage's length is a multiple of 128, so that 2, 4, 8 or
-16 replicas have equal shares."""
 
 Segment = tuple[slice, ...]
 """A run of trained elements from end to end: the part of each replica, some of which may be empty."""
@@ -82,7 +79,7 @@ class Shares:
                 part = layout.slice_of(name)
                 bounds |= {part.start, -(-part.stop // ALIGNMENT) * ALIGNMENT}
         ordered = sorted(bounds)
-        segments = (_cut(*both, replicas.num_replicas) for both in pairwise(ordered))
+        segments = (cut(*both, replicas.num_replicas) for both in pairwise(ordered))
         return cls(tuple(segments), replicas.index)
 
     @property
@@ -139,8 +136,8 @@ class Shares:
         return torch.stack(list(torch._foreach_norm(counted, 2.0, dtype=torch.float32))).square().sum()
 
 
-def _cut(start: int, end: int, number: int) -> Segment:
-    """`number` parts of [start, end), equal but for the last ones."""
-    length = -(-(end - start) // (number * ALIGNED)) * ALIGNED
-    bounds = [min(start + index * length, end) for index in range(number + 1)]
+def cut(start: int, end: int, num_replicas: int) -> Segment:
+    """Parts of [start, end), equal but for the last ones."""
+    length = largest_share(end - start, num_replicas)
+    bounds = [min(start + index * length, end) for index in range(num_replicas + 1)]
     return tuple(slice(*both) for both in pairwise(bounds))

@@ -29,14 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mobius.limits import RECEIVED_ELEMENTS
-from mobius.memory.shares import Replicas, Segment, Shares
+from mobius.limits import RECEIVED_ELEMENTS, SHARE_ALIGNMENT
+from mobius.memory.shares import Replicas, Segment, Shares, cut
 from mobius.messages.world import MESSAGES_TIMEOUT, World, message_options, needing_others
 
 HOST_CHUNK_ELEMENTS = 2**22
 """Elements that a host receives from each replica at a time: 16 MiB."""
-DEVICE_CHUNK_ELEMENTS = RECEIVED_ELEMENTS
-"""Elements that a GPU receives from all replicas at a time."""
 PACK_BYTES = 16
 """NCCL moves so many bytes at a time between addresses that are multiples of it, and else byte by byte, which is what
 an element is to it here.
@@ -70,7 +68,7 @@ def meet_replicas(
     hosts = partial(connection, "gloo", HOST_CHUNK_ELEMENTS)
     devices = hosts
     if device.type == "cuda":
-        devices = partial(connection, "nccl", DEVICE_CHUNK_ELEMENTS // (num_replicas - 1))
+        devices = partial(connection, "nccl", RECEIVED_ELEMENTS // (num_replicas - 1))
     replicas = DistributedReplicas(devices(), devices(), hosts(), hosts(), reduce_dtype=reduce_dtype)
     replicas.connect(device)
     return replicas
@@ -153,8 +151,9 @@ class DistributedReplicas:
 
     def connect(self, device: torch.device) -> None:
         """Use each connection between devices once; collective."""
+        length = self.num_replicas * SHARE_ALIGNMENT
         for connection in (self._reducing, self._gathering):
-            connection.spread(torch.ones(self.num_replicas, device=device), [_one_each(self.num_replicas)])
+            connection.spread(torch.ones(length, device=device), [cut(0, length, self.num_replicas)])
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
@@ -197,8 +196,8 @@ class DistributedReplicas:
     def collect(self, own: Tensor, shares: Shares) -> Tensor | None:
         saving = self._saving
         if self.index > 0:
-            for start in range(0, own.numel(), HOST_CHUNK_ELEMENTS):
-                saving.exchange({0: own[start : start + HOST_CHUNK_ELEMENTS]}, {})
+            for values in own.split(HOST_CHUNK_ELEMENTS):
+                saving.exchange({0: values}, {})
             return None
         whole = torch.empty(shares.num_trained, dtype=own.dtype)
         for part, place in shares.places():
@@ -207,12 +206,8 @@ class DistributedReplicas:
             parts = shares.of_owner(peer)
             lengths = [part.stop - part.start for part in parts]
             received = torch.empty(sum(lengths), dtype=own.dtype)
-            for start in range(0, received.numel(), HOST_CHUNK_ELEMENTS):
-                saving.exchange({}, {peer: received[start : start + HOST_CHUNK_ELEMENTS]})
+            for values in received.split(HOST_CHUNK_ELEMENTS):
+                saving.exchange({}, {peer: values})
             for part, values in zip(parts, received.split(lengths), strict=True):
                 whole[part] = values
         return whole
-
-
-def _one_each(num_replicas: int) -> Segment:
-    return tuple(slice(index, index + 1) for index in range(num_replicas))

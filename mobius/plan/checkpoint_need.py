@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mobius.limits import largest_share
 from mobius.plan.plan import Plan
-from mobius.plan.replicas.state_bytes import largest_share
 from mobius.plan.request import PlanRequest
 from mobius.units import bytes_text
 
@@ -93,12 +93,11 @@ def checkpoint_need(request: PlanRequest, plan: Plan, *, has_optimizer: bool) ->
         return found
 
     copies = [bytes_of(rank, num_replicas) for rank in range(plan.num_ranks)]
-    whole = [max(bytes_of(rank, 1).values()) if num_replicas > 1 else 0 for rank in range(plan.num_ranks)]
     saved_parameters = shape.num_trained if shape.keeps_trained else shape.num_parameters
     return CheckpointNeed(
         disk_bytes=saved_parameters * sizes.weight + shape.num_trained * per_trained,
         rank_bytes=tuple(sum(own.values()) for own in copies),
         largest_stage=tuple(max(1, *own.values()) for own in copies),
         least=tuple(max(own.values()) if own.keys() & on_gpu else 0 for own in copies),
-        gathered=tuple(whole),
+        gathered=tuple(max(bytes_of(rank, 1).values()) if num_replicas > 1 else 0 for rank in range(plan.num_ranks)),
     )

@@ -5,11 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness.replica_ranks import trained
-
-CLIPPINGS = ("--max_grad_norm 0.5", "--max_grad_norm 0")
-STREAMED = "--resident_stages 0 --use_prefetch --overlap_optimizer"
-OTHERS = ("--resident_stages 0 --no_prefetch --no_overlap_optimizer", "--no_offload", "--resident_stages 1")
+from harness.replica_ranks import CLIPPINGS, OTHERS, STREAMED, trained
 
 
 def test_overlaps_change_no_bit_and_rounding_on_the_way_little(tmp_path: Path) -> None:

@@ -11,14 +11,10 @@ import pytest
 import torch
 from harness.forked import Ranks
 from harness.replica_messages import shares_of, values_of
-from harness.replica_ranks import trained
+from harness.replica_ranks import CLIPPINGS, OTHERS, STREAMED, trained
 from harness.runs import environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-
-CLIPPINGS = ("--max_grad_norm 0.5", "--max_grad_norm 0")
-STREAMED = "--resident_stages 0 --use_prefetch --overlap_optimizer"
-OTHERS = ("--resident_stages 0 --no_prefetch --no_overlap_optimizer", "--no_offload", "--resident_stages 1")
 
 
 def test_sums_over_nccl_are_those_on_hosts_to_the_bit(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def shares_of(replica: int, num_replicas: int) -> Shares:
 
 def use_all(output: str, device: str = "cpu") -> None:
     """Use each connection once, and leave what came of it as `output`.RANK."""
-    messages.HOST_CHUNK_ELEMENTS = messages.DEVICE_CHUNK_ELEMENTS = 100  # shares take several
+    messages.HOST_CHUNK_ELEMENTS = messages.RECEIVED_ELEMENTS = 100  # shares take several
     ranks = Ranks.from_environment()
     rank, number = ranks.rank, ranks.num_ranks
     place = torch.device(device, rank) if device == "cuda" else torch.device(device)

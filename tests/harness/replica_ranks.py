@@ -26,6 +26,9 @@ from mobius.training.session import Session, open_session
 
 SHAPE = """--num_stages 4 --batch_size 8 --seq_length 16 --num_iterations 6 --learning_rate 1e-3 --adam_epsilon 1e-5
     --warmup_steps 0 --weight_decay 0.1 --lr_scheduler_type constant --compile off --recompute full"""
+CLIPPINGS = ("--max_grad_norm 0.5", "--max_grad_norm 0")
+STREAMED = "--resident_stages 0 --use_prefetch --overlap_optimizer"
+OTHERS = ("--resident_stages 0 --no_prefetch --no_overlap_optimizer", "--no_offload", "--resident_stages 1")
 
 
 @dataclass(frozen=True)

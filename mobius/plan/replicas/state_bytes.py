@@ -10,20 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mobius.config.config import Dtype
+from mobius.limits import largest_share
 
 MOMENTS_BYTES = 8
 """The two fp32 moments of AdamW, per parameter."""
 SUM_BYTES = 4
 """Gradients of a step's microbatches are added up in fp32."""
-ALIGNED = 8
-"""Elements that a share is a multiple of (memory/shares.py)."""
-
-
-def largest_share(parameters: int, num_replicas: int) -> int:
-    """Most of so many trained parameters that one of the replicas owns; all of them where there is one."""
-    if num_replicas == 1:
-        return parameters
-    return min(parameters, -(-parameters // (num_replicas * ALIGNED)) * ALIGNED)
 
 
 @dataclass(frozen=True)

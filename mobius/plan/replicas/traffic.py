@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mobius.limits import RECEIVED_ELEMENTS
-from mobius.plan.replicas.state_bytes import SUM_BYTES, largest_share
+from mobius.limits import RECEIVED_ELEMENTS, largest_share
+from mobius.plan.replicas.state_bytes import SUM_BYTES
 
 NODE_LINK = 12.5
 """GB/s of a node's link to the others, in each direction, where nobody has said or measured it: 100 Gbit/s."""

@@ -11,6 +11,8 @@ import replicas
 from replicas import CASES, TITLES, Case, Result
 from rows import Workload, mobius_measurement
 
+from mobius.memory.shares import cut
+
 WORDS = "tiny --ranks 2 --batch_size 8 --seq_length 32 --num_chunks 4"
 
 
@@ -60,9 +62,7 @@ def test_a_row_has_a_cell_for_each_title_and_the_memory_of_one_replica() -> None
 
 
 def test_bytes_that_travel_are_those_of_the_others() -> None:
-    segment = replica_link.even_segment(1210, 3)  # parts begin at multiples of 8, as those of stages
-    assert [(part.start, part.stop) for part in segment] == [(0, 400), (400, 800), (800, 1200)]
-    assert replica_link.sent(segment, 4) == 3200
+    assert replica_link.sent(cut(0, 1200, 3), 4) == 3200
 
 
 @pytest.mark.usefixtures("forked_starts")

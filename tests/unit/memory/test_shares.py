@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from mobius.limits import SHARE_ALIGNMENT
 from mobius.memory.layout import StageLayout
-from mobius.memory.shares import ALIGNED, Shares
+from mobius.memory.shares import Shares
 from mobius.memory.stage_state import StageState
 
 LAYOUT = StageLayout.of({"tied": (50, 32), "matrix": (33, 7), "frozen": (9, 9), "norm": (37,)}, frozen={"frozen"})
@@ -27,7 +28,7 @@ def test_every_trained_element_has_one_owner(number: int, tied: tuple[str, ...])
     for index in range(number):
         shares = shares_of(number, index, tied=tied)
         assert shares.num_elements == sum(part.stop - part.start for part in shares.own)
-        assert all(part.start % ALIGNED == 0 for part in shares.own)
+        assert all(part.start % SHARE_ALIGNMENT == 0 for part in shares.own)
         for part in shares.own:
             owners[part] += 1
     assert shares.num_trained == LAYOUT.num_trained

@@ -13,9 +13,10 @@ from harness.replica_messages import LAYOUT, shares_of, values_of
 from harness.runs import environment
 from torch import Tensor
 
+from mobius.limits import RECEIVED_ELEMENTS
 from mobius.memory.shares import Segment
 from mobius.messages import replicas as messages
-from mobius.messages.replicas import DEVICE_CHUNK_ELEMENTS, PACK_BYTES, meet_replicas
+from mobius.messages.replicas import PACK_BYTES, meet_replicas
 
 NUM_REPLICAS = 3
 Found = list[dict[str, Tensor]]
@@ -93,7 +94,7 @@ def test_parts_that_travel_begin_where_nccl_takes_them_in_packs(
 ) -> None:
     """With four replicas a part is a third of what a GPU receives at a time."""
     number, length = 4, 4096
-    assert DEVICE_CHUNK_ELEMENTS // (number - 1) % PACK_BYTES, "which is no multiple by itself"
+    assert RECEIVED_ELEMENTS // (number - 1) % PACK_BYTES, "which is no multiple by itself"
     traffic = Traffic(monkeypatch, num_replicas=number, chunk=2**10 // (number - 1), dtype=dtype)
     sums = torch.zeros(number * length)
     traffic.replicas.reduce(sums, [segment_of(length, number)])
