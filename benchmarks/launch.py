@@ -55,15 +55,19 @@ def run_ranks(
     output: Path,
     timeout_seconds: float,
     log_lines: int = 25,
+    num_nodes: int = 1,
 ) -> RunResult:
-    """Run `command` as `num_ranks` processes with torchrun's variables and read the JSON that it writes to `output`."""
+    """Run `command` as `num_ranks` processes with torchrun's variables and read the JSON that it writes to `output`.
+
+    `num_nodes` is as in `rank_variables`.
+    """
     output.unlink(missing_ok=True)
     start, before = time.monotonic(), used_host_bytes()
     most, ranks = before, []
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         try:
             variables = {**environment, "BENCHMARK_START": str(start)}
-            ranks += start_ranks(command, num_ranks=num_ranks, environment=variables, log=log)
+            ranks += start_ranks(command, num_ranks=num_ranks, num_nodes=num_nodes, environment=variables, log=log)
             deadline = start + timeout_seconds
             while None in (codes := [process.poll() for process in ranks]):
                 most = max(most, used_host_bytes())
@@ -91,22 +95,36 @@ def run_ranks(
 
 
 def start_ranks(
-    command: Sequence[str], *, num_ranks: int, environment: Mapping[str, str], log: IO[str]
+    command: Sequence[str], *, num_ranks: int, environment: Mapping[str, str], log: IO[str], num_nodes: int = 1
 ) -> list[subprocess.Popen[str]]:
-    """Start `num_ranks` processes that print to `log`, with torchrun's variables and those of `environment`."""
+    """Start `num_ranks` processes that print to `log`, with torchrun's variables and those of `environment`.
+
+    `num_nodes` is as in `rank_variables`.
+    """
     shared = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
         STARTER: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a process that crashes tells where
         "PYTHONWARNINGS": "ignore",  # they would fill the end of the log
         **environment,
     }
-    return [_start(command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log) for rank in range(num_ranks)]
+    own = [rank_variables(rank, num_ranks, num_nodes) for rank in range(num_ranks)]
+    return [_start(command, {**shared, **variables}, log) for variables in own]
+
+
+def rank_variables(rank: int, num_ranks: int, num_nodes: int = 1) -> dict[str, str]:
+    """What torchrun sets for a rank, but for the place of its store.
+
+    With several nodes the ranks of each take themselves, and NCCL takes them, for those of a machine of its own: they
+    share this one's GPUs, and speak over sockets.
+    """
+    num_local = num_ranks // num_nodes
+    variables = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank % num_local, "LOCAL_WORLD_SIZE": num_local}
+    node = {"NCCL_HOSTID": f"node-{rank // num_local}"} if num_nodes > 1 else {}
+    return {name: str(value) for name, value in variables.items()} | node
 
 
 def end_ranks(ranks: Sequence[subprocess.Popen[str]]) -> None:

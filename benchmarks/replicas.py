@@ -1,6 +1,7 @@
 """Times replicas of a pipeline beside one pipeline on the same GPUs, over their links and over sockets.
 
     python benchmarks/replicas.py 7b --batch_size 64 --seq_length 512 [--ranks 2] [-- the options of main.py]
+    python benchmarks/replicas.py 7b --share_gpus --ranks 2 ...
 
 All GPUs as one pipeline, then as two replicas of half as many ranks: with sums in fp32 and in bf16, over the links that
 the GPUs have, and over sockets (NCCL_P2P_DISABLE, NCCL_SHM_DISABLE, NCCL_NET) as a stand-in for a network, over which
@@ -13,6 +14,10 @@ host        GiB of a replica's processes, the sum of their largest resident sets
 planned     GiB that the plan says of them
 most        2 + 12/R bytes per parameter and 2.5 GiB per process
 sums, weights   GB/s that each GPU sends and receives when nothing else runs
+
+With --share_gpus one GPU is enough for --ranks 2: each replica takes itself for a node of its own, on the same GPUs,
+over sockets; the one pipeline has as many ranks as a replica. Where NVIDIA's multi-process service runs and
+CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is 50, each process has half of a GPU's processors, whoever else computes.
 """
 
 import argparse
@@ -91,6 +96,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps at the start that the medians leave out")
     parser.add_argument("--elements", type=int, default=2**28, help="of the sums by which a link is measured")
     parser.add_argument("--case", type=int, action="append", choices=range(len(CASES)), help="only these rows, from 0")
+    parser.add_argument("--share_gpus", action="store_true", help="replicas as nodes that have the same GPUs")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a run is ended")
     own, options = split_words(argv)
     arguments = parser.parse_args(own)
@@ -107,11 +113,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def options_of(case: Case, arguments: argparse.Namespace) -> list[str]:
     """Options of a row's run, but for the model; later ones count."""
-    num_places = arguments.ranks // case.num_replicas
+    num_places = num_ranks(case, arguments) // case.num_replicas
     words = ["--batch_size", str(arguments.batch_size), "--seq_length", str(arguments.seq_length)]
     words += ["--num_iterations", str(arguments.steps), "--num_chunks", str(arguments.num_chunks // case.num_replicas)]
     words += ["--resident_stages", "0", "--pipeline_ranks", str(num_places), *arguments.mobius_options]
     return [*words, *(["--reduce_dtype", "bf16"] if case.dtype == "bfloat16" else [])]
+
+
+def num_ranks(case: Case, arguments: argparse.Namespace) -> int:
+    """Processes of a row."""
+    return arguments.ranks // NUM_REPLICAS if arguments.share_gpus and case.num_replicas == 1 else arguments.ranks
 
 
 def most_gib(parameters: int, case: Case, num_processes: int) -> float:
@@ -121,7 +132,7 @@ def most_gib(parameters: int, case: Case, num_processes: int) -> float:
 
 
 def cells(
-    case: Case, result: Result | None, rates: Mapping[str, float] | None, parameters: int, ranks: int
+    case: Case, result: Result | None, rates: Mapping[str, float] | None, parameters: int, num_processes: int
 ) -> list[str]:
     """A row of the table; a dash where there is nothing."""
     found = rates or {}
@@ -140,7 +151,7 @@ def cells(
         "-" if run.allocated_gib is None else f"{run.allocated_gib:.2f}",
         f"{run.host_gib / case.num_replicas:.1f}",
         f"{result.planned_gib:.1f}",
-        f"{most_gib(parameters, case, ranks):.1f}",
+        f"{most_gib(parameters, case, num_processes):.1f}",
         *link,
         f"{run.loss:.4f}",
     ]
@@ -151,7 +162,7 @@ def measure_link(arguments: argparse.Namespace, folder: Path, *, is_socket: bool
     output = folder / "link.json"
     command = [sys.executable, str(FOLDER / "replica_link.py"), str(output)]
     command += ["--pipeline_ranks", str(arguments.ranks // NUM_REPLICAS), "--elements", str(arguments.elements)]
-    result = _run(command, arguments, output, SOCKETS if is_socket else {})
+    result = _run(command, arguments.ranks, arguments, output, SOCKETS if is_socket else {})
     return None if result is None else dict(result[0])
 
 
@@ -159,7 +170,9 @@ def measure(case: Case, arguments: argparse.Namespace, folder: Path, workload: W
     """One run of the model's shape; None where it failed, whose last lines are printed."""
     output = folder / "run.json"
     command = [sys.executable, str(FOLDER / "worker.py"), str(output), "--model_path", str(folder / "model")]
-    result = _run([*command, *options_of(case, arguments)], arguments, output, case.environment)
+    result = _run(
+        [*command, *options_of(case, arguments)], num_ranks(case, arguments), arguments, output, case.environment
+    )
     if result is None:
         return None
     told, machine_bytes = result
@@ -167,12 +180,17 @@ def measure(case: Case, arguments: argparse.Namespace, folder: Path, workload: W
 
 
 def _run(
-    command: Sequence[str], arguments: argparse.Namespace, output: Path, environment: Mapping[str, str]
+    command: Sequence[str],
+    num_processes: int,
+    arguments: argparse.Namespace,
+    output: Path,
+    environment: Mapping[str, str],
 ) -> tuple[Any, int] | None:
     threads = str(max(1, len(os.sched_getaffinity(0)) // arguments.ranks))
     result = run_ranks(
         command,
-        num_ranks=arguments.ranks,
+        num_ranks=num_processes,
+        num_nodes=NUM_REPLICAS if arguments.share_gpus and num_processes == arguments.ranks else 1,
         environment={"OMP_NUM_THREADS": threads, **environment},
         output=output,
         timeout_seconds=arguments.timeout,
@@ -197,6 +215,8 @@ def main() -> None:
     )
     end_runs_when_terminated()
     cases = [CASES[number] for number in arguments.case or range(len(CASES))]
+    if arguments.share_gpus:
+        cases = [case for case in cases if case.is_socket or case.num_replicas == 1]
     table, has_failed = [], False
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -208,7 +228,7 @@ def main() -> None:
         for case in cases:
             result = measure(case, arguments, folder, workload)
             has_failed |= result is None
-            row = cells(case, result, rates.get(case.is_socket), parameters, arguments.ranks)
+            row = cells(case, result, rates.get(case.is_socket), parameters, num_ranks(case, arguments))
             print(*row, sep="  ", flush=True)
             table.append(row)
     print("", markdown_table(TITLES, table), sep="\n")

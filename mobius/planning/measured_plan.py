@@ -17,10 +17,10 @@ from functools import partial
 from mobius.errors import PlanError
 from mobius.machine.devices import optimizer_threads
 from mobius.measuring.bench import Bench
-from mobius.measuring.host_rates import PART_SECONDS, measure_host_rates, with_host_rates
+from mobius.measuring.host_rates import measure_host_rates, with_host_rates
 from mobius.measuring.measure import MicrobatchShape, measure_launches, measure_profile
 from mobius.measuring.profile_cache import cached_profile, profile_key, profile_path
-from mobius.measuring.replica_link import measure_replica_rates
+from mobius.measuring.replica_link import LINK_SECONDS, measure_replica_rates
 from mobius.messages.transport import Transport, all_have_same
 from mobius.optim.kernel import AdamWKernel, load_kernel
 from mobius.plan.cards import GIGA, action_launch
@@ -114,7 +114,7 @@ def _with_host(profile: Profile, blueprint: Blueprint, transport: Transport) -> 
 def _with_link(profile: Profile, blueprint: Blueprint, transport: Transport) -> Profile:
     """`profile` with the link between replicas as it is now."""
     start, machine = time.perf_counter(), blueprint.answer.request.machine
-    bench = Bench(blueprint.place.device, transport, part_seconds=PART_SECONDS)
+    bench = Bench(blueprint.place.device, transport, part_seconds=LINK_SECONDS)
     rates = measure_replica_rates(bench, is_through_host=machine.num_nodes > 1 or not allows_peer_copies())
     bench.forget()
     text = f"{rates.together / GIGA:.3g} GB/s each way for the ranks of a pipeline, {rates.alone / GIGA:.3g} for one"

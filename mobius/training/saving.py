@@ -266,10 +266,12 @@ class CheckpointSaver:
         assert self._point is not None
         if isinstance(error, _NotBegunError):
             return
-        told = str(error) if isinstance(error, MobiusError) else f"{type(error).__name__}: {first_line(error)}"
+        is_ours = isinstance(error, MobiusError)
+        told = str(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
         last = f" The last good checkpoint is {self.newest}." if self.newest else ""
         step, follows = self._point.step, self._point.follows
-        logger.warning("checkpoint of step %d is not saved, and %s: %s%s", step, follows, told, last)
+        trace = None if is_ours else error  # nobody else would tell where a save stumbled that is not seen again
+        logger.warning("checkpoint of step %d is not saved, and %s: %s%s", step, follows, told, last, exc_info=trace)
 
     def _all_have_written(self, is_good: bool) -> None:
         if not self._is_first:

@@ -1,6 +1,8 @@
-"""On two GPUs, or four: two replicas train what one pipeline trains with the same batch, and repeat to the bit.
+"""On GPUs: two replicas train what one pipeline trains with the same batch, and repeat to the bit.
 
-The same is compared on CPUs in tests/distributed/test_replica_ranks.py and tests/pipeline/test_replicas.py.
+Where there are fewer GPUs than ranks, each replica takes itself for a node of its own, and they share them: NCCL goes
+over sockets then. The same is compared on CPUs in tests/distributed/test_replica_ranks.py and
+tests/pipeline/test_replicas.py.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from harness.replica_messages import shares_of, values_of
 from harness.replica_ranks import CLIPPINGS, OTHERS, STREAMED, trained
 from harness.runs import environment
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = pytest.mark.gpu
+NUM_REPLICAS = 2
+
+
+def nodes_for(num_ranks: int) -> int:
+    """As how many nodes ranks are started: as replicas, where they have to share GPUs."""
+    return NUM_REPLICAS if torch.cuda.device_count() < num_ranks else 1
 
 
 def test_sums_over_nccl_are_those_on_hosts_to_the_bit(tmp_path: Path) -> None:
@@ -23,6 +31,7 @@ def test_sums_over_nccl_are_those_on_hosts_to_the_bit(tmp_path: Path) -> None:
         "use_all",
         [str(tmp_path / "made"), "cuda"],
         num_ranks=2,
+        num_nodes=nodes_for(2),
         folder=tmp_path,
         environment=environment(tmp_path / "cache"),
     )
@@ -42,7 +51,7 @@ def test_sums_over_nccl_are_those_on_hosts_to_the_bit(tmp_path: Path) -> None:
 
 def test_in_fp32_two_replicas_train_what_one_pipeline_trains(tmp_path: Path) -> None:
     variants = [f"{where} {clipping}" for where in (STREAMED, OTHERS[1]) for clipping in CLIPPINGS]
-    shared = trained(2, tmp_path, "--device cuda --fp32 --num_chunks 2", variants)
+    shared = trained(2, tmp_path, "--device cuda --fp32 --num_chunks 2", variants, num_nodes=nodes_for(2))
     alone = trained(1, tmp_path, "--device cuda --fp32 --num_chunks 4", variants)
     for replicas, (single,) in zip(shared, alone, strict=True):
         assert replicas[0].is_equal(replicas[1])
@@ -56,8 +65,8 @@ def test_in_bf16_overlaps_change_no_bit_and_runs_repeat(tmp_path: Path) -> None:
     streamed = [f"{STREAMED} {clipping}" for clipping in CLIPPINGS]
     variants = [f"{where} {clipping}" for where in (STREAMED, STREAMED, *OTHERS) for clipping in CLIPPINGS]
     options = "--device cuda --bf16 --num_chunks 2"
-    shared = trained(2, tmp_path, options, variants)
-    rounded = trained(2, tmp_path, f"{options} --reduce_dtype bf16", streamed)
+    shared = trained(2, tmp_path, options, variants, num_nodes=nodes_for(2))
+    rounded = trained(2, tmp_path, f"{options} --reduce_dtype bf16", streamed, num_nodes=nodes_for(2))
     alone = trained(1, tmp_path, "--device cuda --bf16 --num_chunks 4", streamed)
     for number, (single,) in enumerate(alone):
         first = shared[number][0]
@@ -70,13 +79,15 @@ def test_in_bf16_overlaps_change_no_bit_and_runs_repeat(tmp_path: Path) -> None:
             assert near.norms == pytest.approx(single.norms, rel=2e-2)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("messages", ["--copy_messages", "--no_copy_messages"])
-def test_on_four_gpus_pipelines_of_two_train_what_one_rank_trains(tmp_path: Path, messages: str) -> None:
+def test_pipelines_of_two_train_what_one_rank_trains(tmp_path: Path, messages: str) -> None:
     """Reductions and gathers run beside the messages of the pipelines, be they copies or NCCL's."""
     wheres = (STREAMED, OTHERS[0], "--resident_stages 1")
     variants = [f"{where} {clipping}" for where in wheres for clipping in CLIPPINGS]
-    shared = trained(2, tmp_path, f"--device cuda --bf16 --num_chunks 2 {messages}", variants, num_places=2)
+    shared = trained(
+        2, tmp_path, f"--device cuda --bf16 --num_chunks 2 {messages}", variants, num_places=2, num_nodes=nodes_for(4)
+    )
     alone = trained(1, tmp_path, "--device cuda --bf16 --num_chunks 4", variants[: len(CLIPPINGS)])
     for number, (single,) in enumerate(alone):
         first = shared[number]

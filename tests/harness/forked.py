@@ -18,7 +18,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from launch import free_port
+from launch import free_port, rank_variables
 
 from mobius.ranks import prepare_environment
 
@@ -65,9 +65,7 @@ class Ranks:
         for rank in range(num_ranks):
             variables = dict(environment)
             if num_ranks > 1:
-                num_local = num_ranks // num_nodes
-                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank % num_local), "WORLD_SIZE": str(num_ranks)}
-                variables |= {"LOCAL_WORLD_SIZE": str(num_local)} if num_nodes > 1 else {}
+                variables |= rank_variables(rank, num_ranks, num_nodes)
                 variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             given = (module, function, list(arguments), str(folder), variables, str(self.output_file), program)
             self.processes.append(_context().Process(target=_run, args=given))

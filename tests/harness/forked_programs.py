@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from harness.forked import Ranks
-from launch import STARTER, free_port
+from launch import STARTER, free_port, rank_variables
 
 
 class ForkedProgram:
@@ -46,7 +46,7 @@ class ForkedProgram:
 
 
 def start_forked(
-    command: Sequence[str], *, num_ranks: int, environment: Mapping[str, str], log: IO[str]
+    command: Sequence[str], *, num_ranks: int, environment: Mapping[str, str], log: IO[str], num_nodes: int = 1
 ) -> list[ForkedProgram]:
     """The same as `launch.start_ranks`, forked."""
     # A file without a name is open for as long as its processes live.
@@ -55,13 +55,11 @@ def start_forked(
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
         "PYTHONWARNINGS": "ignore",
         **environment,
     }
-    each = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-    return [ForkedProgram(command, variables, path) for variables in each]
+    own = [rank_variables(rank, num_ranks, num_nodes) for rank in range(num_ranks)]
+    return [ForkedProgram(command, {**shared, **variables}, path) for variables in own]
 
 
 def be_program(script: str, *words: str) -> None:

@@ -38,7 +38,7 @@ def use_all(output: str, device: str = "cpu") -> None:
     messages.HOST_CHUNK_ELEMENTS = messages.RECEIVED_ELEMENTS = 100  # shares take several
     ranks = Ranks.from_environment()
     rank, number = ranks.rank, ranks.num_ranks
-    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    place = torch.device(device, ranks.local_rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(place)
     world, shares = World(rank=rank, num_ranks=number, device=place), shares_of(rank, number)

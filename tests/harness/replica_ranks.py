@@ -55,11 +55,11 @@ class Trained:
 
 
 def trained(
-    num_replicas: int, folder: Path, options: str, variants: Sequence[str], *, num_places: int = 1
+    num_replicas: int, folder: Path, options: str, variants: Sequence[str], *, num_places: int = 1, num_nodes: int = 1
 ) -> list[list[Trained]]:
     """For each variant of `options` what each rank has trained; one process for each, one meeting for all.
 
-    Ranks of a pipeline, `num_places` of them, are next to each other.
+    Ranks of a pipeline, `num_places` of them, are next to each other. `num_nodes` is as in `rank_variables`.
     """
     num_ranks = num_replicas * num_places
     model = folder / "model"
@@ -72,6 +72,7 @@ def trained(
         "train_variants",
         words,
         num_ranks=num_ranks,
+        num_nodes=num_nodes,
         folder=folder,
         # cuBLAS is deterministic with it only.
         environment={**environment(folder / "cache"), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},

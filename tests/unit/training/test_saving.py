@@ -268,6 +268,7 @@ def test_whatever_goes_wrong_at_the_end_of_a_save_is_told(
 
     (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert told.startswith("checkpoint of step 4 is not saved, and the model is saved next: ValueError: Out of range")
+    assert "in no_json\n" in caplog.text  # where, which only a traceback tells
     assert not list(Path("out").glob("checkpoint-*"))
 
 
