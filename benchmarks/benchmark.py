@@ -88,6 +88,7 @@ PEERS = {
     "fsdp2": Peer("fsdp2.py"),
     "fsdp2-compile": Peer("fsdp2.py", "--compile"),
     "fsdp2-offload": Peer("fsdp2.py", "--offload"),
+    "fsdp2-offload-sync": Peer("fsdp2.py", "--offload --sync"),
     "fsdp2-offload-compile": Peer("fsdp2.py", "--offload --compile"),
     "deepspeed-zero2": Peer("deepspeed_offload.py", "--zero_stage 2", package="deepspeed"),
     "deepspeed-zero3": Peer("deepspeed_offload.py", "--zero_stage 3", package="deepspeed"),

@@ -122,7 +122,8 @@ def options_of(case: Case, arguments: argparse.Namespace) -> list[str]:
 
 def num_ranks(case: Case, arguments: argparse.Namespace) -> int:
     """Processes of a row."""
-    return arguments.ranks // NUM_REPLICAS if arguments.share_gpus and case.num_replicas == 1 else arguments.ranks
+    ranks: int = arguments.ranks
+    return ranks // NUM_REPLICAS if arguments.share_gpus and case.num_replicas == 1 else ranks
 
 
 def most_gib(parameters: int, case: Case, num_processes: int) -> float:

@@ -4,7 +4,9 @@
 
 Layers are sharded one by one and recomputed in backward, weights move in bf16 and gradients in fp32, masters are fp32,
 as the FSDP2 tutorial recommends; with --offload parameters, gradients and optimizer states are in page-locked memory.
-With --lengths it trains on samples of these token counts, packed as TRL packs them (packed.py), and tells real tokens.
+With several accumulations whole gradients stay on each GPU, in fp32, until the last one; with --sync they are reduced
+behind each one, and with --offload sent home and added up there. With --lengths it trains on samples of these token
+counts, packed as TRL packs them (packed.py), and tells real tokens.
 """
 
 import argparse
@@ -35,6 +37,7 @@ def parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--sync", action="store_true", help="reduce gradients behind each accumulation")
     parser.add_argument("--lengths", type=Path, help="JSON list of samples' token counts; rows are then packed")
     parser.add_argument(
         "--attention", choices=ATTENTIONS, help="for packed rows (default: flash_attention_2 if installed)"
@@ -102,7 +105,7 @@ def main() -> None:
 
     def train_step(microbatches: Sequence[Microbatch]) -> Tensor:
         for index, part in enumerate(microbatches):
-            model.set_requires_gradient_sync(index == len(microbatches) - 1)
+            model.set_requires_gradient_sync(arguments.sync or index == len(microbatches) - 1)
             loss: Tensor = model(**part).loss
             (loss / len(microbatches)).backward()
         if arguments.max_grad_norm > 0:

@@ -14,9 +14,9 @@ from mobius.plan.replicas.traffic import ReplicaRates
 
 LINK_ELEMENTS = 2**25
 """bf16 weights of all replicas together: 64 MiB of each GPU's memory for a moment."""
-LINK_SECONDS = 1.0
-"""Over so long a time two measurements over sockets are 10 % apart; over 0.15 s they were 40 % apart, and both of them
-20 % from what the steps behind them had."""
+LINK_SECONDS = 0.5
+"""Over sockets 16 rates measured in so long a time each lay within 19 % of the lowest, measured in 0.15 s within 33 %,
+and in 1 s no nearer (docs/benchmarks.md)."""
 
 
 def measure_replica_rates(bench: Bench, *, is_through_host: bool) -> ReplicaRates:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from harness.grids import named
 from harness.launched import Launched
 from harness.processes import family, is_alive, ranks_of
 from harness.runs import ROOT, command, environment, free_port, make_checkpoint, make_dataset
@@ -105,7 +106,7 @@ def kill_and_look(process: Process, folder: Path, victim: int, shared: set[str])
     return output
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", named({name: name for name in PHASES}, on_demand=["tokenizing, the one that waits"]))
 def test_a_killed_rank_ends_all_within_a_minute_and_is_named(tmp_path: Path, phase: str) -> None:
     moment, victim = PHASES[phase]
     make_checkpoint(tmp_path / "model")

@@ -27,7 +27,7 @@ def train(num_ranks: int, place: Path, options: str) -> str:
     return finished.stdout
 
 
-@pytest.mark.parametrize("packing", ["auto", "off"])
+@pytest.mark.parametrize("packing", ["auto", pytest.param("off", marks=pytest.mark.extended)])
 def test_two_ranks_train_experts_and_routers_as_one_does(tmp_path: Path, packing: str) -> None:
     make_checkpoint(tmp_path / "model", family="qwen3_moe", decoder_sparse_step=2, **EXPERTS, **LOSS)
     make_dataset(tmp_path / "data.jsonl", 60)

@@ -103,6 +103,7 @@ def assert_seen_by_weight(steps: Sequence[Sequence[Sample]], datasets: Sequence[
     assert Counter(tuple(tokens[0].tolist()) for samples in steps for tokens, _ in samples) == expected
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("names", [ONE, MIXTURE], ids=["one format", "a mixture"])
 @pytest.mark.parametrize("options", ["--use_offload --use_prefetch", "--no_offload"], ids=["streamed", "resident"])
 def test_two_epochs_of_packed_rows_equal_a_plain_loop_of_samples(

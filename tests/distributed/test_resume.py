@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from harness.compared_runs import assert_goes_on_exactly, evaluations_of, steps_of, tensors_of
 from harness.forked import HANG_SECONDS
+from harness.grids import named
 from harness.launched import Launched
 from harness.runs import ROOT, environment, make_checkpoint, make_dataset, run_main
 
@@ -50,7 +51,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("options", named(VARIANTS, on_demand=["resident"]))
 def test_two_ranks_go_on_to_the_bit(place: Path, options: str) -> None:
     name = f"whole-{[*VARIANTS.values()].index(options)}"
     train(2, place, f"{OPTIONS} {options} --save_dir {name} --save_results {name}.txt")

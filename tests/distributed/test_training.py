@@ -131,7 +131,7 @@ def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -
         "--bf16 --max_grad_norm 0.5",
         pytest.param("--bf16 --max_grad_norm 0", marks=pytest.mark.extended),
         "--fp16",
-        "--fp32",
+        pytest.param("--fp32", marks=pytest.mark.extended),
     ],
 )
 def test_residency_changes_no_bit(tmp_path: Path, options: str) -> None:

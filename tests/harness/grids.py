@@ -1,10 +1,16 @@
-"""Cases of a grid that cover it: each value of each parameter, or each pair, once at least (t-way testing)."""
+"""Cases of tests: named ones, some of which run on demand only, and those of a grid that cover it.
+
+That is each value of each parameter, or each pair, once at least (t-way testing).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 from zlib import crc32
+
+import pytest
 
 Combination = tuple[tuple[str, str], ...]
 
@@ -24,6 +30,13 @@ def covering(cases: Sequence[Mapping[str, object]], *, strength: int) -> set[int
         chosen.add(best)
         missing -= own[best]
     return chosen
+
+
+def named(cases: Mapping[str, object], *, on_demand: Collection[str] = ()) -> list[Any]:
+    """Each case under its name; those `on_demand` are `extended`."""
+    assert set(on_demand) <= cases.keys(), "a case that there is not"
+    marks = {name: [pytest.mark.extended] if name in on_demand else [] for name in cases}
+    return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
 
 
 def _combinations(case: Mapping[str, object], strength: int) -> set[Combination]:

@@ -9,6 +9,7 @@ from typing import Any
 import harness.pipelines
 import pytest
 import torch
+from harness.grids import named
 from harness.packed_rows import LENGTH, ROWS, make_packed_batch
 from harness.pipelines import Pipeline, make_batch, make_model, plain_step
 from torch import Tensor
@@ -29,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "first resident": {"num_slots": 2, "resident": frozenset({0})},
     "streamed, rounds": {"num_slots": 2, "num_rounds": 2},
 }
+ON_DEMAND = ("first resident", "streamed, prefetched")
 
 
 @dataclass
@@ -107,7 +109,7 @@ def assert_equal(
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("case", named({case: case for case in sorted(CASES)}, on_demand=ON_DEMAND))
 def test_no_bit_changes_and_what_is_sent_is_not_run_again(case: str, calls: Calls) -> None:
     family = ("llama-tied", "qwen3")[sorted(CASES).index(case) % 2]
     for turn, (num_ranks, per_rank) in enumerate(SIZES):

@@ -58,6 +58,7 @@ def test_runs_in_the_same_processes_train_as_new_ones_do(tmp_path: Path, words: 
     assert again.output["start"]["imports"] < 0.5 < first.output["start"]["imports"]
 
 
+@pytest.mark.extended
 def test_a_run_that_the_planner_refuses_leaves_its_processes_to_the_next_one(
     words: list[str], service: Service
 ) -> None:

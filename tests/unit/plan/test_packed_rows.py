@@ -127,7 +127,9 @@ def test_auto_chooses_for_the_documents_and_remembers_them(seven: ModelShape) ->
     assert chosen.request.with_pipeline(use_offload=False).packed == packed
 
 
-@pytest.mark.parametrize(("mean", "is_as_measured"), [(60.0, True), (256.0, True), (400.0, False)])
+@pytest.mark.parametrize(
+    ("mean", "is_as_measured"), [pytest.param(60.0, True, marks=pytest.mark.extended), (256.0, True), (400.0, False)]
+)
 def test_measured_slices_that_hold_the_documents_have_attended_over_them(
     seven: ModelShape, mean: float, is_as_measured: bool
 ) -> None:

@@ -25,7 +25,7 @@ from mobius.planning.dry_run import planned, run_dry
 from mobius.ranks import Ranks
 from mobius.units import GIB
 
-NUM_SETTINGS = 160
+NUM_SETTINGS = 100
 COMPARED = ("plan", "needs", "host", "layer", "profile", "forecast", "prediction")
 
 

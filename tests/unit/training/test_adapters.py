@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.compared_runs import tensors_of
+from harness.grids import named
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -97,7 +98,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("options", named(VARIANTS, on_demand=["one slot", "resident"]))
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: Path, options: str) -> None:
     train(run, *options.split())
     resume("out/checkpoint-3", "--save_dir", "resumed")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.compared_runs import assert_equal_tensors, assert_goes_on_exactly, steps_of, tensors_of
+from harness.grids import named
 from harness.runs import make_checkpoint
 
 from mobius.config.cli import given_options, parse_args
@@ -57,7 +58,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("options", named(VARIANTS, on_demand=["one slot", "resident", "one stage resident", "bf16"]))
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: Path, options: str) -> None:
     run(*EIGHT, *options.split())
 

@@ -40,9 +40,9 @@ def assert_equal(one: Path, other: Path) -> None:
     "options",
     [
         "--max_grad_norm 0.5 --num_rounds 2",
-        "--max_grad_norm 0 --num_rounds 4 --resident_stages 1",
+        pytest.param("--max_grad_norm 0 --num_rounds 4 --resident_stages 1", marks=pytest.mark.extended),
         "--max_grad_norm 0 --num_rounds 4 --no_overlap_optimizer --no_prefetch",
-        "--dtype bf16 --max_grad_norm 0 --num_rounds 2 --no_offload",
+        pytest.param("--dtype bf16 --max_grad_norm 0 --num_rounds 2 --no_offload", marks=pytest.mark.extended),
         "--dtype fp16 --num_rounds 2 --resident_stages 2",
         "--dtype bf16 --fp32_gradients --num_rounds 2 --packing on",
         "--model_path tied --dtype bf16 --max_grad_norm 0 --num_rounds 2 --num_iterations 4 --no_offload",
