@@ -8,6 +8,7 @@ import sys
 import pytest
 import replica_link
 import replicas
+from launch import rank_variables
 from replicas import CASES, TITLES, Case, Result
 from rows import Workload, mobius_measurement
 
@@ -24,6 +25,27 @@ def test_each_pipeline_has_its_part_of_the_microbatches() -> None:
     assert all("--num_chunks 2" in words and "--pipeline_ranks 1" in words for words in chosen[1:])
     assert [words.endswith("--num_stages 2 --reduce_dtype bf16") for words in chosen] == [False, False, True]
     assert CASES[3].environment == {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
+
+
+def test_replicas_that_share_gpus_stand_beside_a_pipeline_as_long_as_one_of_them() -> None:
+    alone, *shared = (CASES[0], CASES[3], CASES[4])
+    for words, num_alone, places in ((WORDS, 2, "2"), (f"{WORDS} --share_gpus", 1, "1")):
+        arguments = replicas.parse(words.split())
+        assert replicas.num_ranks(alone, arguments) == num_alone
+        assert f"--pipeline_ranks {places}" in " ".join(replicas.options_of(alone, arguments))
+        assert [replicas.num_ranks(case, arguments) for case in shared] == [2, 2]
+
+
+def test_ranks_of_a_node_are_numbered_there_and_nccl_takes_nodes_for_machines() -> None:
+    each = [rank_variables(rank, 4, 2) for rank in range(4)]
+    assert [(own["RANK"], own["LOCAL_RANK"], own["NCCL_HOSTID"]) for own in each] == [
+        ("0", "0", "node-0"),
+        ("1", "1", "node-0"),
+        ("2", "0", "node-1"),
+        ("3", "1", "node-1"),
+    ]
+    assert all((own["WORLD_SIZE"], own["LOCAL_WORLD_SIZE"]) == ("4", "2") for own in each)
+    assert "NCCL_HOSTID" not in rank_variables(1, 2)
 
 
 @pytest.mark.parametrize(
