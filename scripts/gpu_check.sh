@@ -9,7 +9,8 @@
 #   size       what one GPU of 24 GiB trains without offload, and with it
 #   saves      7B's shape, 16 layers: what a save costs with room for copies and without, and the start of a resumed run;
 #              checkpoints go to SAVES (default WORK), which needs room for two of 41 GB
-#   replicas   7B's shape as two replicas beside one pipeline, over the GPUs' links and over sockets (2 GPUs or 4)
+#   replicas   7B's shape as two replicas beside one pipeline, over the GPUs' links and over sockets (2 GPUs or 4); one
+#              GPU is shared by two replicas over sockets
 #   kills      10 kills -9 at random moments on two GPUs, each resumed, against a run that was left alone
 #
 # PYTHON (default python3) must have the requirements installed; WORK (default a new folder in /tmp) takes the files.
@@ -102,7 +103,9 @@ part_saves() {
 }
 
 part_replicas() {
-    $PYTHON benchmarks/replicas.py "${REPLICAS_SIZE:-7b}" --ranks "$GPUS" --batch_size 64 --seq_length 512 --num_chunks 8 \
+    local ranks=(--ranks "$GPUS")
+    [ "$GPUS" = 1 ] && ranks=(--ranks 2 --share_gpus)
+    $PYTHON benchmarks/replicas.py "${REPLICAS_SIZE:-7b}" "${ranks[@]}" --batch_size 64 --seq_length 512 --num_chunks 8 \
         -- ${REPLICAS_MOBIUS:---num_stages 32 --gpu_memory_limit 24} || failed=1
 }
 
