@@ -38,6 +38,7 @@ Known weaknesses: a dry run takes every feed-forward part for one of three matri
 those with two (apertus, arcee, jais2, phi, starcoder2) some 20 % too low; a run on GPUs measures a layer instead. The
 check is done on CPUs. Families with a cap on scores (gemma2, vaultgemma) make all scores of a sequence where rows are
 not packed. Layers with a state (qwen3_5_text) are computed by transformers' own loop unless its kernels are installed.
+Transformers 5.17 holds the experts of aria_text otherwise: with it, the family is refused.
 
 """
 _PARTS = """
