@@ -26,6 +26,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
+import numpy.ctypeslib  # noqa: F401  # see write_stage
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -198,6 +199,10 @@ def write_stage(
     folder: Path, files: StageFiles, tensors: Mapping[str, Tensor], *, progress: Callable[[], None] = lambda: None
 ) -> list[FileRecord]:
     """Write the files of one stage into `folder`, synced to the disk; returns what they hold.
+
+    Several threads may write stages at once. safetensors uses `numpy.ctypeslib`, which numpy imports when it is asked
+    for, and a thread that asks while another one is importing may end in a RecursionError (python/cpython#149728): it
+    is imported with this module.
 
     `progress` is called before each file is written, and behind it. It is summed up meanwhile: where training waits for
     the disk, the disk does not wait for that.

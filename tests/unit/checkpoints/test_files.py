@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from harness.checkpoints import PARAMETERS, same_bits, save, values_of
+from harness.forked import Ranks
+from harness.runs import environment
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -128,6 +130,21 @@ def test_sums_are_made_while_the_file_is_written(tmp_path: Path, monkeypatch: py
     stage = StageFiles(0, (FilePart("model.safetensors", ("a",)),), ())
     (record,) = write_stage(tmp_path, stage, {"a": torch.ones(2)})
     assert record.checksums == {"a": zlib.crc32(b"\0\0\x80\x3f" * 2)}
+
+
+def test_threads_that_write_first_do_not_meet_in_an_import(tmp_path: Path) -> None:
+    function = "save_in_two_threads"
+    process = Ranks(
+        "harness.first_saves",
+        function,
+        [str(tmp_path)],
+        num_ranks=1,
+        folder=tmp_path,
+        environment=environment(tmp_path),
+    )
+    assert process.wait() == 0, process.output()
+    assert process.output() == ""
+    assert len([*tmp_path.glob("*.safetensors")]) == 2
 
 
 def test_each_tensor_is_asked_for_once() -> None:
