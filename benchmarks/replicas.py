@@ -103,6 +103,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments.ranks = arguments.ranks or len(gpu_names())
     if arguments.ranks < NUM_REPLICAS or arguments.ranks % NUM_REPLICAS:
         parser.error(f"--ranks {arguments.ranks}: must be a multiple of {NUM_REPLICAS}, the replicas")
+    cases = [CASES[number] for number in arguments.case or range(len(CASES))]
+    shareable = [case for case in cases if case.is_socket or case.num_replicas == 1]
+    arguments.cases = shareable if arguments.share_gpus else cases
+    if not arguments.cases:
+        parser.error(f"--case {arguments.case}: goes over links, which --share_gpus does not have")
     if arguments.num_chunks % NUM_REPLICAS:
         parser.error(f"--num_chunks {arguments.num_chunks}: must be a multiple of {NUM_REPLICAS}, the replicas")
     if arguments.steps <= arguments.warmup:
@@ -113,17 +118,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def options_of(case: Case, arguments: argparse.Namespace) -> list[str]:
     """Options of a row's run, but for the model; later ones count."""
-    num_places = num_ranks(case, arguments) // case.num_replicas
+    num_places = num_ranks(case.num_replicas, arguments) // case.num_replicas
     words = ["--batch_size", str(arguments.batch_size), "--seq_length", str(arguments.seq_length)]
     words += ["--num_iterations", str(arguments.steps), "--num_chunks", str(arguments.num_chunks // case.num_replicas)]
     words += ["--resident_stages", "0", "--pipeline_ranks", str(num_places), *arguments.mobius_options]
     return [*words, *(["--reduce_dtype", "bf16"] if case.dtype == "bfloat16" else [])]
 
 
-def num_ranks(case: Case, arguments: argparse.Namespace) -> int:
-    """Processes of a row."""
+def num_ranks(num_replicas: int, arguments: argparse.Namespace) -> int:
+    """Processes of so many pipelines."""
     ranks: int = arguments.ranks
-    return ranks // NUM_REPLICAS if arguments.share_gpus and case.num_replicas == 1 else ranks
+    return ranks // NUM_REPLICAS * num_replicas if arguments.share_gpus else ranks
 
 
 def most_gib(parameters: int, case: Case, num_processes: int) -> float:
@@ -163,7 +168,7 @@ def measure_link(arguments: argparse.Namespace, folder: Path, *, is_socket: bool
     output = folder / "link.json"
     command = [sys.executable, str(FOLDER / "replica_link.py"), str(output)]
     command += ["--pipeline_ranks", str(arguments.ranks // NUM_REPLICAS), "--elements", str(arguments.elements)]
-    result = _run(command, arguments.ranks, arguments, output, SOCKETS if is_socket else {})
+    result = _run(command, NUM_REPLICAS, arguments, output, SOCKETS if is_socket else {})
     return None if result is None else dict(result[0])
 
 
@@ -171,9 +176,8 @@ def measure(case: Case, arguments: argparse.Namespace, folder: Path, workload: W
     """One run of the model's shape; None where it failed, whose last lines are printed."""
     output = folder / "run.json"
     command = [sys.executable, str(FOLDER / "worker.py"), str(output), "--model_path", str(folder / "model")]
-    result = _run(
-        [*command, *options_of(case, arguments)], num_ranks(case, arguments), arguments, output, case.environment
-    )
+    words = [*command, *options_of(case, arguments)]
+    result = _run(words, case.num_replicas, arguments, output, case.environment)
     if result is None:
         return None
     told, machine_bytes = result
@@ -182,7 +186,7 @@ def measure(case: Case, arguments: argparse.Namespace, folder: Path, workload: W
 
 def _run(
     command: Sequence[str],
-    num_processes: int,
+    num_replicas: int,
     arguments: argparse.Namespace,
     output: Path,
     environment: Mapping[str, str],
@@ -190,8 +194,8 @@ def _run(
     threads = str(max(1, len(os.sched_getaffinity(0)) // arguments.ranks))
     result = run_ranks(
         command,
-        num_ranks=num_processes,
-        num_nodes=NUM_REPLICAS if arguments.share_gpus and num_processes == arguments.ranks else 1,
+        num_ranks=num_ranks(num_replicas, arguments),
+        num_nodes=num_replicas if arguments.share_gpus else 1,
         environment={"OMP_NUM_THREADS": threads, **environment},
         output=output,
         timeout_seconds=arguments.timeout,
@@ -215,9 +219,7 @@ def main() -> None:
         warmup=arguments.warmup,
     )
     end_runs_when_terminated()
-    cases = [CASES[number] for number in arguments.case or range(len(CASES))]
-    if arguments.share_gpus:
-        cases = [case for case in cases if case.is_socket or case.num_replicas == 1]
+    cases = arguments.cases
     table, has_failed = [], False
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -229,7 +231,7 @@ def main() -> None:
         for case in cases:
             result = measure(case, arguments, folder, workload)
             has_failed |= result is None
-            row = cells(case, result, rates.get(case.is_socket), parameters, num_ranks(case, arguments))
+            row = cells(case, result, rates.get(case.is_socket), parameters, num_ranks(case.num_replicas, arguments))
             print(*row, sep="  ", flush=True)
             table.append(row)
     print("", markdown_table(TITLES, table), sep="\n")

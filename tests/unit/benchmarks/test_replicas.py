@@ -31,9 +31,9 @@ def test_replicas_that_share_gpus_stand_beside_a_pipeline_as_long_as_one_of_them
     alone, *shared = (CASES[0], CASES[3], CASES[4])
     for words, num_alone, places in ((WORDS, 2, "2"), (f"{WORDS} --share_gpus", 1, "1")):
         arguments = replicas.parse(words.split())
-        assert replicas.num_ranks(alone, arguments) == num_alone
+        assert replicas.num_ranks(alone.num_replicas, arguments) == num_alone
         assert f"--pipeline_ranks {places}" in " ".join(replicas.options_of(alone, arguments))
-        assert [replicas.num_ranks(case, arguments) for case in shared] == [2, 2]
+        assert [replicas.num_ranks(case.num_replicas, arguments) for case in shared] == [2, 2]
 
 
 def test_ranks_of_a_node_are_numbered_there_and_nccl_takes_nodes_for_machines() -> None:
@@ -52,6 +52,7 @@ def test_ranks_of_a_node_are_numbered_there_and_nccl_takes_nodes_for_machines() 
     ("words", "complaint"),
     [
         ("tiny --ranks 3", "--ranks 3: must be a multiple of 2"),
+        ("tiny --ranks 2 --share_gpus --case 1", "goes over links"),
         ("tiny --ranks 2 --num_chunks 3", "--num_chunks 3: must be a multiple of 2"),
         ("tiny --ranks 2 --steps 2", "--steps 2: must be more than the 2 steps"),
     ],

@@ -133,10 +133,9 @@ def test_sums_are_made_while_the_file_is_written(tmp_path: Path, monkeypatch: py
 
 
 def test_threads_that_write_first_do_not_meet_in_an_import(tmp_path: Path) -> None:
-    function = "save_in_two_threads"
     process = Ranks(
         "harness.first_saves",
-        function,
+        "save_in_two_threads",
         [str(tmp_path)],
         num_ranks=1,
         folder=tmp_path,

@@ -180,7 +180,7 @@ def as_dry_run(
     return saved[0] if saved else refused[0]
 
 
-@pytest.mark.parametrize("seed", [17, pytest.param(18, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("seed", [17, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (18, 19, 20))])
 def test_a_dry_run_answers_what_a_run_does(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     draw = random.Random(seed)

@@ -90,6 +90,7 @@ def test_the_folder_of_an_adapter_has_its_base_and_no_weights_of_it(run: Run, wo
 
 
 VARIANTS = {
+    "streamed": "",
     "one slot": "--no_prefetch",
     "resident": "--no_offload",
     "bf16, one stage resident, not clipped": "--dtype bf16 --resident_stages 1 --max_grad_norm 0",
@@ -98,7 +99,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("options", named(VARIANTS, on_demand=["one slot", "resident"]))
+@pytest.mark.parametrize("options", named(VARIANTS, on_demand=["streamed", "one slot", "resident"]))
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: Path, options: str) -> None:
     train(run, *options.split())
     resume("out/checkpoint-3", "--save_dir", "resumed")
