@@ -14,15 +14,9 @@ from mobius.config.config import PipelineConfig, Recompute
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
 from mobius.plan.cards import GIGA, TERA, LayerEstimate, attending, estimate_profile
-from mobius.plan.fit import (
-    LEAST_SLICE,
-    check_given_plan,
-    fit_plan,
-    fits_host,
-    numbers_of_rounds,
-)
+from mobius.plan.fit import LEAST_SLICE, check_given_plan, fit_plan, numbers_of_rounds
 from mobius.plan.gpu_peak import LayerBytes
-from mobius.plan.memory_use import by_score, closed_form
+from mobius.plan.memory_use import by_score, closed_form, fits_host
 from mobius.plan.partition import most_stages
 from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile, with_frozen
@@ -43,6 +37,8 @@ QUICK_STEPS = 2
 """Simulated for settings that are only compared; the second is the steady one."""
 NUM_FITTED_WELL = 3
 """How many of the best settings, of different numbers of stages, have their use of memory chosen by simulation."""
+NUMBERS_OF_A_SIZE = 2
+"""Numbers of stages that are tried of those whose largest stages have equally many layers."""
 NOTICEABLE = 0.005
 """Share of a step that more stages or chunks must gain."""
 
@@ -240,9 +236,8 @@ def _with_slices(request: PlanRequest, *, is_quick: bool = False) -> PlanRequest
     tried = list[Setting]()
     for each in (replace(like_all, num_slices=number), keeping):
         with suppress(GpuMemoryError):
-            setting = _simulated(each, None, is_quick=True)
-            tried += [setting] if fits_host(setting.request, setting.plan) else []
-    best = min(tried, key=lambda setting: setting.seconds, default=None)
+            tried.append(_simulated(each, None, is_quick=True))
+    best = min(_that_fit_host(tried), key=lambda setting: setting.seconds, default=None)
     return replace(request, num_slices=number if best is None else best.plan.num_slices)
 
 
@@ -273,16 +268,34 @@ def _with_rounds(request: PlanRequest, measured: Profile | None) -> PlanRequest:
     """The request with a number of rounds, which goes by the card's memory as `settle` says.
 
     Where fewer rounds fit if activations wait on the host, the faster of both by prediction; without rates, the more.
+    Where none of them leaves GPUs enough room for stages that the host cannot hold, the fewest that do, if any.
     """
     if request.num_rounds is not None:
         return request
     like_all = replace(request, machine=replace(request.machine, free_bytes=None))
-    numbers = numbers_of_rounds(like_all) or [like_all.plan.num_chunks]
-    if len(numbers) == 1 or (request.card is None and measured is None):
+    num_chunks = like_all.plan.num_chunks
+    numbers = numbers_of_rounds(like_all) or [num_chunks]
+    streamed = replace(like_all, num_rounds=numbers[-1])
+    has_rates = request.card is not None or measured is not None
+    if not has_rates or (len(numbers) == 1 and fits_host(streamed, streamed.plan)):
         return replace(request, num_rounds=numbers[-1])
     settings = [_simulated(replace(like_all, num_rounds=number), measured, is_quick=True) for number in numbers]
-    best = min(settings, key=lambda setting: setting.seconds)
+    for number in range(numbers[-1] + 1, num_chunks + 1):
+        if _that_fit_host(settings):
+            break
+        if num_chunks % number == 0:
+            with suppress(GpuMemoryError):  # sums of streamed stages take memory in rounds
+                settings.append(_simulated(replace(like_all, num_rounds=number), measured, is_quick=True))
+    fitting = _that_fit_host(settings)
+    if fitting:
+        best = min(fitting, key=lambda setting: setting.seconds)
+    else:  # what is refused tells the least that there is
+        best = min(settings, key=lambda setting: host_need(setting.request, setting.plan).total)
     return replace(request, num_rounds=best.plan.num_rounds)
+
+
+def _that_fit_host(settings: Iterable[Setting]) -> list[Setting]:
+    return [setting for setting in settings if fits_host(setting.request, setting.plan)]
 
 
 def _usual_numbers(request: PlanRequest) -> PlanRequest:
@@ -303,12 +316,14 @@ def _usual_numbers(request: PlanRequest) -> PlanRequest:
 
 @without_collector()
 def choose(request: PlanRequest, *, measured: Profile | None = None) -> Setting:
-    """The fastest setting by prediction; numbers that are not None stay as given.
+    """The fastest setting by prediction of those that fit the host; numbers that are not None stay as given.
 
     Between settings that are alike within `NOTICEABLE`, the one with fewer stages and chunks is taken. Raises
     GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
     """
-    tried = [_simulated(quick.request, measured) for quick in _best_of_each(quick_settings(request, measured=measured))]
+    quick = quick_settings(request, measured=measured)
+    tried = [_simulated(each.request, measured) for each in _best_of_each(_that_fit_host(quick) or quick)]
+    tried = _that_fit_host(tried) or tried
     fastest = min(setting.seconds for setting in tried)
     alike = [setting for setting in tried if setting.seconds <= fastest * (1 + NOTICEABLE)]
     return min(alike, key=lambda setting: (setting.plan.num_stages, setting.plan.num_microbatches, setting.seconds))
@@ -355,11 +370,18 @@ def _best_of_each(tried: Sequence[Setting]) -> list[Setting]:
 
 
 def _stage_numbers(request: PlanRequest) -> Iterable[int]:
-    """Multiples of the ranks, up to a layer per stage with embedding and head apart."""
+    """Multiples of the ranks, up to a layer per stage with embedding and head apart.
+
+    Of those that leave the largest stage as large, the fewest, and the next, which makes those with embedding and head
+    smaller.
+    """
     if request.num_stages is not None:
         return (request.num_stages,)
-    num_ranks = request.machine.num_ranks
-    return range(num_ranks, most_stages(request.shape.num_layers, num_ranks) + 1, num_ranks)
+    num_ranks, num_layers = request.machine.num_ranks, request.shape.num_layers
+    by_size: dict[int, list[int]] = {}
+    for number in range(num_ranks, most_stages(num_layers, num_ranks) + 1, num_ranks):
+        by_size.setdefault(-(-num_layers // number), []).append(number)
+    return [number for numbers in by_size.values() for number in numbers[:NUMBERS_OF_A_SIZE]]
 
 
 def _chunk_numbers(request: PlanRequest) -> list[int]:

@@ -37,11 +37,10 @@ from mobius.plan.budget import (
     fullest,
     gpu_need,
     gpu_needs,
-    host_need,
     tile_tokens,
 )
 from mobius.plan.gpu_peak import LayerBytes
-from mobius.plan.memory_use import Choose, by_score, closed_form
+from mobius.plan.memory_use import Choose, by_score, closed_form, fits_host, within_host
 from mobius.plan.plan import KeptLevel, MemoryUse, Plan
 from mobius.plan.replicas.told import more_nodes
 from mobius.plan.request import PlanRequest
@@ -78,7 +77,7 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, choose: C
         return plan.using([_least(request, layer)] * plan.num_ranks)
     _refuse_what_cannot_fit(request, layer, request.gpu_bytes)
     fitting = [_fitting(request, rank, layer, request.gpu_bytes) for rank in range(plan.num_ranks)]
-    return plan.using((choose or by_score(closed_form(request)))(request, fitting))
+    return plan.using(within_host(choose or by_score(closed_form(request)))(request, fitting))
 
 
 def may_keep_products(request: PlanRequest) -> bool:
@@ -140,9 +139,10 @@ def _fewest_rounds(request: PlanRequest) -> int | None:
         tried = replace(request, num_rounds=number)
         layer = estimated_layer(tried)
         need = _fullest_need(tried, tried.num_resident or 0, layer)
+        if need.total > int(available * FILLED_SHARE) - tried.mailbox_bytes:
+            continue
         use = _least(tried, layer)
-        is_home = use.num_stashed == 0 or _all_fit_host(tried, use)
-        if is_home and need.total <= int(available * FILLED_SHARE) - tried.mailbox_bytes:
+        if use.num_stashed == 0 or _all_fit_host(tried, use) or fits_host(tried, fit_plan(tried, layer=layer)):
             return number
     return None
 
@@ -234,11 +234,6 @@ def _fitting(request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_byte
 def _all_fit_host(request: PlanRequest, use: MemoryUse) -> bool:
     """Whether the host has the memory for ranks that all do this."""
     return fits_host(request, request.plan.using([use] * request.plan.num_ranks))
-
-
-def fits_host(request: PlanRequest, plan: Plan) -> bool:
-    """Whether the host has the memory for a plan, as far as is known."""
-    return request.host_bytes is None or host_need(request, plan).total <= request.host_bytes
 
 
 def _need(request: PlanRequest, rank: int, use: MemoryUse, layer: LayerBytes | None) -> GpuNeed:

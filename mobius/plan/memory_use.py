@@ -3,15 +3,19 @@
 By a closed form, at the rates of a profile or, where there is none, at those of one kind of machine; or by simulation.
 Ranks are then tried alike first, each as far as its memory goes, since a step is as fast as its slowest rank; next,
 each rank's neighbours of the best are tried alone. The closed form says which are worth it where there are many.
+
+Where the fastest takes more host memory than there is, ranks choose among uses that take less of it (`within_host`):
+resident stages take none, and activations that wait there can wait on the GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
-from mobius.plan.plan import MemoryUse
+from mobius.plan.budget import host_need
+from mobius.plan.plan import MemoryUse, Plan
 from mobius.plan.profile import Profile
 from mobius.plan.request import PlanRequest
 from mobius.plan.simulation import plan_seconds, without_collector
@@ -139,6 +143,44 @@ def by_simulation(profile: Profile) -> Choose:
         return _Search(request, profile, fitting).run()
 
     return choose
+
+
+def within_host(choose: Choose) -> Choose:
+    """`choose`, but among uses that fit into the host's memory together where its first choice does not.
+
+    If none do, each rank takes what needs least of it.
+    """
+
+    def chosen(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Sequence[MemoryUse]:
+        fastest = choose(request, fitting)
+        if fits_host(request, request.plan.using(fastest)):
+            return fastest
+        return choose(request, _light(request, fitting))
+
+    return chosen
+
+
+def fits_host(request: PlanRequest, plan: Plan) -> bool:
+    """Whether the host has the memory for a plan, as far as is known."""
+    return request.host_bytes is None or host_need(request, plan).total <= request.host_bytes
+
+
+def _light(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> list[list[MemoryUse]]:
+    """The uses of each rank that fit the host whatever the others take: what the least leaves is shared evenly."""
+    assert request.host_bytes is not None
+    first = [uses[0] for uses in fitting]
+
+    @cache
+    def total(rank: int, use: MemoryUse) -> int:
+        return host_need(request, request.plan.using([*first[:rank], use, *first[rank + 1 :]])).total
+
+    least = [min(uses, key=partial(total, rank)) for rank, uses in enumerate(fitting)]
+    left = request.host_bytes - host_need(request, request.plan.using(least)).total
+    more = max(0, left) // len(fitting)
+    return [
+        [use for use in uses if total(rank, use) <= total(rank, least[rank]) + more]
+        for rank, uses in enumerate(fitting)
+    ]
 
 
 class _Search:

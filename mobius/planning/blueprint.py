@@ -27,9 +27,9 @@ from mobius.plan.partition import ModelShape
 from mobius.plan.plan import Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, check_saved_plan
 from mobius.plan.profile import Profile
-from mobius.plan.replicas.told import host_remedies
 from mobius.plan.request import Machine, PackedRows, PlanRequest, compiles
 from mobius.planning.alike import smallest_machine
+from mobius.planning.host_remedies import host_remedies
 from mobius.ranks import Ranks, allows_peer_copies, cpu_share, separate_device_queues
 from mobius.runtime.routers import sent_shape
 from mobius.runtime.stage import measure_layer_bytes
@@ -321,7 +321,7 @@ def _check_host(found: Answer, sharing: int) -> None:
     if found.request.machine.on_cpu or found.plan.num_slots is not None or found.plan.stashed:
         limit = found.request.config.pipeline.host_memory_limit
         whole = available_host_bytes() if limit is None else int(limit * GIB)
-        remedies = host_remedies(found.request, found.plan)
+        remedies = host_remedies(found)
         check_host_memory(found.host, available_bytes=whole // sharing, remedies=remedies)
 
 

@@ -28,10 +28,11 @@ from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.plan.choice import Answer, answer, settle
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan_table import describe_gpus, describe_host, describe_stages, describe_step
-from mobius.plan.replicas.told import describe_replicas, host_remedies
+from mobius.plan.replicas.told import describe_replicas
 from mobius.plan.replicas.worth import describe_traffic
 from mobius.plan.request import Machine, PackedRows, PlanRequest
 from mobius.planning.blueprint import machine_of_gpu
+from mobius.planning.host_remedies import host_remedies
 from mobius.planning.planned import saved_plan_of
 from mobius.ranks import Ranks, visible_devices
 from mobius.units import GIB, bytes_text
@@ -151,7 +152,7 @@ def _log_host(found: Answer) -> bool:
     if available is None:
         return True
     try:
-        check_host_memory(found.host, available_bytes=available, remedies=host_remedies(found.request, found.plan))
+        check_host_memory(found.host, available_bytes=available, remedies=host_remedies(found))
     except HostMemoryError as error:
         logger.error("does not fit: %s", error)
         return False

@@ -37,7 +37,7 @@ def more_nodes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
             )
 
 
-def host_remedies(request: PlanRequest, plan: Plan) -> Iterator[Remedy]:
+def nodes_as_remedies(request: PlanRequest, plan: Plan) -> Iterator[Remedy]:
     """Host bytes of a pipeline of `plan` with more nodes."""
     for options, changed in more_nodes(request):
         yield Remedy(options, host_need(changed, plan).total)

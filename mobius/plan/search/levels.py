@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mobius.config.config import Recompute
-from mobius.plan.fit import fit_plan, fits_host, levels_to_try, most_attention_kept
+from mobius.plan.fit import fit_plan, levels_to_try, most_attention_kept
 from mobius.plan.gpu_peak import LayerBytes
-from mobius.plan.memory_use import ALIKE, by_score, by_simulation, closed_form
+from mobius.plan.memory_use import ALIKE, by_score, by_simulation, closed_form, fits_host
 from mobius.plan.plan import KeptLevel, Plan
 from mobius.plan.profile import Profile
 from mobius.plan.request import PlanRequest
@@ -30,6 +30,7 @@ def fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: P
         plan = fit_plan(asked, layer=layer, choose=by_simulation(profile))
         # The level of a plan that keeps nothing says nothing.
         plans.append(plan if plan.kept else replace(plan, kept_level=KeptLevel.EVERYTHING))
+    plans = [plan for plan in plans if fits_host(request, plan)] or plans
     seconds = [plan_seconds(plan, request, profile) for plan in plans]
     best = plans[0] if seconds[0] <= min(seconds) * (1 + ALIKE) else plans[seconds.index(min(seconds))]
     return with_products_home(request, best, layer=layer, profile=profile)

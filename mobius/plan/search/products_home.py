@@ -16,9 +16,9 @@ from dataclasses import replace
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError
 from mobius.plan.budget import FILLED_SHARE, gpu_needs, host_need
-from mobius.plan.fit import fit_plan, fits_host, may_keep_products
+from mobius.plan.fit import fit_plan, may_keep_products
 from mobius.plan.gpu_peak import LayerBytes
-from mobius.plan.memory_use import by_simulation
+from mobius.plan.memory_use import by_simulation, fits_host
 from mobius.plan.plan import Plan
 from mobius.plan.profile import Profile
 from mobius.plan.request import PlanRequest

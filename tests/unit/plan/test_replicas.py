@@ -23,7 +23,7 @@ from mobius.plan.fit import fit_plan
 from mobius.plan.plan import Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, check_saved_plan, read_plan
 from mobius.plan.profile import CopyRates, LayerSeconds, MessageRates, Profile, Source
-from mobius.plan.replicas.told import describe_replicas, host_remedies, more_nodes
+from mobius.plan.replicas.told import describe_replicas, more_nodes, nodes_as_remedies
 from mobius.plan.replicas.traffic import ReplicaRates, Sharing, rates_of_nodes
 from mobius.plan.replicas.worth import Worth, traffic_of
 from mobius.plan.request import Machine, PlanRequest
@@ -144,14 +144,14 @@ def test_a_refusal_names_the_fewest_nodes_that_have_the_memory() -> None:
     need = host_need(request, request.plan)
     # 3.37e9 x 2 + 12 / R bytes and four processes; the 64 rows are cut into 8 microbatches by 1, 2, 4 or 8 replicas.
     assert [options for options, _ in more_nodes(request)] == ["--nnodes 4", "--nnodes 8"]
-    four, eight = (remedy.num_bytes for remedy in host_remedies(request, request.plan))
+    four, eight = (remedy.num_bytes for remedy in nodes_as_remedies(request, request.plan))
     assert need.total - four == pytest.approx(3 * shape.num_parameters, rel=1e-6)
     assert four - eight == pytest.approx(1.5 * shape.num_parameters, rel=1e-6)
     for available, options in ((four, "--nnodes 4"), (four - 1, "--nnodes 8")):
         with pytest.raises(HostMemoryError, match=f"Use {options} .needs "):
-            check_host_memory(need, available_bytes=available, remedies=host_remedies(request, request.plan))
+            check_host_memory(need, available_bytes=available, remedies=nodes_as_remedies(request, request.plan))
     with pytest.raises(HostMemoryError) as caught:
-        check_host_memory(need, available_bytes=eight - 1, remedies=host_remedies(request, request.plan))
+        check_host_memory(need, available_bytes=eight - 1, remedies=nodes_as_remedies(request, request.plan))
     assert "--nnodes" not in str(caught.value)
     assert not list(more_nodes(request_of(shape)))
 
