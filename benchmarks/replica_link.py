@@ -1,6 +1,7 @@
 """Rate at which replicas reduce sums and gather weights, by the code of a run; for replicas.py or torchrun.
 
 torchrun --nproc_per_node 2 benchmarks/replica_link.py OUTPUT.json [--pipeline_ranks N] [--elements NUMBER]
+    [--share_gpu]
 
 GB/s that each process sends and receives, all at once, the mean of all: of fp32 sums, of sums that travel in bf16, and
 of bf16 weights.
@@ -20,8 +21,11 @@ from mobius.ranks import Ranks, prepare_environment, separate_device_queues
 prepare_environment()  # before torch is imported
 
 import torch  # noqa: E402
+from shared_gpu import share_first_gpu  # noqa: E402
 
-from mobius.machine.devices import MemoryMeter, use_device  # noqa: E402
+from mobius.config.config import Device  # noqa: E402
+from mobius.machine import devices  # noqa: E402
+from mobius.machine.devices import MemoryMeter  # noqa: E402
 from mobius.memory.shares import Segment, cut  # noqa: E402
 from mobius.messages.replicas import meet_replicas  # noqa: E402
 from mobius.messages.world import World  # noqa: E402
@@ -37,11 +41,13 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--pipeline_ranks", type=int, default=1)
     parser.add_argument("--elements", type=int, default=ELEMENTS, help="of a stage")
+    parser.add_argument("--share_gpu", action="store_true", help="all ranks are on the first GPU")
     arguments = parser.parse_args()
     separate_device_queues()
     ranks = Ranks.from_environment().cut(arguments.pipeline_ranks)
-    device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    use_device(device)
+    if arguments.share_gpu:
+        share_first_gpu()
+    device = devices.choose_device(Device.AUTO, ranks, range(ranks.num_local))
     world = World(rank=ranks.rank, num_ranks=ranks.num_ranks, device=device)
     segment = cut(0, arguments.elements, ranks.num_replicas)
     rates = {}

@@ -15,9 +15,10 @@ planned     GiB that the plan says of them
 most        2 + 12/R bytes per parameter and 2.5 GiB per process
 sums, weights   GB/s that each GPU sends and receives when nothing else runs
 
-With --share_gpus one GPU is enough for --ranks 2: each replica takes itself for a node of its own, on the same GPUs,
-over sockets; the one pipeline has as many ranks as a replica. Where NVIDIA's multi-process service runs and
-CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is 50, each process has half of a GPU's processors, whoever else computes.
+With --share_gpus one GPU is enough: each replica takes itself for a node of its own, on the same GPUs, and speaks to
+the other over sockets; the one pipeline has as many ranks as a replica. Where that are more than GPUs, all ranks are on
+the first (shared_gpu.py). Where NVIDIA's multi-process service runs and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is 50, each
+process has half of a GPU's processors, whoever else computes.
 """
 
 import argparse
@@ -43,6 +44,8 @@ FOLDER = Path(__file__).parent
 NUM_REPLICAS = 2
 PROCESS_GIB = 2.5
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
+ON_FIRST_GPU = {"NCCL_NET": "Socket"}
+"""Messages within a pipeline are copied in that GPU's memory then, as over the links of a node."""
 TITLES = (
     *("run", "s/step", "predicted", "tokens/s", "weights", "optim", "neighb", "GPU GiB", "host", "planned", "most"),
     *("sums GB/s", "weights GB/s", "loss"),
@@ -113,6 +116,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.steps <= arguments.warmup:
         parser.error(f"--steps {arguments.steps}: must be more than the {arguments.warmup} steps of --warmup")
     arguments.mobius_options = options
+    is_crowded = arguments.share_gpus and 0 < len(gpu_names()) < arguments.ranks // NUM_REPLICAS
+    arguments.on_first_gpu = ["--share_gpu"] if is_crowded else []
     return arguments
 
 
@@ -121,7 +126,8 @@ def options_of(case: Case, arguments: argparse.Namespace) -> list[str]:
     num_places = num_ranks(case.num_replicas, arguments) // case.num_replicas
     words = ["--batch_size", str(arguments.batch_size), "--seq_length", str(arguments.seq_length)]
     words += ["--num_iterations", str(arguments.steps), "--num_chunks", str(arguments.num_chunks // case.num_replicas)]
-    words += ["--resident_stages", "0", "--pipeline_ranks", str(num_places), *arguments.mobius_options]
+    words += ["--resident_stages", "0", "--pipeline_ranks", str(num_places), *arguments.on_first_gpu]
+    words += arguments.mobius_options
     return [*words, *(["--reduce_dtype", "bf16"] if case.dtype == "bfloat16" else [])]
 
 
@@ -168,6 +174,7 @@ def measure_link(arguments: argparse.Namespace, folder: Path, *, is_socket: bool
     output = folder / "link.json"
     command = [sys.executable, str(FOLDER / "replica_link.py"), str(output)]
     command += ["--pipeline_ranks", str(arguments.ranks // NUM_REPLICAS), "--elements", str(arguments.elements)]
+    command += arguments.on_first_gpu
     result = _run(command, NUM_REPLICAS, arguments, output, SOCKETS if is_socket else {})
     return None if result is None else dict(result[0])
 
@@ -196,7 +203,7 @@ def _run(
         command,
         num_ranks=num_ranks(num_replicas, arguments),
         num_nodes=num_replicas if arguments.share_gpus else 1,
-        environment={"OMP_NUM_THREADS": threads, **environment},
+        environment={"OMP_NUM_THREADS": threads, **(ON_FIRST_GPU if arguments.on_first_gpu else environment)},
         output=output,
         timeout_seconds=arguments.timeout,
     )

@@ -1,14 +1,15 @@
 """One benchmark run of Mobius on random tokens, for benchmark.py or torchrun. It leaves its numbers only, unless told.
 
 torchrun --nproc_per_node 4 benchmarks/worker.py OUTPUT.json [--torch_adamw] [--lengths FILE] [--evaluations NUMBER]
-    [--saves] [--stored_weights] [--resume CHECKPOINT] [the options of main.py]
+    [--saves] [--stored_weights] [--resume CHECKPOINT] [--share_gpu] [the options of main.py]
 
 Without --lengths rows are full; with it samples have these token counts (a JSON list) and share rows as --packing says.
 With --evaluations the trained model is evaluated so often, each time on as many tokens as some steps have.
 With --saves checkpoints go to --save_dir every --save_steps (checkpointing.py); --resume goes on from one of them.
 With --trace, the trace and its picture go to --save_dir. Weights are random and made on the GPU, which takes seconds
 where transformers' own initialization takes minutes; with --stored_weights they are those of --model_path. With
-`--serve FOLDER` it makes one run after the other without starting anew, as the folder tells (service.py).
+--share_gpu all ranks are on the first GPU (shared_gpu.py). With `--serve FOLDER` it makes one run after the other
+without starting anew, as the folder tells (service.py).
 """
 
 import argparse
@@ -34,6 +35,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from checkpointing import Saves, TakenUp  # noqa: E402
 from launch import STARTER, end_with  # noqa: E402
+from shared_gpu import share_first_gpu  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import PretrainedConfig  # noqa: E402
 
@@ -113,7 +115,7 @@ def clean_up() -> None:
 
 def run(output: Path, words: Sequence[str]) -> None:
     """Train and write one JSON object: the metrics of every step, and the seconds before the first."""
-    own, options = own_parser().parse_known_args(words)
+    own, options = take_own(words)
     ranks = Ranks.from_environment()
     setup_logging(ranks.rank)
     config = parse_args(options, num_ranks=ranks.num_ranks)
@@ -165,6 +167,14 @@ def close(session: Session, saves: Saves | None) -> None:
     session.close()
 
 
+def take_own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options that main.py does not have, and the others; the GPU is shared from here on if that is asked for."""
+    own, options = own_parser().parse_known_args(words)
+    if own.share_gpu:
+        share_first_gpu()
+    return own, options
+
+
 def own_parser() -> argparse.ArgumentParser:
     """The options that main.py does not have."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -174,6 +184,7 @@ def own_parser() -> argparse.ArgumentParser:
     parser.add_argument("--saves", action="store_true")
     parser.add_argument("--stored_weights", action="store_true")
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--share_gpu", action="store_true")
     return parser
 
 
