@@ -16,7 +16,6 @@ from mobius.plan.gpu_peak import (
     estimate_layer,
     largest_moment,
     loss_bytes,
-    slice_bytes,
 )
 from mobius.plan.plan import MemoryUse, Plan
 from mobius.plan.request import PlanRequest
@@ -305,6 +304,7 @@ def _least_and_most_stashed(request: PlanRequest) -> list[int]:
 
 
 def _estimated_layer(request: PlanRequest, tile_tokens: int | None) -> LayerBytes:
+    is_sliced = request.plan.num_slices > 1
     return estimate_layer(
         request.sizes.weight,
         request.shape,
@@ -312,7 +312,8 @@ def _estimated_layer(request: PlanRequest, tile_tokens: int | None) -> LayerByte
         compiled=request.compiles,
         num_documents=request.microbatch_documents,
         tile_tokens=tile_tokens,
-        is_sliced=request.plan.num_slices > 1,
+        rows=request.microbatch_tokens // request.slice_length if is_sliced else 1,
+        sliced_length=request.config.data.seq_length if is_sliced else None,
     )
 
 
@@ -320,10 +321,6 @@ def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> M
     """The bytes of a microbatch: estimates, but for `layer` where it is given."""
     weight, shape, tokens = request.sizes.weight, request.shape, request.microbatch_tokens
     on_gpu, layer = not request.machine.on_cpu, layer or estimated_layer(request)
-    if request.plan.num_slices > 1:
-        rows = tokens // request.slice_length
-        beside = slice_bytes(weight, shape, tokens, rows=rows, length=request.config.data.seq_length)
-        layer = replace(layer, recomputed=layer.recomputed_peak + beside)
     return MicrobatchBytes(
         activation=request.message_bytes,
         layer=layer,

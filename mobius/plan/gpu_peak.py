@@ -133,13 +133,14 @@ def estimate_layer(
     compiled: bool,
     num_documents: int = 0,
     tile_tokens: int | None = None,
-    is_sliced: bool = False,
+    rows: int = 1,
+    sliced_length: int | None = None,
 ) -> LayerBytes:
     """The layer that takes most, by widths; `weight_bytes` per element of the working format.
 
     `num_documents` is the fixed number that variable-length attention is told of for a microbatch; 0: rows are one
-    document each, in the dense kernel. `tile_tokens` as in `runtime.stage.StageModule`; slices are run like
-    tiles, in one if they are not cut further.
+    document each, in the dense kernel. `tile_tokens` as in `runtime.stage.StageModule`. `sliced_length`: the tokens are
+    slices of so many `rows` of that length each, run like tiles, in one if they are not cut further.
     """
     kinds = [
         _layer_bytes(
@@ -150,12 +151,15 @@ def estimate_layer(
             compiled=compiled,
             beside=document_bytes(shape, num_documents),
             tile_tokens=min(tile_tokens or tokens, tokens),
-            is_sliced=is_sliced,
+            is_sliced=sliced_length is not None,
         )
         for layer in shape.layer_kinds
     ]
     # Kept graphs are counted as of equal layers, so each number is the largest of any layer's.
     tiled = [kind.recomputed for kind in kinds if kind.recomputed is not None]
+    if sliced_length is not None:
+        beside = slice_bytes(weight_bytes, shape, tokens, rows=rows, length=sliced_length)
+        tiled = [each + beside for each in tiled]
     return LayerBytes(
         max((kind.graph for kind in kinds), default=0),
         max((kind.peak for kind in kinds), default=0),

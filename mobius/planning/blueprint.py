@@ -31,8 +31,8 @@ from mobius.plan.request import Machine, PackedRows, PlanRequest, compiles
 from mobius.planning.alike import smallest_machine
 from mobius.planning.host_remedies import host_remedies
 from mobius.ranks import Ranks, allows_peer_copies, cpu_share, separate_device_queues
+from mobius.runtime.layer_bytes import measure_layer_bytes
 from mobius.runtime.routers import sent_shape
-from mobius.runtime.stage import measure_layer_bytes
 from mobius.schedule.build import build_schedule
 from mobius.schedule.schedule import Schedule
 from mobius.units import GIB
@@ -283,7 +283,7 @@ def _draw(
             device=place.device,
             packed=request.packed,
             tile_tokens=tile_tokens(request),
-            is_sliced=request.plan.num_slices > 1,
+            sliced_length=request.config.data.seq_length if request.plan.num_slices > 1 else None,
             with_products=may_keep_products(request),
         )
     products = None if layer is None else layer.products

@@ -51,11 +51,16 @@ def typical_arguments(
     if packed is None and parts.attention is not DocumentAttention.FLEX:
         return inputs(seq_length)
     # FlexAttention has no other masks than those of documents.
+    documents = typical_documents(packed, batch=batch, seq_length=seq_length)
+    return inputs(seq_length, Documents(documents.positions.to(device), documents.bounds.to(device)))
+
+
+def typical_documents(packed: PackedRows | None, *, batch: int, seq_length: int) -> Documents:
+    """Documents, on the host, of a microbatch that stands for a run's; without `packed` each row is one."""
     row, most = ((seq_length,), 1) if packed is None else (packed.typical_row(seq_length), packed.most_documents)
-    rows = [row] * batch
-    places = place_documents(rows, seq_length=seq_length, num_microbatches=1, most_documents=most)
-    positions, (bounds,) = (torch.from_numpy(each).to(device) for each in places)
-    return inputs(seq_length, Documents(positions, bounds))
+    places = place_documents([row] * batch, seq_length=seq_length, num_microbatches=1, most_documents=most)
+    positions, (bounds,) = (torch.from_numpy(each) for each in places)
+    return Documents(positions, bounds)
 
 
 def _with_padding(row: Sequence[int], seq_length: int) -> list[int]:

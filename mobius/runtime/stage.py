@@ -8,10 +8,8 @@ needs the same weights until its backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from mobius.models.attention import DocumentAttention
@@ -30,12 +28,9 @@ from mobius.models.graph import (
 )
 from mobius.models.halves import LayerHalves
 from mobius.models.loss import chunked_cross_entropy, chunked_evaluation
-from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.partition import StageCut
 from mobius.plan.plan import KeptLevel
-from mobius.plan.request import PackedRows
-from mobius.runtime.documents import typical_arguments
-from mobius.runtime.routers import Routers, RouterTurn
+from mobius.runtime.routers import RouterTurn
 from mobius.runtime.tiles import TiledLayer
 
 Kept = Tensor | BlockGraph | LayerProducts
@@ -247,110 +242,3 @@ class StageModule:
             chunk_tokens=self._loss_chunk_tokens,
             logits_loss=parts.logits_loss,
         )
-
-
-def measure_layer_bytes(
-    parts: ModelParts,
-    *,
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    packed: PackedRows | None = None,
-    tile_tokens: int | None = None,
-    is_sliced: bool = False,
-    with_products: bool = False,
-) -> LayerBytes:
-    """GPU memory that one layer takes for one microbatch of `shape` [B, L, H]: its graph's, and at most in backward.
-
-    Each is of the kind of layer that takes most, backward with its activations kept or recomputed, whichever takes
-    more. Where layers run in tiles, maybe because a whole one does not fit, a whole one is measured on about as many
-    tokens as a tile has: its bytes are in proportion to them. Slices are tiles, too, attending to nothing before them.
-    `with_products` measures a forward that keeps its products alone too, which takes another compilation, where layers
-    can keep them. Layers run on zeros; all memory is given back.
-    """
-    levels = [KeptLevel.EVERYTHING]
-    if with_products and parts.attention is not DocumentAttention.FLEX:
-        levels.append(KeptLevel.PRODUCTS)
-    tokens, whole = shape[0] * shape[1], shape
-    tile_tokens = min(tile_tokens or tokens, tokens)
-    is_tiled = is_sliced or tokens > tile_tokens
-    if tokens > tile_tokens:
-        whole = (max(1, tile_tokens // shape[1]), min(shape[1], tile_tokens), shape[2])
-    share = tokens / (whole[0] * whole[1])
-    held, peak, tiled = dict.fromkeys(levels, 0), 0, 0
-    for index in {id(layer.module): index for index, layer in enumerate(parts.layers)}.values():
-        bench = _LayerBench(parts, index, dtype, device, packed)
-        for level in levels:
-            own_held, own_peak = bench.measure_whole(whole, level)
-            held[level], peak = max(held[level], int(share * own_held)), max(peak, int(share * own_peak))
-        if is_tiled:
-            tiled = max(tiled, bench.measure_tiles(shape, tile_tokens))
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)  # what a run reports is to be its own
-    products = held.get(KeptLevel.PRODUCTS)
-    return LayerBytes(held[KeptLevel.EVERYTHING], peak, tiled if is_tiled else None, products)
-
-
-@dataclass(frozen=True)
-class _LayerBench:
-    """A layer to be run on zeros while the GPU's memory is watched."""
-
-    parts: ModelParts
-    index: int
-    dtype: torch.dtype
-    device: torch.device
-    packed: PackedRows | None
-
-    def measure_whole(self, shape: tuple[int, int, int], level: KeptLevel) -> tuple[int, int]:
-        """Bytes of its graph, and most in backward, for hidden states of `shape`."""
-        layer, (arguments, further) = self.parts.layers[self.index], self._arguments(shape)
-
-        def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
-            graph = run_with_graph(layer, weights, inputs, arguments, level)
-            held = torch.cuda.memory_allocated(self.device)
-            backward(layer, graph, sums, gradient, *further)
-            del graph
-            recomputed_backward(layer, weights, inputs, arguments, sums, gradient, *further)
-            return held
-
-        return self._measure(shape, play)
-
-    def measure_tiles(self, shape: tuple[int, int, int], tile_tokens: int) -> int:
-        """Most bytes in a recomputed backward in tiles, for hidden states of `shape`."""
-        layer = TiledLayer(LayerHalves(self.parts.halves(self.index)), tile_tokens=tile_tokens)
-        arguments, further = self._arguments(shape)
-
-        def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
-            layer.backward(weights, sums, inputs, gradient, arguments, further=further)
-            return torch.cuda.memory_allocated(self.device)
-
-        return self._measure(shape, play)[1]
-
-    def _arguments(self, shape: tuple[int, int, int]) -> tuple[Arguments, list[Tensor]]:
-        """Arguments as in a run, and the gradients of the layer's outputs behind the hidden states."""
-        own = typical_arguments(
-            self.parts, self.packed, batch=shape[0], seq_length=shape[1], dtype=self.dtype, device=self.device
-        )[self.index]
-        if self.parts.router_loss is None or self.index not in self.parts.router_loss.layers:
-            return own, []
-        routers = Routers(self.parts.router_loss, self.device)
-        turn = routers.turn(routers.counted(shape[:2]), None)
-        return turn.arguments(own), [turn.numbers]
-
-    def _measure(
-        self, shape: tuple[int, int, int], play: Callable[[Views, Views, Tensor, Tensor], int]
-    ) -> tuple[int, int]:
-        """Bytes that `play` reads at its moment, and the most at any, both beside those of what it is given."""
-        shapes, dtype, device = self.parts.layers[self.index].full_shapes(), self.dtype, self.device
-        weights = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in shapes.items()}
-        frozen = self.parts.layers[self.index].frozen_names()
-        sums = {name: torch.zeros(size, device=device) for name, size in shapes.items() if name not in frozen}
-        inputs = torch.zeros(shape, dtype=dtype, device=device)
-        gradient = torch.zeros_like(inputs)
-        held = peak = 0
-        for _ in range(2):  # the first time compiles, and makes what libraries keep for good
-            before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            held = play(weights, sums, inputs, gradient) - before
-            peak = torch.cuda.max_memory_allocated(device) - before
-        return held, peak

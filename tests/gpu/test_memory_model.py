@@ -14,7 +14,7 @@ from mobius.plan.cards import CARDS
 from mobius.plan.gpu_peak import estimate_layer, largest_moment
 from mobius.plan.plan import make_plan
 from mobius.plan.request import Machine
-from mobius.runtime.stage import measure_layer_bytes
+from mobius.runtime.layer_bytes import measure_layer_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +64,21 @@ def test_a_compiled_layer_in_tiles_takes_no_more_than_its_estimate(tile_tokens: 
     estimate = estimate_layer(2, parts.shape(), tokens, compiled=True, tile_tokens=tile_tokens)
     assert 0.7 * estimate.recomputed_peak < measured.recomputed_peak <= 1.05 * estimate.recomputed_peak
     assert measured.recomputed_peak < 0.6 * measured.peak
+
+
+@pytest.mark.parametrize("tokens", [16_384, 65_536])
+def test_a_compiled_slice_takes_no_more_than_its_estimate(tokens: int) -> None:
+    parts, length = ModelParts(config(), CUDA, compiled=True), 131_072
+    measured = measure_layer_bytes(
+        parts,
+        shape=(1, tokens, 2048),
+        dtype=torch.bfloat16,
+        device=CUDA,
+        tile_tokens=8192,
+        sliced_length=length,
+    )
+    estimate = estimate_layer(2, parts.shape(), tokens, compiled=True, tile_tokens=8192, sliced_length=length)
+    assert 0.7 * estimate.recomputed_peak < measured.recomputed_peak <= 1.05 * estimate.recomputed_peak
 
 
 @pytest.mark.parametrize(("num_ranks", "num_graphs"), [(2, 0), (2, 1), (4, 2)])

@@ -12,7 +12,7 @@ from mobius.memory.layout import StageLayout
 from mobius.memory.rank_memory import take_memory
 from mobius.models.blocks import LayerInputs, ModelParts
 from mobius.runtime.executor import StepBatch
-from mobius.runtime.stage import measure_layer_bytes
+from mobius.runtime.layer_bytes import measure_layer_bytes
 
 pytestmark = pytest.mark.gpu
 

@@ -28,7 +28,7 @@ from mobius.models.experts import router_loss
 from mobius.plan.cards import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
 from mobius.plan.profile import LayerSeconds, Profile, Source
 from mobius.plan.request import PackedRows
-from mobius.runtime import stage
+from mobius.runtime import layer_bytes, stage
 from mobius.runtime.documents import typical_arguments
 
 CPU = torch.device("cpu")
@@ -163,7 +163,7 @@ def test_layers_are_measured_with_the_sums_of_their_routers(monkeypatch: pytest.
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     for tile_tokens, shapes in ((None, {(2, 8)}), (8, {(1, 8)})):
         counted.clear()
-        stage.measure_layer_bytes(
+        layer_bytes.measure_layer_bytes(
             routed(), shape=(2, 8, 32), dtype=torch.float32, device=CPU, tile_tokens=tile_tokens, with_products=True
         )
         assert set(counted) == shapes

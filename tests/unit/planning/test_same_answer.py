@@ -97,14 +97,15 @@ def measured_as_estimated(
     device: torch.device,
     packed: PackedRows | None,
     tile_tokens: int | None,
-    is_sliced: bool,
+    sliced_length: int | None,
     with_products: bool,  # a plan that has no use for them is the same with them
 ) -> LayerBytes:
     batch, length, _ = shape
     documents = 0 if packed is None or dtype == torch.float32 else batch * packed.most_documents
     tokens = batch * length
-    sizes, more = (dtype.itemsize, parts.shape(), tokens), {"tile_tokens": tile_tokens, "is_sliced": is_sliced}
-    return estimate_layer(*sizes, compiled=parts.compiled, num_documents=documents, **more)  # type: ignore[arg-type]
+    sizes, tiles = (dtype.itemsize, parts.shape(), tokens), {"tile_tokens": tile_tokens}
+    slices = {"rows": batch, "sliced_length": sliced_length}
+    return estimate_layer(*sizes, compiled=parts.compiled, num_documents=documents, **tiles, **slices)  # type: ignore[arg-type]
 
 
 def as_run(

@@ -1,0 +1,157 @@
+"""Measures the bytes that layers take on a GPU, by running one of each kind as a step does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mobius.limits import KEYS_PER_CALL
+from mobius.models.attention import DocumentAttention
+from mobius.models.blocks import LayerArguments, ModelParts
+from mobius.models.compiled import Arguments
+from mobius.models.graph import Views, backward, recomputed_backward, run_with_graph
+from mobius.models.halves import LayerHalves
+from mobius.plan.gpu_peak import LayerBytes
+from mobius.plan.partition import StageCut
+from mobius.plan.plan import KeptLevel
+from mobius.plan.request import PackedRows
+from mobius.runtime.documents import typical_arguments, typical_documents
+from mobius.runtime.places import Place
+from mobius.runtime.routers import Routers
+from mobius.runtime.slices import SequenceCaches, SlicedStage
+from mobius.runtime.stage_layers import Turn
+from mobius.runtime.tiles import TiledLayer
+
+
+def measure_layer_bytes(
+    parts: ModelParts,
+    *,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: PackedRows | None = None,
+    tile_tokens: int | None = None,
+    sliced_length: int | None = None,
+    with_products: bool = False,
+) -> LayerBytes:
+    """GPU memory that one layer takes for one microbatch of `shape` [B, L, H]: its graph's, and at most in backward.
+
+    Each is of the kind of layer that takes most, backward with its activations kept or recomputed, whichever takes
+    more. Where layers run in tiles, maybe because a whole one does not fit, a whole one is measured on about as many
+    tokens as a tile has: its bytes are in proportion to them. `with_products` measures a forward that keeps its
+    products alone too, which takes another compilation, where layers can keep them. Layers run on zeros; all memory is
+    given back.
+
+    `sliced_length`: microbatches are slices of sequences of so many tokens. Recomputed is one that attends to as many
+    tokens before it as a slice does at a time; their keys, values and sums of gradients do not count.
+    """
+    levels = [KeptLevel.EVERYTHING]
+    if with_products and parts.attention is not DocumentAttention.FLEX:
+        levels.append(KeptLevel.PRODUCTS)
+    tokens, whole = shape[0] * shape[1], shape
+    tile_tokens = min(tile_tokens or tokens, tokens)
+    if tokens > tile_tokens:
+        whole = (max(1, tile_tokens // shape[1]), min(shape[1], tile_tokens), shape[2])
+    share = tokens / (whole[0] * whole[1])
+    held, peak, parted = dict.fromkeys(levels, 0), 0, 0
+    for index in {id(layer.module): index for index, layer in enumerate(parts.layers)}.values():
+        bench = _LayerBench(parts, index, dtype, device, packed)
+        for level in levels:
+            own_held, own_peak = bench.measure_whole(whole, level)
+            held[level], peak = max(held[level], int(share * own_held)), max(peak, int(share * own_peak))
+        if sliced_length is not None:
+            parted = max(parted, bench.measure_slice(shape, sliced_length, tile_tokens))
+        elif tokens > tile_tokens:
+            parted = max(parted, bench.measure_tiles(shape, tile_tokens))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)  # what a run reports is to be its own
+    products = held.get(KeptLevel.PRODUCTS)
+    return LayerBytes(held[KeptLevel.EVERYTHING], peak, parted or None, products)
+
+
+@dataclass(frozen=True)
+class _LayerBench:
+    """A layer to be run on zeros while the GPU's memory is watched."""
+
+    parts: ModelParts
+    index: int
+    dtype: torch.dtype
+    device: torch.device
+    packed: PackedRows | None
+
+    def measure_whole(self, shape: tuple[int, int, int], level: KeptLevel) -> tuple[int, int]:
+        """Bytes of its graph, and most in backward, for hidden states of `shape`."""
+        layer, (arguments, further) = self.parts.layers[self.index], self._arguments(shape)
+
+        def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
+            graph = run_with_graph(layer, weights, inputs, arguments, level)
+            held = torch.cuda.memory_allocated(self.device)
+            backward(layer, graph, sums, gradient, *further)
+            del graph
+            recomputed_backward(layer, weights, inputs, arguments, sums, gradient, *further)
+            return held
+
+        return self._measure(shape, play)
+
+    def measure_tiles(self, shape: tuple[int, int, int], tile_tokens: int) -> int:
+        """Most bytes in a recomputed backward in tiles, for hidden states of `shape`."""
+        layer = TiledLayer(LayerHalves(self.parts.halves(self.index)), tile_tokens=tile_tokens)
+        arguments, further = self._arguments(shape)
+
+        def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
+            layer.backward(weights, sums, inputs, gradient, arguments, further=further)
+            return torch.cuda.memory_allocated(self.device)
+
+        return self._measure(shape, play)[1]
+
+    def measure_slice(self, shape: tuple[int, int, int], length: int, tile_tokens: int) -> int:
+        """Most bytes of a slice's forward and backward in tiles, for hidden states of `shape`."""
+        tokens = shape[1]
+        start = min(length // tokens - 1, -(-KEYS_PER_CALL // tokens)) * tokens
+        cut = StageCut(1, self.index, self.index + 1, is_first=False, is_last=False)
+        stage = SlicedStage(self.parts, cut, SequenceCaches(), tile_tokens=tile_tokens)
+        seen, packed = start + tokens, self.packed
+        bounds = None if packed is None else typical_documents(packed, batch=shape[0], seq_length=seen).bounds
+        turn = Turn(self._all_arguments((shape[0], seen, shape[2])), Place(start, seen, seen, bounds))
+
+        def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
+            _, kept = stage.forward(weights, inputs, turn)
+            stage.backward(weights, sums, kept, gradient, turn)
+            return torch.cuda.memory_allocated(self.device)
+
+        return self._measure(shape, play)[1]
+
+    def _arguments(self, shape: tuple[int, int, int]) -> tuple[Arguments, list[Tensor]]:
+        """Arguments as in a run, and the gradients of the layer's outputs behind the hidden states."""
+        own = self._all_arguments(shape)[self.index]
+        if self.parts.router_loss is None or self.index not in self.parts.router_loss.layers:
+            return own, []
+        routers = Routers(self.parts.router_loss, self.device)
+        turn = routers.turn(routers.counted(shape[:2]), None)
+        return turn.arguments(own), [turn.numbers]
+
+    def _all_arguments(self, shape: tuple[int, int, int]) -> LayerArguments:
+        return typical_arguments(
+            self.parts, self.packed, batch=shape[0], seq_length=shape[1], dtype=self.dtype, device=self.device
+        )
+
+    def _measure(
+        self, shape: tuple[int, int, int], play: Callable[[Views, Views, Tensor, Tensor], int]
+    ) -> tuple[int, int]:
+        """Bytes that `play` reads at its moment, and the most at any, both beside those of what it is given."""
+        shapes, dtype, device = self.parts.layers[self.index].full_shapes(), self.dtype, self.device
+        weights = {name: torch.zeros(size, dtype=dtype, device=device) for name, size in shapes.items()}
+        frozen = self.parts.layers[self.index].frozen_names()
+        sums = {name: torch.zeros(size, device=device) for name, size in shapes.items() if name not in frozen}
+        inputs = torch.zeros(shape, dtype=dtype, device=device)
+        gradient = torch.zeros_like(inputs)
+        held = peak = 0
+        for _ in range(2):  # the first time compiles, and makes what libraries keep for good
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            held = play(weights, sums, inputs, gradient) - before
+            peak = torch.cuda.max_memory_allocated(device) - before
+        return held, peak
