@@ -213,6 +213,30 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
 
     `layer` is what a layer takes for a microbatch, where that was measured.
     """
+    most = largest_moment(plan, rank, microbatch_bytes(request, layer))
+    cuts = (plan.cuts[stage] for stage in plan.stages_of(rank))
+    ends = any(cut.is_first or cut.is_last for cut in cuts)
+    return GpuNeed(
+        rank,
+        **_states(request, plan, rank),
+        inputs=most.inputs,
+        graphs=most.graphs,
+        messages=most.messages + request.rules.sharing.received_bytes,
+        working_set=most.work,
+        libraries=LIBRARY_BYTES
+        + (STEP_BYTES_PER_TOKEN * request.step_tokens if ends else 0)
+        + request.position_bytes
+        + int(FRAGMENT_SHARE * most.total),
+    )
+
+
+def state_bytes(request: PlanRequest, plan: Plan, *, rank: int) -> int:
+    """`GpuNeed.states` of a rank alone, which takes a small part of the time."""
+    return sum(_states(request, plan, rank).values())
+
+
+def _states(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
+    """What stays through all steps, by its name in `GpuNeed`."""
     shape, sizes, waiting = request.shape, request.sizes, request.waiting
     own = [plan.cuts[stage] for stage in plan.stages_of(rank)]
     slots = plan.slots[rank] * max(
@@ -233,23 +257,12 @@ def gpu_need(request: PlanRequest, plan: Plan, *, rank: int, layer: LayerBytes |
         if sizes.num_replicas > 1 or plan.sums_travel(rank) or (streamed and sizes.gradient > sizes.weight)
         else 1
     )
-    most = largest_moment(plan, rank, microbatch_bytes(request, layer))
-    ends = any(cut.is_first or cut.is_last for cut in own)
-    return GpuNeed(
-        rank,
-        weights=(slots + whole + beside) * sizes.weight,
-        gradients=4 * sum(sum_elements(summed, num_sums)) + kept,
-        optimizer=sum(map(sizes.optimizer, resident.values())),
-        inputs=most.inputs,
-        graphs=most.graphs,
-        messages=most.messages + request.rules.sharing.received_bytes,
-        working_set=most.work,
-        keys=max(len(cut.layers) for cut in own) * request.key_bytes,
-        libraries=LIBRARY_BYTES
-        + (STEP_BYTES_PER_TOKEN * request.step_tokens if ends else 0)
-        + request.position_bytes
-        + int(FRAGMENT_SHARE * most.total),
-    )
+    return {
+        "weights": (slots + whole + beside) * sizes.weight,
+        "gradients": 4 * sum(sum_elements(summed, num_sums)) + kept,
+        "optimizer": sum(map(sizes.optimizer, resident.values())),
+        "keys": max(len(cut.layers) for cut in own) * request.key_bytes,
+    }
 
 
 def gpu_needs(request: PlanRequest, plan: Plan, layer: LayerBytes | None = None) -> tuple[GpuNeed, ...]:

@@ -37,6 +37,7 @@ from mobius.plan.budget import (
     fullest,
     gpu_need,
     gpu_needs,
+    state_bytes,
     tile_tokens,
 )
 from mobius.plan.gpu_peak import LayerBytes
@@ -214,7 +215,8 @@ def _fitting(request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_byte
 
     @cache
     def states_take(num_resident: int, num_slots: int) -> int:
-        return _need(request, rank, MemoryUse(num_resident, 0, num_slots), layer).states
+        use = MemoryUse(num_resident, 0, num_slots)
+        return state_bytes(request, request.plan.using([use] * request.plan.num_ranks), rank=rank)
 
     @cache
     def rest_takes(num_kept: int, num_stashed: int) -> int:

@@ -44,8 +44,10 @@ the widths of queries and of keys,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from mobius.limits import KEYS_PER_CALL, RECEIVES_AHEAD, max_fetched, max_leaving, max_sends_under_way
 from mobius.plan.partition import LayerWidths, ModelShape
@@ -268,33 +270,40 @@ class _Rank:
         self._under_way += self._more * self._most_whole(max_fetched(plan.reach))
         """Bytes of what leaves or has come back; while the model's last stage turns, it need not all be there."""
         self._graph = size.layer.kept(plan.kept_level)
+        self._waiting = [stage for stage in self._stages if not plan.cuts[stage].is_last]
+        """Stages whose microbatches all go forward before the first comes back."""
+        self._leaves = [index for index, stage in enumerate(self._waiting) if stage in plan.stashed]
+        """Which of them send their inputs home."""
+        each = [(0, 0) if stage in plan.stashed else self._kept(stage) for stage in self._waiting]
+        self._inputs_of = [plan.round_size * total for total in accumulate((own for own, _ in each), initial=0)]
+        """Inputs of a round that the first so many of these keep here."""
+        self._graphs_of = [plan.round_size * total for total in accumulate((own for _, own in each), initial=0)]
+        """Graphs, alike."""
         self._ahead = 0 if plan.num_ranks == 1 else RECEIVES_AHEAD * size.activation
 
     def moments(self) -> Iterator[Held]:
         """Moments at which most may be held: turns of the model's last stage, and each stage's first backward."""
-        waiting = [stage for stage in self._stages if not self._plan.cuts[stage].is_last]
-        for index, stage in enumerate(waiting):
-            if stage in self._plan.stashed:
-                yield self._leaving(stage, waiting[:index])
-        turns = len(waiting) < len(self._stages)
+        for number in self._leaves:
+            yield self._leaving(number)
+        turns = len(self._waiting) < len(self._stages)
         if turns:
-            yield from self._turn(self._stages[-1], waiting)
-        for index, stage in enumerate(waiting):
-            is_first_backward = index == len(waiting) - 1 and not turns
-            yield from self._backward(stage, waiting[: index + 1], is_first_backward=is_first_backward)
+            yield from self._turn(self._stages[-1])
+        for number in range(1, len(self._waiting) + 1):
+            yield from self._backward(number, is_first_backward=number == len(self._waiting) and not turns)
 
-    def _leaving(self, stage: int, before: list[int]) -> Held:
-        """The forward of a stashed stage, while inputs of the microbatches before leave."""
-        stayed, kept = self._all_kept(before)
-        # The stage before may still leave, which may be larger.
-        stashed = [each for each in (*before, stage) if each in self._plan.stashed]
+    def _leaving(self, num_before: int) -> Held:
+        """The forward of a stashed stage behind so many, while inputs of the microbatches before leave."""
+        stayed, kept = self._inputs_of[num_before], self._graphs_of[num_before]
         most = max_leaving(self._plan.reach) + 1
         number = min(most, self._plan.round_size)
-        inputs = [self._inputs(each) for each in stashed for _ in range(number)]
+        # The stages before may still leave, which may be larger.
+        end = bisect_right(self._leaves, num_before)
+        near = [self._waiting[index] for index in self._leaves[max(0, end - most - 1) : end]]
+        inputs = [self._inputs(each) for each in near for _ in range(number)]
         ends = range(len(inputs) - number + 1, len(inputs) + 1)
         own = max(sum(inputs[max(0, end - most) : end]) for end in ends)
         own += self._more * self._most_whole(min(most, len(inputs)))
-        messages = self._ahead + self._sent(0, self._outputs([*before, stage]))
+        messages = self._ahead + self._sent(0, self._outputs(num_before + 1))
         # A forward without a graph makes less than one with it, and in tiles less than backward does in them.
         work = min(self._size.layer.graph, self._size.layer.recomputed_peak)
         if self._plan.num_products_home:
@@ -309,19 +318,19 @@ class _Rank:
         whole = [goes_whole(m, round_size=size, number=self._plan.num_products_home) for m in range(size + number)]
         return max(sum(whole[first : first + number]) for first in range(size))
 
-    def _turn(self, stage: int, waiting: list[int]) -> Iterator[Held]:
+    def _turn(self, stage: int) -> Iterator[Held]:
         """Forward, loss and backward of one microbatch of the model's last stage."""
-        size, per_message = self._size, self._size.activation
+        size, per_message, number = self._size, self._size.activation, len(self._waiting)
         inputs, graphs = self._kept(stage)
         inputs *= self._plan.num_slices  # all of a sequence go forward before the last turns
-        stayed, kept = self._all_kept(waiting)
+        stayed, kept = self._inputs_of[number], self._graphs_of[number]
         # A single microbatch turns when all that left has gone, and the stage before is back, if that was stashed.
-        is_back = self._plan.round_size == 1 and self._plan.stashed.issuperset(waiting[-1:])
+        is_back = self._plan.round_size == 1 and self._plan.stashed.issuperset(self._waiting[-1:])
         one = self._most_inputs + self._more * self._most_whole(1)
         stayed += min(self._under_way, one) if is_back else self._under_way
         is_only = self._plan.cuts[stage].is_first
         gradients = 0 if is_only else self._plan.round_size - 1
-        messages = self._ahead + self._sent(gradients, self._outputs(waiting))
+        messages = self._ahead + self._sent(gradients, self._outputs(number))
         output = 0 if self._keeps(stage) else per_message  # a graph has its output in it
         yield Held(stayed + inputs, kept + graphs, messages, output + size.loss)
         # The output and its gradient stay until the backward of the stage is done.
@@ -329,12 +338,12 @@ class _Rank:
         if is_only:
             yield Held(stayed, kept, messages, 3 * per_message + size.embedding)
 
-    def _backward(self, stage: int, waiting: list[int], *, is_first_backward: bool) -> Iterator[Held]:
-        """The first microbatch's backward of `stage`, the last of those that are `waiting`."""
-        stayed, kept = self._all_kept(waiting)
+    def _backward(self, number: int, *, is_first_backward: bool) -> Iterator[Held]:
+        """The first microbatch's backward of a stage, the last of the first so many that are waiting."""
+        stage, stayed, kept = self._waiting[number - 1], self._inputs_of[number], self._graphs_of[number]
         stayed += self._under_way
         if is_first_backward:
-            sent = self._sent(0, self._outputs(waiting))
+            sent = self._sent(0, self._outputs(number))
         else:
             sent = self._sent(self._plan.round_size, self._max_sends)
         messages = self._ahead + sent
@@ -359,11 +368,6 @@ class _Rank:
         attention = self._size.attention if stage in self._plan.attention_kept else 0
         return len(self._plan.cuts[stage].layers) * (self._size.activation + attention)
 
-    def _all_kept(self, stages: Sequence[int]) -> tuple[int, int]:
-        each = [self._kept(stage) for stage in stages if stage not in self._plan.stashed]
-        number = self._plan.round_size
-        return number * sum(inputs for inputs, _ in each), number * sum(graphs for _, graphs in each)
-
     def _layer_work(self, stage: int) -> int:
         """A layer's backward, without what is kept."""
         if len(self._plan.cuts[stage].layers) == 0:
@@ -373,11 +377,14 @@ class _Rank:
             return max(layer.recomputed_peak, layer.peak - layer.kept(KeptLevel.PRODUCTS))
         return layer.peak - self._graph if self._keeps(stage) else layer.recomputed_peak
 
-    def _outputs(self, stages: Sequence[int]) -> int:
-        """Outputs among the last messages that take memory of their own: a kept graph has its output in it."""
+    def _outputs(self, num_stages: int) -> int:
+        """Outputs of the first so many waiting stages among the last messages that take memory of their own.
+
+        A kept graph has its output in it.
+        """
         number = self._plan.round_size
-        in_graphs = number if stages and self._keeps(stages[-1]) else 0
-        return max(0, min(number * len(stages), self._max_sends) - in_graphs)
+        in_graphs = number if num_stages and self._keeps(self._waiting[num_stages - 1]) else 0
+        return max(0, min(number * num_stages, self._max_sends) - in_graphs)
 
     def _sent(self, gradients: int, outputs: int) -> int:
         """Bytes of messages: gradients, and outputs before them; one rank alone hands its gradients over itself."""
