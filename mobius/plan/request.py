@@ -40,6 +40,8 @@ class Machine:
     """Memory of this rank's GPU that is free, or as much of it as the run may use; None where it was not asked."""
     host_bytes: int | None = None
     """Memory of the host that all ranks together may count on; None where it is not known."""
+    agreed_host_bytes: int | None = None
+    """What the ranks of a run have found together of that, options counted; None where they have not met."""
     has_peer_copies: bool = True
     """Whether GPUs may write into each other's memory, if the card can."""
     host: Host = field(default_factory=Host)
@@ -213,7 +215,9 @@ class PlanRequest:
 
     @property
     def host_bytes(self) -> int | None:
-        """Host memory of a pipeline that activations may be planned into; None where it is not known."""
+        """Host memory that a pipeline may be planned into; None where it is not known."""
+        if self.machine.agreed_host_bytes is not None:
+            return self.machine.agreed_host_bytes
         limit = self.config.pipeline.host_memory_limit
         return self.machine.host_bytes if limit is None else int(limit * GIB) // self.machine.replicas_per_node
 

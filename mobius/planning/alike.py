@@ -101,6 +101,14 @@ def smallest_machine(
     return *both, sharing
 
 
+def smallest_host(meeting: Meeting, host_bytes: int) -> int:
+    """The least of what processes may plan into their hosts; collective.
+
+    Nodes may differ, and so may what processes read of a machine whose memory grows on demand; plans may not.
+    """
+    return min(read_all(meeting.gather(host_bytes), read_number))
+
+
 def check_same_residents(plan: Plan, transport: Transport) -> None:
     """Raise PlanError, on all ranks alike, where a stage is resident in some replicas only; collective.
 

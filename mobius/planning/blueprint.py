@@ -28,7 +28,7 @@ from mobius.plan.plan import Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, check_saved_plan
 from mobius.plan.profile import Profile
 from mobius.plan.request import Machine, PackedRows, PlanRequest, compiles
-from mobius.planning.alike import smallest_machine
+from mobius.planning.alike import smallest_host, smallest_machine
 from mobius.planning.host_remedies import host_remedies
 from mobius.ranks import Ranks, allows_peer_copies, cpu_share, separate_device_queues
 from mobius.runtime.layer_bytes import measure_layer_bytes
@@ -153,6 +153,10 @@ def sketch_blueprint(
         machine = replace(machine, total_bytes=total, free_bytes=free, host_bytes=host_bytes)
         link = config.planning.node_link or machine.node_link
         machine = replace(machine, num_nodes=max(1, ranks.num_replicas // sharing), node_link=link)
+    if (met := everyone or meeting) is not None and machine.host_bytes is not None:
+        limit = pipeline.host_memory_limit
+        own = machine.host_bytes if limit is None else int(limit * GIB) // sharing
+        machine = replace(machine, agreed_host_bytes=smallest_host(met, own))
     parts = ModelParts(model_config, device, compiled=compiles(config, machine), adapters=config.adapters)
     shape = parts.shape()
     if saved is not None:

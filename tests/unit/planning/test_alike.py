@@ -6,18 +6,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from harness.local_transport import LocalTransport
 from harness.meetings import together
+from harness.plan_requests import known_shape, request_of
 from harness.replica_threads import run_replica_threads
 
 from mobius.config.cli import parse_args
 from mobius.errors import ConfigError, PlanError
 from mobius.messages.meeting import Meeting
+from mobius.plan.cards import CARDS
 from mobius.plan.partition import partition_of
 from mobius.plan.plan import Plan
+from mobius.plan.request import Machine
 from mobius.planning import alike
 from mobius.ranks import Ranks, boot
 
@@ -87,6 +91,15 @@ def test_the_smallest_gpu_is_planned_for_and_a_shared_host_is_counted(caplog: py
     assert together(work, 4) == [(24 * 2**30, 19 * 2**30, 2)] * 4
     assert "GPUs differ: rank 0 has 24 GiB, rank 2 80 GiB" in caplog.text.replace(".00", "").replace(".0 ", " ")
     assert boot()
+
+
+def test_the_smallest_host_is_planned_for_by_all() -> None:
+    found = together(lambda rank, seat: alike.smallest_host(seat, (64, 128, 120)[rank] * 2**30), 3)
+    assert found == [64 * 2**30] * 3
+    request = request_of(known_shape("7b"), Machine(2, CARDS["H200"], host_bytes=2**40), host_memory_limit=100)
+    assert request.host_bytes == 100 * 2**30
+    met = replace(request, machine=replace(request.machine, agreed_host_bytes=found[0]))
+    assert met.host_bytes == found[0], "whatever this node's own limit is"
 
 
 def test_replicas_that_would_keep_other_stages_on_their_gpus_are_refused_on_all_ranks() -> None:
