@@ -236,7 +236,7 @@ def state_bytes(request: PlanRequest, plan: Plan, *, rank: int) -> int:
 
 
 def _states(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
-    """What stays through all steps, by its name in `GpuNeed`."""
+    """Bytes that stay through all steps, by their names in `GpuNeed`."""
     shape, sizes, waiting = request.shape, request.sizes, request.waiting
     own = [plan.cuts[stage] for stage in plan.stages_of(rank)]
     slots = plan.slots[rank] * max(

@@ -76,7 +76,9 @@ def workers_are_at_work(folder: Path, _: int) -> bool:
 
 
 def is_saving(folder: Path, _: int) -> bool:
-    return any(path.suffix == ".safetensors" for path in folder.glob("out*/**/*"))
+    # A folder may be renamed while it is looked into; os.walk passes over that.
+    below = (names for top in folder.glob("out*") for _, _, names in os.walk(top))
+    return any(name.endswith(".safetensors") for names in below for name in names)
 
 
 PHASES: dict[str, tuple[Moment, int]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from harness.plan_requests import request_of
@@ -32,6 +33,7 @@ def request_for(shape: ModelShape, limit: float | None, **options: object) -> Pl
     return request_of(shape, MACHINE, **(usual | options))
 
 
+@cache
 def planned(request: PlanRequest) -> Answer:
     settled = settle(request)
     return answer(settled, layer=estimated_layer(settled))
