@@ -41,7 +41,7 @@ class Machine:
     host_bytes: int | None = None
     """Memory of the host that all ranks together may count on; None where it is not known."""
     agreed_host_bytes: int | None = None
-    """What the ranks of a run have found together of that, options counted; None where they have not met."""
+    """The least of that on any node of a run, its own option counted; None where ranks have not met."""
     has_peer_copies: bool = True
     """Whether GPUs may write into each other's memory, if the card can."""
     host: Host = field(default_factory=Host)
