@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, HostNeed, tile_tokens
+from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, HostNeed, host_need, tile_tokens
 from mobius.plan.choice import Answer
 from mobius.plan.partition import ModelShape, StageCut
 from mobius.plan.plan import KeptLevel, Plan
@@ -109,6 +109,20 @@ def describe_host(need: HostNeed, available_bytes: int | None) -> str:
         )
     return (
         f"host memory: {bytes_text(need.total)} of {bytes_text(available_bytes)} that may be used ({need.describe()})"
+    )
+
+
+def describe_short_host(found: Answer) -> str | None:
+    """A line where stages stay on the GPUs because the host cannot hold them; None where it could hold all."""
+    request, plan = found.request, found.plan
+    streamed = host_need(request, request.plan).total
+    is_open = request.num_resident is None and not request.machine.on_cpu
+    if not is_open or request.host_bytes is None or streamed <= request.host_bytes:
+        return None
+    rounds = f", in {plan.num_rounds} rounds" * (plan.num_rounds > 1)
+    return (
+        f"all stages would take {bytes_text(streamed)} of host memory, and {bytes_text(request.host_bytes)} may be "
+        f"used: {len(plan.resident)} stay on the GPUs{rounds}; more host memory may make steps shorter"
     )
 
 

@@ -27,7 +27,7 @@ from mobius.plan.cards import CARDS, find_card
 from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.plan.choice import Answer, answer, settle
 from mobius.plan.partition import ModelShape
-from mobius.plan.plan_table import describe_gpus, describe_host, describe_stages, describe_step
+from mobius.plan.plan_table import describe_gpus, describe_host, describe_short_host, describe_stages, describe_step
 from mobius.plan.replicas.told import describe_replicas
 from mobius.plan.replicas.worth import describe_traffic
 from mobius.plan.request import Machine, PackedRows, PlanRequest
@@ -156,6 +156,8 @@ def _log_host(found: Answer) -> bool:
     except HostMemoryError as error:
         logger.error("does not fit: %s", error)
         return False
+    if (short := describe_short_host(found)) is not None:
+        logger.info("  %s", short)
     return True
 
 

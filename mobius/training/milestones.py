@@ -10,6 +10,7 @@ from mobius.machine.available import huge_page_share
 from mobius.machine.devices import MemoryMeter
 from mobius.models.attention import DocumentAttention
 from mobius.models.config_rules import unseen_positions
+from mobius.plan.plan_table import describe_short_host
 from mobius.planning.blueprint import Blueprint
 from mobius.training.session import Session
 from mobius.units import GIB
@@ -80,3 +81,5 @@ def log_start(blueprint: Blueprint) -> None:
         )
     if blueprint.answer.forecast is not None:
         logger.info("%s", blueprint.answer.forecast.describe())
+    if (short := describe_short_host(blueprint.answer)) is not None:
+        logger.info("host memory: %s", short)

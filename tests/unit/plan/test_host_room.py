@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -16,6 +17,7 @@ from mobius.plan.cards import CARDS
 from mobius.plan.choice import Answer, answer, choose, settle
 from mobius.plan.memory_use import fits_host
 from mobius.plan.partition import ModelShape
+from mobius.plan.plan_table import describe_short_host
 from mobius.plan.request import Machine, PlanRequest
 from mobius.planning.host_remedies import host_remedies
 from mobius.units import GIB
@@ -47,6 +49,16 @@ def test_less_host_memory_leaves_more_stages_on_the_gpus(shape: ModelShape) -> N
         assert max(need.total for need in gpu_needs(found.request, found.plan, found.layer)) <= 24 * GIB
     assert [len(found.plan.resident) for found in limited] == sorted({len(found.plan.resident) for found in limited})
     assert unlimited.step_seconds < limited[1].step_seconds < limited[2].step_seconds < 1.1 * unlimited.step_seconds
+
+
+def test_a_plan_that_the_host_makes_longer_says_so(shape: ModelShape) -> None:
+    assert describe_short_host(planned(request_for(shape, None))) is None
+    assert describe_short_host(planned(request_for(shape, 60))) is None
+    told = describe_short_host(planned(request_for(shape, 35)))
+    assert told is not None
+    assert re.fullmatch(
+        r"all stages would take \d\d\.\d GiB of host memory, and 35\.0 GiB may be used: \d+ stay on the GPUs.*", told
+    )
 
 
 def test_where_nothing_fits_the_least_is_told(shape: ModelShape) -> None:
