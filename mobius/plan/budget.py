@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mobius.config.config import ActivationOffloading
+from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.limits import MAX_SUMS, sum_elements
 from mobius.plan.gpu_peak import (
@@ -278,13 +278,17 @@ def estimated_layer(request: PlanRequest) -> LayerBytes:
 def tile_tokens(request: PlanRequest) -> int | None:
     """Tokens of the tiles that recomputed layers run in; None: they run whole, as do microbatches of fewer tokens.
 
-    In place of auto none where the least of memory fits, else the largest that does, and the smallest where none does.
-    As for rounds estimates count, and the card's memory, not what is free of it: on all ranks it is the same.
+    In place of auto none where the least of memory fits, with attention's results that slices may keep, else the
+    largest that does, and the smallest where none does. As for rounds estimates count, and the card's memory, not what
+    is free of it: on all ranks it is the same.
     """
     pipeline = request.config.pipeline
     if pipeline.tile_tokens != "auto" or pipeline.recompute.keeps_all:
         return pipeline.num_tile_tokens
-    return _tile_that_fits(replace(request, machine=replace(request.machine, free_bytes=None)))
+    request = replace(request, machine=replace(request.machine, free_bytes=None))
+    if request.num_attention_kept is None and request.recompute is Recompute.AUTO:
+        request = replace(request, num_attention_kept=request.plan.stages_per_rank)
+    return _tile_that_fits(request)
 
 
 @lru_cache(maxsize=64)  # asked for wherever a layer's bytes are

@@ -14,7 +14,7 @@ from mobius.config.config import PipelineConfig, Recompute
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
 from mobius.plan.cards import GIGA, TERA, LayerEstimate, attending, estimate_profile
-from mobius.plan.fit import LEAST_SLICE, check_given_plan, fit_plan, numbers_of_rounds
+from mobius.plan.fit import LEAST_SLICE, check_given_plan, fit_plan, most_attention_kept, numbers_of_rounds
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import by_score, closed_form, fits_host
 from mobius.plan.partition import most_stages
@@ -210,8 +210,7 @@ def settle(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequ
         best.profile.describe(),
     )
     plan = best.plan
-    chosen = replace(request, num_stages=plan.num_stages, num_chunks=plan.num_chunks)
-    sliced = _with_slices(chosen)
+    sliced = _with_slices(replace(request, num_stages=plan.num_stages, num_chunks=plan.num_chunks))
     rounds = plan.num_rounds if sliced.num_slices == plan.num_slices else None
     return _with_rounds(replace(sliced, num_rounds=request.num_rounds or rounds), measured)
 
@@ -219,8 +218,8 @@ def settle(request: PlanRequest, *, measured: Profile | None = None) -> PlanRequ
 def _with_slices(request: PlanRequest, *, is_quick: bool = False) -> PlanRequest:
     """The request with a number of slices: whole sequences, or the fewest of long ones that fit and fill all ranks.
 
-    More where attention's results then fit, too, if that is faster by an estimate, which is not looked at if
-    `is_quick`. It goes by the card's memory, as `settle` says.
+    More where attention's results then fit, of one stage of each rank or of all, if that is faster by an estimate,
+    which is not looked at if `is_quick`. It goes by the card's memory, as `settle` says.
     """
     if request.num_slices is not None:
         return request
@@ -231,14 +230,21 @@ def _with_slices(request: PlanRequest, *, is_quick: bool = False) -> PlanRequest
     if not has_choice or request.card is None or request.machine.on_cpu:
         return replace(request, num_slices=number)
     like_all = replace(request, machine=replace(request.machine, free_bytes=None))
-    keeping = replace(like_all, num_attention_kept=request.plan.stages_per_rank)
-    keeping = replace(keeping, num_slices=_fewest_slices(keeping))
+    keeping = [replace(request, num_attention_kept=kept) for kept in (1, request.plan.stages_per_rank)]
     tried = list[Setting]()
-    for each in (replace(like_all, num_slices=number), keeping):
+    for each in sorted({number, *map(_fewest_slices, keeping)}):
         with suppress(GpuMemoryError):
-            tried.append(_simulated(each, None, is_quick=True))
+            tried.append(_simulated(_keeping_attention(replace(like_all, num_slices=each)), None, is_quick=True))
     best = min(_that_fit_host(tried), key=lambda setting: setting.seconds, default=None)
     return replace(request, num_slices=number if best is None else best.plan.num_slices)
+
+
+def _keeping_attention(request: PlanRequest) -> PlanRequest:
+    """A request of slices, with as many stages that keep attention's results as fit, by estimates."""
+    request = _with_rounds(request, None)
+    profile, layer = estimated_profile(request), estimated_layer(request)
+    most = most_attention_kept(request, layer=layer, choose=by_score(closed_form(request, profile)))
+    return replace(request, num_attention_kept=most)
 
 
 def _fewest_slices(request: PlanRequest) -> int:
@@ -388,8 +394,7 @@ def _chunk_numbers(request: PlanRequest) -> list[int]:
     """Divisors of the batch, from half as many as ranks, which leaves most of them idle, up to a few per rank."""
     if request.num_chunks is not None:
         return [request.num_chunks]
-    num_ranks, num_rows = request.machine.num_ranks, request.rows
-    rounds = request.num_rounds or 1
+    num_ranks, num_rows, rounds = request.machine.num_ranks, request.rows, request.num_rounds or 1
     most = rounds * max(MOST_CHUNKS_PER_RANK * num_ranks, 2 * MOST_CHUNKS_PER_RANK)
     divisors = [number for number in range(rounds, min(num_rows, most) + 1, rounds) if num_rows % number == 0]
     return [number for number in divisors if 2 * number >= num_ranks] or divisors[-1:]

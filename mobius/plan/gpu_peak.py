@@ -144,6 +144,9 @@ def estimate_layer(
     document each, in the dense kernel. `tile_tokens` as in `runtime.stage.StageModule`. `sliced_length`: the tokens are
     slices of so many `rows` of that length each, run like tiles, in one if they are not cut further.
     """
+    sliced = 0
+    if sliced_length is not None:
+        sliced = slice_bytes(weight_bytes, shape, tokens, rows=rows, length=sliced_length)
     kinds = [
         _layer_bytes(
             weight_bytes,
@@ -153,15 +156,12 @@ def estimate_layer(
             compiled=compiled,
             beside=document_bytes(shape, num_documents),
             tile_tokens=min(tile_tokens or tokens, tokens),
-            is_sliced=sliced_length is not None,
+            sliced=sliced,
         )
         for layer in shape.layer_kinds
     ]
     # Kept graphs are counted as of equal layers, so each number is the largest of any layer's.
     tiled = [kind.recomputed for kind in kinds if kind.recomputed is not None]
-    if sliced_length is not None:
-        beside = slice_bytes(weight_bytes, shape, tokens, rows=rows, length=sliced_length)
-        tiled = [each + beside for each in tiled]
     return LayerBytes(
         max((kind.graph for kind in kinds), default=0),
         max((kind.peak for kind in kinds), default=0),
@@ -179,8 +179,9 @@ def _layer_bytes(
     compiled: bool,
     beside: int,
     tile_tokens: int,
-    is_sliced: bool,
+    sliced: int,
 ) -> LayerBytes:
+    """`beside` is what attention takes of its own, `sliced` that of a slice; 0 where tokens are no slices."""
     hidden, attention, inner = shape.hidden_size, widths.products, widths.feed_forward
     routed = 2 * widths.copies
     if compiled:
@@ -194,9 +195,9 @@ def _layer_bytes(
         summed = (3 if weight_bytes == 4 else 7) * widths.copies
         peak = max(graph + 3 * inner, graph + summed, attention + (6 + 2 * norms) * hidden + 3 * inner)
     tiled = None
-    if is_sliced or tokens > tile_tokens:
+    if sliced or tokens > tile_tokens:
         behind, within = _tiled_bytes(weight_bytes, shape, attention, compiled=compiled)
-        tiled = max(behind * tokens + peak * tile_tokens * weight_bytes, within * tokens + beside)
+        tiled = max(behind * tokens + peak * tile_tokens * weight_bytes, within * tokens + beside + sliced)
     graph, products, peak = (each * tokens * weight_bytes for each in (graph, products, peak))
     return LayerBytes(graph, peak + beside, tiled, products)
 
@@ -220,7 +221,7 @@ def slice_bytes(weight_bytes: int, shape: ModelShape, tokens: int, *, rows: int,
     in fp32, and so are gradients of queries: once that width in fp32, and a part's own. A part's gradients of keys and
     values are made before they are added, for each query head where FlashAttention runs.
     """
-    keys = rows * min(length, KEYS_PER_CALL)
+    keys = max(tokens, rows * min(length, KEYS_PER_CALL))
     return tokens * shape.attention_width * (4 + weight_bytes) + 2 * keys * shape.attention_width * weight_bytes
 
 
@@ -319,24 +320,26 @@ class _Rank:
         return max(sum(whole[first : first + number]) for first in range(size))
 
     def _turn(self, stage: int) -> Iterator[Held]:
-        """Forward, loss and backward of one microbatch of the model's last stage."""
+        """Forward, loss and backward of the model's last stage, of one microbatch or of the slices of one sequence."""
         size, per_message, number = self._size, self._size.activation, len(self._waiting)
         inputs, graphs = self._kept(stage)
-        inputs *= self._plan.num_slices  # all of a sequence go forward before the last turns
         stayed, kept = self._inputs_of[number], self._graphs_of[number]
         # A single microbatch turns when all that left has gone, and the stage before is back, if that was stashed.
         is_back = self._plan.round_size == 1 and self._plan.stashed.issuperset(self._waiting[-1:])
         one = self._most_inputs + self._more * self._most_whole(1)
         stayed += min(self._under_way, one) if is_back else self._under_way
         is_only = self._plan.cuts[stage].is_first
-        gradients = 0 if is_only else self._plan.round_size - 1
-        messages = self._ahead + self._sent(gradients, self._outputs(number))
         output = 0 if self._keeps(stage) else per_message  # a graph has its output in it
-        yield Held(stayed + inputs, kept + graphs, messages, output + size.loss)
-        # The output and its gradient stay until the backward of the stage is done.
-        yield Held(stayed + inputs, kept + graphs, messages, output + per_message + self._layer_work(stage))
-        if is_only:
-            yield Held(stayed, kept, messages, 3 * per_message + size.embedding)
+        # All slices have gone forward before the first comes back; each then leaves a gradient in its inputs' stead.
+        for own in sorted({self._plan.num_slices, 1}):
+            gradients = 0 if is_only else self._plan.round_size - own
+            messages = self._ahead + self._sent(gradients, self._outputs(number))
+            here = stayed + own * inputs
+            yield Held(here, kept + graphs, messages, output + size.loss)
+            # The output and its gradient stay until the backward of the stage is done.
+            yield Held(here, kept + graphs, messages, output + per_message + self._layer_work(stage))
+            if is_only:
+                yield Held(here - inputs, kept, messages, 3 * per_message + size.embedding)
 
     def _backward(self, number: int, *, is_first_backward: bool) -> Iterator[Held]:
         """The first microbatch's backward of a stage, the last of the first so many that are waiting."""

@@ -64,7 +64,7 @@ def test_auto_cuts_long_sequences_that_are_too_few_for_the_ranks(length: int, ba
         ({"seq_length": 262144}, 8, 1),
         # Eight slices leave a layer's work too large for 24 GiB; of more, attention's results fit beside.
         ({"seq_length": 393216, "recompute": Recompute.FULL}, 12, 1),
-        ({"seq_length": 393216}, 32, 1),
+        ({"seq_length": 393216}, 24, 1),
         # Eight sequences fill two ranks in one round, but not each in a round of its own.
         ({"batch_size": 8, "num_chunks": 8, "num_rounds": 8}, 8, 8),
         ({"batch_size": 8, "num_chunks": 8, "num_rounds": 2}, 4, 2),  # of two, a layer's work would be too large
@@ -76,6 +76,12 @@ def test_auto_takes_as_many_slices_as_fit_and_as_fill_a_round(
     request = ask(gpu_memory_limit=24.0, **options)
     assert (request.num_slices, request.num_rounds) == (slices, rounds)
     assert fit_plan(request, layer=estimated_layer(request)).num_slices == slices
+
+
+@pytest.mark.parametrize(("host", "slices", "keeping"), [(240.0, 24, 14), (400.0, 24, 32)])
+def test_more_slices_leave_room_for_attentions_results_of_some_stages(host: float, slices: int, keeping: int) -> None:
+    found = answer(ask(gpu_memory_limit=24.0, seq_length=393216, host_memory_limit=host))
+    assert (found.plan.num_slices, len(found.plan.attention_kept)) == (slices, keeping)
 
 
 def test_auto_chooses_slices_with_the_numbers_of_stages_and_chunks() -> None:

@@ -119,6 +119,27 @@ def test_a_step_holds_at_most_what_is_predicted_and_not_much_less(
         assert 0.97 * counted <= predicted <= 1.10 * counted, f"rank {rank}: {predicted / counted:.3f}"
 
 
+@pytest.mark.parametrize(("batch", "num_stages", "num_slices"), [(1, 2, 8), (1, 8, 16), (2, 4, 8)])
+def test_a_step_in_slices_holds_at_most_what_is_predicted_and_not_much_less(
+    batch: int, num_stages: int, num_slices: int
+) -> None:
+    length = 1024
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4, "vocab_size": 128}
+    config = LlamaConfig(**_SIZES | small | {"max_position_embeddings": length})
+    shape, number = ModelParts(config, CPU).shape(), batch * num_slices
+    whole = make_plan(shape, num_ranks=1, num_stages=num_stages, num_microbatches=number, num_slots=2)
+    plan = replace(whole, num_slices=num_slices)
+    request = request_of(
+        shape, Machine(1), batch_size=batch, seq_length=length, num_stages=num_stages, num_chunks=batch,
+        num_slices=num_slices, loss_chunk_tokens=64, tile_tokens="off",
+    )  # fmt: skip
+    counted = count_step(
+        config, plan, 0, batch_size=batch, seq_length=length, dtype=torch.bfloat16, loss_chunk_tokens=64
+    )
+    predicted = largest_moment(plan, 0, microbatch_bytes(request)).total + STEP_BYTES_PER_TOKEN * request.step_tokens
+    assert 0.97 * counted <= predicted <= 1.10 * counted, f"{predicted / counted:.3f}"
+
+
 def test_what_is_held_at_the_peak_of_an_allocator_is_told_with_its_place() -> None:
     def event(action: str, addr: int, size: int, file: str, line: int) -> dict[str, Any]:
         frames = [{"filename": "/x/torch/nn.py", "line": 1}, {"filename": f"/x/mobius/{file}", "line": line}]
