@@ -1,7 +1,7 @@
 """Rate at which replicas reduce sums and gather weights, by the code of a run; for replicas.py or torchrun.
 
 torchrun --nproc_per_node 2 benchmarks/replica_link.py OUTPUT.json [--pipeline_ranks N] [--elements NUMBER]
-    [--share_gpu]
+    [--share_gpu] [--socket_rate GB/s]
 
 GB/s that each process sends and receives, all at once, the mean of all: of fp32 sums, of sums that travel in bf16, and
 of bf16 weights.
@@ -21,6 +21,7 @@ from mobius.ranks import Ranks, prepare_environment, separate_device_queues
 prepare_environment()  # before torch is imported
 
 import torch  # noqa: E402
+from paced_sockets import pace_sockets  # noqa: E402
 from shared_gpu import share_first_gpu  # noqa: E402
 
 from mobius.config.config import Device  # noqa: E402
@@ -42,11 +43,14 @@ def main() -> None:
     parser.add_argument("--pipeline_ranks", type=int, default=1)
     parser.add_argument("--elements", type=int, default=ELEMENTS, help="of a stage")
     parser.add_argument("--share_gpu", action="store_true", help="all ranks are on the first GPU")
+    parser.add_argument("--socket_rate", type=float, help="GB/s that each TCP connection sends at most")
     arguments = parser.parse_args()
     separate_device_queues()
     ranks = Ranks.from_environment().cut(arguments.pipeline_ranks)
     if arguments.share_gpu:
         share_first_gpu()
+    if arguments.socket_rate is not None:
+        pace_sockets(arguments.socket_rate)
     device = devices.choose_device(Device.AUTO, ranks, range(ranks.num_local))
     world = World(rank=ranks.rank, num_ranks=ranks.num_ranks, device=device)
     segment = cut(0, arguments.elements, ranks.num_replicas)

@@ -18,7 +18,8 @@ sums, weights   GB/s that each GPU sends and receives when nothing else runs
 With --share_gpus one GPU is enough: each replica takes itself for a node of its own, on the same GPUs, and speaks to
 the other over sockets; the one pipeline has as many ranks as a replica. Where that are more than GPUs, all ranks are on
 the first (shared_gpu.py). Where NVIDIA's multi-process service runs and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is 50, each
-process has half of a GPU's processors, whoever else computes.
+process has half of a GPU's processors, whoever else computes. With --socket_rate no TCP connection is faster, so that
+sockets have a rate of their own, as a network has, and not what the processors have left (paced_sockets.py).
 """
 
 import argparse
@@ -100,6 +101,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--elements", type=int, default=2**28, help="of the sums by which a link is measured")
     parser.add_argument("--case", type=int, action="append", choices=range(len(CASES)), help="only these rows, from 0")
     parser.add_argument("--share_gpus", action="store_true", help="replicas as nodes that have the same GPUs")
+    parser.add_argument("--socket_rate", type=float, help="GB/s that each TCP connection sends at most")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a run is ended")
     own, options = split_words(argv)
     arguments = parser.parse_args(own)
@@ -118,6 +120,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments.mobius_options = options
     is_crowded = arguments.share_gpus and 0 < len(gpu_names()) < arguments.ranks // NUM_REPLICAS
     arguments.on_first_gpu = ["--share_gpu"] if is_crowded else []
+    arguments.own_options = [*arguments.on_first_gpu]
+    if arguments.socket_rate is not None:
+        arguments.own_options += ["--socket_rate", str(arguments.socket_rate)]
     return arguments
 
 
@@ -126,7 +131,7 @@ def options_of(case: Case, arguments: argparse.Namespace) -> list[str]:
     num_places = num_ranks(case.num_replicas, arguments) // case.num_replicas
     words = ["--batch_size", str(arguments.batch_size), "--seq_length", str(arguments.seq_length)]
     words += ["--num_iterations", str(arguments.steps), "--num_chunks", str(arguments.num_chunks // case.num_replicas)]
-    words += ["--resident_stages", "0", "--pipeline_ranks", str(num_places), *arguments.on_first_gpu]
+    words += ["--resident_stages", "0", "--pipeline_ranks", str(num_places), *arguments.own_options]
     words += arguments.mobius_options
     return [*words, *(["--reduce_dtype", "bf16"] if case.dtype == "bfloat16" else [])]
 
@@ -174,7 +179,7 @@ def measure_link(arguments: argparse.Namespace, folder: Path, *, is_socket: bool
     output = folder / "link.json"
     command = [sys.executable, str(FOLDER / "replica_link.py"), str(output)]
     command += ["--pipeline_ranks", str(arguments.ranks // NUM_REPLICAS), "--elements", str(arguments.elements)]
-    command += arguments.on_first_gpu
+    command += arguments.own_options
     result = _run(command, NUM_REPLICAS, arguments, output, SOCKETS if is_socket else {})
     return None if result is None else dict(result[0])
 

@@ -1,14 +1,16 @@
 """One benchmark run of Mobius on random tokens, for benchmark.py or torchrun. It leaves its numbers only, unless told.
 
 torchrun --nproc_per_node 4 benchmarks/worker.py OUTPUT.json [--torch_adamw] [--lengths FILE] [--evaluations NUMBER]
-    [--saves] [--stored_weights] [--resume CHECKPOINT] [--share_gpu] [the options of main.py]
+    [--saves] [--stored_weights] [--resume CHECKPOINT] [--share_gpu] [--socket_rate GB/s]
+    [the options of main.py]
 
 Without --lengths rows are full; with it samples have these token counts (a JSON list) and share rows as --packing says.
 With --evaluations the trained model is evaluated so often, each time on as many tokens as some steps have.
 With --saves checkpoints go to --save_dir every --save_steps (checkpointing.py); --resume goes on from one of them.
 With --trace, the trace and its picture go to --save_dir. Weights are random and made on the GPU, which takes seconds
 where transformers' own initialization takes minutes; with --stored_weights they are those of --model_path. With
---share_gpu all ranks are on the first GPU (shared_gpu.py). With `--serve FOLDER` it makes one run after the other
+--share_gpu all ranks are on the first GPU (shared_gpu.py); with --socket_rate no TCP connection is faster
+(paced_sockets.py). With `--serve FOLDER` it makes one run after the other
 without starting anew, as the folder tells (service.py).
 """
 
@@ -35,6 +37,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from checkpointing import Saves, TakenUp  # noqa: E402
 from launch import STARTER, end_with  # noqa: E402
+from paced_sockets import pace_sockets  # noqa: E402
 from shared_gpu import share_first_gpu  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import PretrainedConfig  # noqa: E402
@@ -168,10 +171,12 @@ def close(session: Session, saves: Saves | None) -> None:
 
 
 def take_own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options that main.py does not have, and the others; the GPU is shared from here on if that is asked for."""
+    """The options that main.py does not have, and the others; GPU and sockets are from here on as is asked for."""
     own, options = own_parser().parse_known_args(words)
     if own.share_gpu:
         share_first_gpu()
+    if own.socket_rate is not None:
+        pace_sockets(own.socket_rate)
     return own, options
 
 
@@ -185,6 +190,7 @@ def own_parser() -> argparse.ArgumentParser:
     parser.add_argument("--stored_weights", action="store_true")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--share_gpu", action="store_true")
+    parser.add_argument("--socket_rate", type=float)
     return parser
 
 
