@@ -226,7 +226,8 @@ class ModelParts:
         if not any(block.frozen for block in self.blocks):
             return None
         layers, ends = tuple(layer.num_trained for layer in self.layers), self.norm.num_trained + self.head.num_trained
-        return TrainedParameters(self.embedding.num_trained, layers, ends, stay=self.adapters.is_lora)
+        rank = self.adapters.lora_rank if self.adapters.is_lora else 0
+        return TrainedParameters(self.embedding.num_trained, layers, ends, stay=self.adapters.is_lora, rank=rank)
 
     def halves(self, index: int) -> HalfBlocks:
         """The layer `index` cut at its attention; layers of one template share the halves' code and graphs.

@@ -208,7 +208,7 @@ def estimate_profile(
     length = seq_length if attention_length is None else attention_length
     kinds = shape.layer_kinds
     copies = estimate_copies(PCIE_BYTES[generation], host.bandwidth, num_ranks)
-    memory = _memory_rate(card)
+    memory = memory_rate(card)
     embedding_bytes = 2.0 * 2 * shape.hidden_size * microbatch_tokens
     alone = min(host.cores_per_rank * CPU_ADAMW_PER_CORE, host.bandwidth / CPU_ADAMW_BYTES)
     together = min(alone, host.bandwidth / CPU_ADAMW_BYTES / num_ranks)
@@ -256,7 +256,7 @@ class LayerEstimate:
         """The model's layer of this number, on `tokens` tokens in sequences of `length`."""
         within, beyond = self._cut(length)
         products = 2 * (self.shape.active_parameters[layer] + within * self.shape.hidden_size) * tokens
-        sums = ACCUMULATION_BYTES * self.shape.layer_parameters[layer] / _memory_rate(self.card)
+        sums = ACCUMULATION_BYTES * self.shape.layer_parameters[layer] / memory_rate(self.card)
         return self._products(products, sums) + self._experts(layer, tokens) + self._beyond(tokens, beyond)
 
     def _experts(self, layer: int, tokens: int) -> LayerSeconds:
@@ -268,7 +268,7 @@ class LayerEstimate:
         if self.shape.experts is None:
             return LayerSeconds(0.0, 0.0, 0.0)
         copies = 4 * self.shape.layer_widths(layer).copies * tokens
-        seconds = 2 * (copies + self.shape.experts.layers[layer]) / _memory_rate(self.card)
+        seconds = 2 * (copies + self.shape.experts.layers[layer]) / memory_rate(self.card)
         return LayerSeconds(seconds, seconds, 2 * seconds)
 
     def attention(self, tokens: int, length: float) -> LayerSeconds:
@@ -311,7 +311,7 @@ def _product_rate(card: Card) -> float:
     return card.tera_flops * TERA * GEMM_SHARE * SUSTAINED_SHARE
 
 
-def _memory_rate(card: Card) -> float:
+def memory_rate(card: Card) -> float:
     """Bytes per second of passes over long tensors."""
     return card.memory_bandwidth * GIGA * MEMORY_SHARE
 

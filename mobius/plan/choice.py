@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from mobius.config.config import PipelineConfig, Recompute
 from mobius.errors import GpuMemoryError, PlanError, ScheduleError
 from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
-from mobius.plan.cards import GIGA, TERA, LayerEstimate, attending, estimate_profile
+from mobius.plan.cards import GIGA, TERA, LayerEstimate, attending, estimate_profile, memory_rate
 from mobius.plan.fit import LEAST_SLICE, check_given_plan, fit_plan, most_attention_kept, numbers_of_rounds
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import by_score, closed_form, fits_host
@@ -141,7 +141,7 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
         compiled=request.compiles,
         attention_length=None if request.packed is None else request.attention_length,
     )
-    return replace(with_frozen(profile, request.shape), replicas=replica_rates(request, profile))
+    return replace(with_frozen(profile, request.shape, memory_rate(card)), replicas=replica_rates(request, profile))
 
 
 def replica_rates(request: PlanRequest, profile: Profile) -> ReplicaRates | None:

@@ -25,6 +25,8 @@ class TrainedParameters:
     """Norm's and head's together."""
     stay: bool
     """Whether they are always on the GPU, as adapters are, also those of streamed stages."""
+    rank: int = 0
+    """Of the adapters of linear layers; 0: there are none."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,10 @@ from mobius.plan.replicas.traffic import ReplicaRates
 
 FORMAT = 7
 """Counted up when a field changes its meaning, so that an older file is not believed."""
+ADAPTER_FORWARD, ADAPTER_BACKWARD = 2.5, 3.5
+"""Passes of adapters over the inputs and outputs of their linear layers, which together are about equally wide. Forward
+reads inputs, writes what it adds, reads that and the outputs, and writes their sum: 1 and 4 of 2. Backward reads the
+outputs' gradients twice and inputs once, writes a gradient of inputs, reads both and writes their sum: 5 and 2."""
 
 
 class ProfileError(ValueError):
@@ -185,11 +189,11 @@ class Profile:
         return profile
 
 
-def with_frozen(profile: Profile, shape: ModelShape) -> Profile:
-    """An estimate of all parameters' training without what the frozen ones of `shape` spare.
+def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profile:
+    """An estimate of all parameters' training without what the frozen ones of `shape` spare, in formats of two bytes.
 
     That is their gradients' products, a third of all products of layers and head, and all of backward before the first
-    layer that is trained. What adapters take beside their operations, passes over memory, is left out.
+    layer that is trained. Adapters pass over memory instead, at `byte_rate` bytes per second.
     """
     trained = shape.trained
     if trained is None:
@@ -200,7 +204,12 @@ def with_frozen(profile: Profile, shape: ModelShape) -> Profile:
         spared = (1 - own / parameters) / 2 * parameters / (parameters + attention)
         backward = seconds.backward * (1 - spared) if layer >= shape.first_backward else 0.0
         again = (seconds.recomputed_backward - seconds.backward + backward) if backward else 0.0
-        kinds.append(LayerSeconds(seconds.forward, backward, again))
+        kind = LayerSeconds(seconds.forward, backward, again)
+        if trained.rank:
+            one_pass = 2 * profile.microbatch_tokens * trained.layers[layer] / trained.rank / byte_rate
+            forward, backward = ADAPTER_FORWARD * one_pass, ADAPTER_BACKWARD * one_pass if backward else 0.0
+            kind += LayerSeconds(forward, backward, forward + backward if backward else 0.0)
+        kinds.append(kind)
     unique = list(dict.fromkeys(kinds))
     return dataclasses.replace(
         profile,
