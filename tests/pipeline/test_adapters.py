@@ -127,7 +127,10 @@ def test_slices_tiles_and_rounds_leave_the_gradients(options: dict[str, Any]) ->
         assert (pipeline.gradients[name] - gradient).abs().max() <= 5e-6 * gradient.abs().max(), name
 
 
-def test_a_compiled_layers_gradients_are_those_of_peft() -> None:
+@pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.extended)])
+def test_a_compiled_layers_gradients_are_those_of_peft(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler == "none":  # graphs run as they were traced
+        monkeypatch.setattr(torch._inductor, "compile", lambda graph, _: graph)
     model = adapted("llama", LORA, num_layers=1)
     values = parameters_of(model)
     generator = torch.Generator().manual_seed(4)

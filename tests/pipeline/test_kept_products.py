@@ -83,6 +83,7 @@ def test_packed_rows_have_the_bits_of_everything_kept(family: str) -> None:
     assert_levels_agree(make_model(family, 6), make_packed_batch(ROWS, LENGTH, 2), 2, 1, 2, 2)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.extended), torch.bfloat16])
+@pytest.mark.extended  # compiling them takes a minute; tests/unit/models/test_cheap.py compiles a layer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_layers_have_the_bits_of_everything_kept(dtype: torch.dtype) -> None:
     assert_levels_agree(make_model("llama-tied", 2), make_batch(2), 1, 2, 2, 1, compiled=True, dtype=dtype)
