@@ -26,7 +26,7 @@ class TrainedParameters:
     stay: bool
     """Whether they are always on the GPU, as adapters are, also those of streamed stages."""
     rank: int = 0
-    """Of the adapters of linear layers; 0: there are none."""
+    """Rank of the adapters of linear layers; 0: there are none."""
 
 
 @dataclass(frozen=True)
