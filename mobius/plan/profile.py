@@ -17,9 +17,10 @@ from mobius.plan.replicas.traffic import ReplicaRates
 FORMAT = 7
 """Counted up when a field changes its meaning, so that an older file is not believed."""
 ADAPTER_FORWARD, ADAPTER_BACKWARD = 2.5, 3.5
-"""Passes of adapters over the inputs and outputs of their linear layers, which together are about equally wide. Forward
-reads inputs, writes what it adds, reads that and the outputs, and writes their sum: 1 and 4 of 2. Backward reads the
-outputs' gradients twice and inputs once, writes a gradient of inputs, reads both and writes their sum: 5 and 2."""
+"""Passes of adapters over the inputs and outputs of their linear layers. Forward reads inputs, writes what it adds,
+reads that and the outputs, and writes their sum. Backward reads the outputs' gradients twice and inputs once, writes a
+gradient of inputs, reads it and the other, and writes their sum. Inputs and outputs of a layer are about equally wide,
+so that is (1 + 4) / 2 and (5 + 2) / 2."""
 
 
 class ProfileError(ValueError):
