@@ -29,7 +29,7 @@ from torch import Tensor  # noqa: E402
 from mobius.limits import KEYS_PER_CALL  # noqa: E402
 from mobius.models.sliced_attention.attend import attend_slice, attend_slice_backward  # noqa: E402
 from mobius.models.sliced_attention.cache import SequenceCache  # noqa: E402
-from mobius.models.sliced_attention.kernels import Kernel, fits, why_not  # noqa: E402
+from mobius.models.sliced_attention.choice import Kernel, fits, why_not  # noqa: E402
 from mobius.models.sliced_attention.pieces import SliceSettings  # noqa: E402
 
 TITLES = ["kernel", "slice", "forward, s", "TFLOP/s", "backward, s", "TFLOP/s", "ratio", "GPU GiB"]

@@ -24,7 +24,7 @@ from mobius.models.halves import Heads, LayerHalves
 from mobius.models.seam import Attention, without_attention
 from mobius.models.sliced_attention.attend import attend_slice, attend_slice_backward
 from mobius.models.sliced_attention.cache import SequenceCache
-from mobius.models.sliced_attention.kernels import choose_kernel
+from mobius.models.sliced_attention.choice import choose_kernel
 from mobius.models.sliced_attention.pieces import SliceSettings
 from mobius.plan.partition import StageCut
 from mobius.runtime.places import Place

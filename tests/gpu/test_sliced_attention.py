@@ -7,7 +7,7 @@ import torch
 from harness.sliced_sequences import Rows, Sequences, at_once, in_slices
 
 from mobius.models.sliced_attention.attend import attend_slice, attend_slice_backward
-from mobius.models.sliced_attention.kernels import Kernel, choose_kernel, fits, why_not
+from mobius.models.sliced_attention.choice import Kernel, choose_kernel, fits, why_not
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mobius.models.sliced_attention.attend import attend_slice, attend_slice_backward
 from mobius.models.sliced_attention.cache import SequenceCache
-from mobius.models.sliced_attention.kernels import Kernel
+from mobius.models.sliced_attention.choice import Kernel
 from mobius.models.sliced_attention.pieces import SliceSettings
 
 Rows = Sequence[Sequence[int]]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mobius.models.sliced_attention import kernels
 from mobius.models.sliced_attention.cache import SequenceCache
-from mobius.models.sliced_attention.kernels import Kernel
+from mobius.models.sliced_attention.choice import Kernel
 from mobius.models.sliced_attention.pieces import Piece, SliceSettings
 from mobius.models.sliced_attention.tiles import tiles_backward, tiles_forward
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mobius.errors import PlanError
 from mobius.limits import KEYS_PER_CALL
-from mobius.models.sliced_attention.kernels import LIMITS, Kernel, why_not
+from mobius.models.sliced_attention.choice import LIMITS, Kernel, why_not
 
 TILE = 512
 _LEAST_CUDNN_KEYS = 2
@@ -73,7 +73,7 @@ class Piece:
 class SliceSettings:
     """How layers of one kind attend in the sequences of a microbatch; the pieces of each slice, made when asked for.
 
-    Raises PlanError for what `kernel` cannot do (`kernels.choose_kernel` finds one that can).
+    Raises PlanError for what `kernel` cannot do (`choice.choose_kernel` finds one that can).
     """
 
     kernel: Kernel

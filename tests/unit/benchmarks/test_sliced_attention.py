@@ -7,7 +7,7 @@ import sliced_attention
 import torch
 from sliced_attention import Work, num_pairs
 
-from mobius.models.sliced_attention.kernels import Kernel
+from mobius.models.sliced_attention.choice import Kernel
 
 SIZES = {"length": 70, "heads": 4, "key_heads": 2, "head_size": 16, "repeats": 1}
 SMALL = ["--slices", "32", "16", *(word for name, number in SIZES.items() for word in (f"--{name}", str(number)))]

@@ -13,7 +13,8 @@ from torch import Tensor
 from mobius.limits import KEYS_PER_CALL
 from mobius.models.sliced_attention.attend import attend_slice, attend_slice_backward
 from mobius.models.sliced_attention.cache import SequenceCache
-from mobius.models.sliced_attention.kernels import Kernel, _cudnn_statistics_rank, choose_kernel
+from mobius.models.sliced_attention.choice import Kernel, choose_kernel
+from mobius.models.sliced_attention.kernels import _cudnn_statistics_rank
 from mobius.models.sliced_attention.pieces import Piece, SliceSettings
 
 CPU = torch.device("cpu")

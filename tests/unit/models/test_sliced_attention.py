@@ -10,7 +10,7 @@ from harness.sliced_sequences import Rows, Sequences, at_once, in_slices
 
 from mobius.errors import PlanError
 from mobius.models.sliced_attention.attend import attend_slice, attend_slice_backward
-from mobius.models.sliced_attention.kernels import Kernel
+from mobius.models.sliced_attention.choice import Kernel
 from mobius.models.sliced_attention.pieces import SliceSettings
 
 CPU = torch.device("cpu")
