@@ -173,6 +173,7 @@ def test_layers_that_are_not_compiled_send_their_inputs(calls: Calls) -> None:
     assert calls.sent == [0] * 4
 
 
+@pytest.mark.extended  # compiling them takes half a minute; tests/gpu/test_products_home.py compiles them, too
 def test_compiled_layers_go_on_from_what_came_back(calls: Calls) -> None:
     """Compiled graphs go by the strides of what they are given."""
     model, batch = make_model("llama", 2), make_batch(2)

@@ -118,7 +118,10 @@ def test_all_matrices_of_a_sparse_layer_are_tapped_but_the_routers(family: str) 
     assert matrices - {tap.weight for tap in layer.tapped} == {"mlp.gate.weight"}
 
 
-def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly() -> None:
+@pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.extended)])
+def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler == "none":  # graphs run as they were traced
+        monkeypatch.setattr(torch._inductor, "compile", lambda graph, _: graph)
     config = tiny_config("qwen3_moe")
     results = []
     for compiled in (False, True):
