@@ -56,7 +56,9 @@ def test_halves_keep_documents_apart_as_the_whole_layer_does(family: str) -> Non
         assert_near(actual, expected, share=1e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.extended) for name in ("qwen3", "cohere2"))])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.extended) for name in ("qwen3", "cohere2"))]
+)
 def test_compiled_halves_give_the_gradients_of_the_whole_layer(family: str) -> None:
     config = config_of(family)
     config.num_hidden_layers = 1
