@@ -7,7 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from transformers import PretrainedConfig, __version__
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -20,7 +20,7 @@ from mobius.models.by_plan.checked import checked_families
 from mobius.models.config_rules import disagreements, wrong_fields
 from mobius.models.shapes.known import KNOWN_SHAPES, SHAPES_ON_HUB, known_fields
 from mobius.models.text_parts.taken import checked_text_parts, is_taken, text_part
-from mobius.models.weights import folder_has_weights, has_own_head
+from mobius.models.weights import HEAD, folder_has_weights, has_own_head
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +107,7 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     checkpoint are warned about and ignored. Without weights they shape the model. Raises CheckpointError for
     unsupported families and for values that describe no model.
     """
-    try:
-        config = _read_config(folder / "config.json")
-    except CheckpointError as error:
-        raise CheckpointError(f"--model_path {options.model_path}: {error}") from error
+    config = _own_config(folder, options)
     has_weights = folder_has_weights(folder)
     _apply_options(config, options, has_weights=has_weights)
     if has_weights and config.tie_word_embeddings and has_own_head(folder):
@@ -139,6 +136,14 @@ def changed_fields(base: Mapping[str, Any], config: PretrainedConfig) -> dict[st
         for field in _FIELDS_THAT_CHANGE
         if hasattr(config, field) and getattr(config, field) != getattr(before, field)
     }
+
+
+def _own_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
+    """Configuration in the folder's file, before any option. Raises CheckpointError that names the folder's option."""
+    try:
+        return _read_config(folder / "config.json")
+    except CheckpointError as error:
+        raise CheckpointError(f"--model_path {options.model_path}: {error}") from error
 
 
 def _read_config(path: Path) -> PretrainedConfig:
@@ -294,23 +299,58 @@ def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
         config.layer_types = [layer_types[layer % len(layer_types)] for layer in range(value)]
 
 
-def load_planned_config(options: ModelConfig) -> tuple[PretrainedConfig, Path | None]:
-    """The configuration of the model that a plan is for, shape options applied as in a run, and its folder, if any.
+class PlannedModel(NamedTuple):
+    """Model to plan for."""
+
+    config: PretrainedConfig
+    folder: Path | None = None
+    """Its files, if there are any."""
+    unseen_bytes: int = 0
+    """Weights of a model of the hub that were not downloaded."""
+
+
+def load_planned_config(options: ModelConfig) -> PlannedModel:
+    """The model that a plan is for, shape options applied as in a run.
 
     A folder goes before a short name (`7b`); the shape of a model of the hub is taken where it is known and the model
-    cannot be had, and a line says so. Raises CheckpointError like `locate_model` and `load_model_config`.
+    cannot be had, and a line says so. Weights of the hub are downloaded only where their index does not tell what a
+    plan needs of them. Raises CheckpointError like `locate_model` and `load_model_config`.
     """
     name = options.model_path
     if name in KNOWN_SHAPES and not Path(name).is_dir():
-        return _config_of_shape(name, options, has_weights=False), None
+        return PlannedModel(_config_of_shape(name, options, has_weights=False))
+    is_folder = Path(name).expanduser().is_dir()
     try:
+        if not is_folder and (unseen := _by_index(locate_model(name, with_weights=False), options)) is not None:
+            return unseen
         folder = locate_model(name)
     except CheckpointError:
         if name not in SHAPES_ON_HUB:
             raise
         logger.info("%s cannot be had here: the plan is for its shape, which is known (training needs the model)", name)
-        return _config_of_shape(SHAPES_ON_HUB[name], options, has_weights=True), None
-    return load_model_config(folder, options), folder
+        return PlannedModel(_config_of_shape(SHAPES_ON_HUB[name], options, has_weights=True))
+    return PlannedModel(load_model_config(folder, options), folder)
+
+
+def _by_index(folder: Path, options: ModelConfig) -> PlannedModel | None:
+    """The model, by the index of weights that are not in the folder; None if they are, or must be looked at to plan.
+
+    Whether embedding and head are one matrix is seen only in the values, if the model ties them and both are stored.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file() or (folder / "model.safetensors").is_file():
+        return None
+    listed = read_json_object(index)
+    files, metadata = listed.get("weight_map"), listed.get("metadata")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if not isinstance(files, dict) or not isinstance(size, int):
+        return None
+    config = _own_config(folder, options)
+    is_ambiguous = config.tie_word_embeddings and any(name.endswith(HEAD) for name in files)
+    if is_ambiguous or all((folder / str(file)).is_file() for file in files.values()):
+        return None
+    _apply_options(config, options, has_weights=True)
+    return PlannedModel(config, folder, size)
 
 
 def _config_of_shape(name: str, options: ModelConfig, *, has_weights: bool) -> PretrainedConfig:

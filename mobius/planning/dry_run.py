@@ -59,10 +59,14 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     if machine.on_cpu:
         config = settle_on_cpus(config, given=given)
     validate(config, machine.num_ranks, machine.num_replicas)
-    model_config, model_folder = load_planned_config(config.model)
+    model_config, model_folder, unseen_bytes = load_planned_config(config.model)
     parts = ModelParts(model_config, torch.device("cpu"), adapters=config.adapters)
     if model_folder is not None:
-        check_model_weights(model_folder, parts, config.model)
+        if unseen_bytes:
+            text = "%s of weights are not downloaded by a dry run, which goes by their index; a run checks them"
+            logger.info(text, bytes_text(unseen_bytes))
+        else:
+            check_model_weights(model_folder, parts, config.model)
         if (warning := unseen_positions(model_config, config.data.seq_length)) is not None:
             logger.warning("%s", warning)
     shape, dtype = parts.shape(), config.model.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 from harness.pipelines import CPU, FAMILIES
 from safetensors.torch import save_file
 from transformers import GPT2Config, PretrainedConfig
@@ -19,7 +21,8 @@ from mobius.errors import CheckpointError, ConfigError
 from mobius.models import families
 from mobius.models.blocks import ModelParts
 from mobius.models.by_plan.checked import checked_families
-from mobius.models.families import load_model_config, locate_model
+from mobius.models.families import load_model_config, load_planned_config, locate_model
+from mobius.models.weights import EMBEDDING, HEAD
 
 
 def write_config(folder: Path, config: PretrainedConfig, *, has_weights: bool) -> Path:
@@ -112,6 +115,54 @@ def test_weights_are_downloaded_only_where_they_are_needed(
     assert locate_model("nobody/nothing", with_weights=with_weights) == tmp_path
     assert ("*.safetensors" in asked["nobody/nothing"]) is with_weights
     assert {"*.json", "*.model", "*.jinja"} < set(asked["nobody/nothing"])
+
+
+def snapshot(folder: Path, monkeypatch: pytest.MonkeyPatch, *, tied: bool, names: list[str]) -> list[bool]:
+    """A model of the hub in two files that lists these tensors; gives, for each download, whether it was of weights."""
+    asked, files = list[bool](), ["1.safetensors", "2.safetensors"]
+    config = FAMILIES["llama"]()
+    config.tie_word_embeddings = tied
+    write_config(folder, config, has_weights=False)
+    listed = {name: files[number % 2] for number, name in enumerate(names)}
+    index = {"metadata": {"total_size": 3 * 2**30}, "weight_map": listed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def fetch(model_path: str, with_weights: bool) -> Path:
+        asked.append(with_weights)
+        if with_weights:
+            for file in files:
+                values = {name: torch.full((4, 4), float(name == HEAD)) for name in listed if listed[name] == file}
+                save_file(values, folder / file)
+        return folder
+
+    monkeypatch.setattr(families, "_fetch", fetch)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("tied", "names", "is_downloaded"),
+    [
+        (False, [EMBEDDING, "model.norm.weight", HEAD], False),
+        (True, [EMBEDDING, "model.norm.weight"], False),
+        (True, [EMBEDDING, "model.norm.weight", HEAD], True),  # one matrix or two: only the values tell
+    ],
+)
+def test_a_plan_for_a_model_of_the_hub_goes_by_its_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, names: list[str], is_downloaded: bool
+) -> None:
+    asked = snapshot(tmp_path, monkeypatch, tied=tied, names=names)
+    planned = load_planned_config(ModelConfig(model_path="nobody/nothing", num_layers=7))
+    assert asked == [False, True][: 1 + is_downloaded]
+    assert planned.unseen_bytes == (0 if is_downloaded else 3 * 2**30)
+    assert planned.config.num_hidden_layers == 7
+    assert not planned.config.tie_word_embeddings or HEAD not in names
+    with pytest.raises(ConfigError, match=r"--num_layers 13 is more than the 12 layers"):  # as of one that is here
+        load_planned_config(ModelConfig(model_path="nobody/nothing", num_layers=13))
+    if not is_downloaded:
+        locate_model("nobody/nothing")  # by a run
+        assert load_planned_config(ModelConfig(model_path="nobody/nothing")).unseen_bytes == 0
+        (tmp_path / "2.safetensors").unlink()
+        assert load_planned_config(ModelConfig(model_path="nobody/nothing")).unseen_bytes, "half of a download"
 
 
 @pytest.mark.parametrize("model_path", ["./models/llama", "/models/llama", "models/my/llama"])

@@ -126,6 +126,14 @@ def test_a_model_of_the_hub_that_cannot_be_had_is_planned_for_by_its_known_shape
     assert "cannot be had" not in told(caplog)
     assert Path("of_hub.json").read_text() == Path("of_folder.json").read_text()
 
+    index = {"metadata": {"total_size": 2**30}, "weight_map": {"model.norm.weight": "1.safetensors"}}
+    (large / "large" / "model.safetensors.index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(families, "_fetch", lambda *_: large / "large")
+    assert dry("--config", str(ROOT / "configs/fine_tune.yaml"), *plan, "--plan_output", "by_index.json")
+    assert "1.0 GiB of weights are not downloaded by a dry run" in told(caplog)
+    assert Path("by_index.json").read_text() == Path("of_folder.json").read_text()
+    monkeypatch.setattr(families, "_fetch", refuse)
+
     with pytest.raises(ConfigError, match="--num_layers 40 is more than the 32 layers"):
         dry("--model_path", "llama-2-7b-hf", "--num_layers", "40", *plan)
     with pytest.raises(CheckpointError, match="not found.*no access"):

@@ -166,7 +166,7 @@ def as_dry_run(
         def emit(self, record: logging.LogRecord) -> None:
             refused.append(record.getMessage().removeprefix("does not fit: "))
 
-    patch.setattr(dry_run, "load_planned_config", lambda options: (None, None))
+    patch.setattr(dry_run, "load_planned_config", lambda options: (None, None, 0))
     patch.setattr(dry_run, "ModelParts", lambda config, device, adapters=None: Parts(shape))
     patch.setattr(dry_run, "_save", saved.append)
     patch.setattr(dry_run, "planned", partial(planned, packed=packed))
