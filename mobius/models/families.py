@@ -40,6 +40,9 @@ _FIELDS_THAT_CHANGE = (
 )
 """Fields that `load_model_config` may set to something else than the file says."""
 
+_NOISE = ("dropout", "pdrop", "jitter_noise")
+"""How fields end that ask for random numbers in training."""
+
 
 def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
     """Return the local folder of `model_path`: a folder as it is, a Hugging Face id from the cache or the hub.
@@ -108,6 +111,7 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     unsupported families and for values that describe no model.
     """
     config = _own_config(folder, options)
+    _warn_of_noise(config, folder)
     has_weights = folder_has_weights(folder)
     _apply_options(config, options, has_weights=has_weights)
     if has_weights and config.tie_word_embeddings and has_own_head(folder):
@@ -144,6 +148,18 @@ def _own_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
         return _read_config(folder / "config.json")
     except CheckpointError as error:
         raise CheckpointError(f"--model_path {options.model_path}: {error}") from error
+
+
+def _warn_of_noise(config: PretrainedConfig, folder: Path) -> None:
+    """Say of dropout, and of noise in routers, that the configuration asks for, that there is none."""
+    fields = {name: value for name, value in config.to_dict().items() if name.endswith(_NOISE)}
+    fields.pop("classifier_dropout", None)  # not of a language model
+    if noise := [f"{name} {value}" for name, value in fields.items() if isinstance(value, float) and value]:
+        text = (
+            "%s asks for %s: trained without, since backward computes layers again and would draw other numbers; what "
+            "is saved still says it"
+        )
+        logger.warning(text, folder / "config.json", " and ".join(noise), extra=SAID_ONCE)
 
 
 def _read_config(path: Path) -> PretrainedConfig:

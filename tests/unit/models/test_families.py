@@ -233,6 +233,20 @@ def test_a_smaller_num_layers_keeps_the_first_layers_of_a_checkpoint_and_warns(
     assert "12" in warning
 
 
+def test_noise_that_a_configuration_asks_for_is_told_to_be_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = FAMILIES["llama"]()
+    write_config(tmp_path / "none", config, has_weights=False)
+    load(tmp_path / "none")
+    assert not warnings_of(caplog)
+    config.attention_dropout = 0.1
+    write_config(tmp_path / "some", config, has_weights=False)
+    assert load(tmp_path / "some").attention_dropout == 0.1
+    (warning,) = warnings_of(caplog)
+    assert "some/config.json asks for attention_dropout 0.1: trained without" in warning
+
+
 def test_more_layers_than_the_checkpoint_has_are_an_error(tmp_path: Path) -> None:
     write_config(tmp_path, FAMILIES["llama"](), has_weights=True)
 
