@@ -10,54 +10,48 @@ The tokenizer is the small one of assets/tiny-llama: its tokens are a part of th
 import argparse
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-LLAMA = {  # hidden, intermediate, layers, heads, key-value heads, tokens
-    "tiny": (64, 128, 4, 4, 4, 32000),
-    "1b": (2048, 5504, 20, 16, 16, 32000),
-    "7b": (4096, 11008, 32, 32, 32, 32000),
-    "8b": (4096, 14336, 32, 32, 8, 128256),
-    "13b": (5120, 13824, 40, 40, 40, 32000),
-    "14b": (5120, 13824, 48, 40, 8, 152064),
-    "30b": (6656, 17920, 60, 52, 52, 32000),
-    "70b": (8192, 28672, 80, 64, 8, 32000),
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mobius.models.shapes.known import KNOWN_SHAPES, known_fields
+
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
 }
-"""Llama-2's shapes, a 1B one of the same kind, that of Llama-3.1-8B, and that of Qwen2.5-14B (14b)."""
-QWEN2_SIZES = ("14b",)
-"""Those of the family qwen2, whose queries, keys and values have biases."""
-EXPERTS = {  # family, the same, positions, a head's width, an expert's width, experts, those of a token
-    "tiny-experts": ("qwen3_moe", (64, 128, 4, 4, 2, 32000), 4096, 16, 32, 8, 2),
-    "qwen3-30b-a3b": ("qwen3_moe", (2048, 6144, 48, 32, 4, 151936), 40960, 128, 768, 128, 8),
-    "mixtral-8x7b": ("mixtral", (4096, 14336, 32, 32, 8, 32000), 32768, 128, 14336, 8, 2),
+TINY: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {"model_type": "llama", **_TINY, "num_key_value_heads": 4},
+    "tiny-experts": {
+        "model_type": "qwen3_moe",
+        **_TINY,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
 }
-"""Mixtures of experts, and a tiny one."""
-SIZES = (*LLAMA, *EXPERTS)
+"""Shapes that nobody has published."""
+SIZES = ("tiny", *KNOWN_SHAPES, "tiny-experts")
 TOKENIZER = Path(__file__).parents[1] / "assets" / "tiny-llama"
-_NAMES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    "vocab_size",
-)
+_ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 
 
 def fields_of(size: str, num_layers: int | None = None) -> dict[str, Any]:
     """Fields of such a model's config.json."""
-    if size in LLAMA:
-        fields: dict[str, Any] = dict(zip(_NAMES, LLAMA[size], strict=True))
-        family, name = ("qwen2", "Qwen2ForCausalLM") if size in QWEN2_SIZES else ("llama", "LlamaForCausalLM")
-        fields |= {"architectures": [name], "model_type": family, "max_position_embeddings": 4096}
-    else:
-        family, common, positions, head_width, width, number, per_token = EXPERTS[size]
-        fields = dict(zip(_NAMES, common, strict=True))
-        fields |= {"model_type": family, "max_position_embeddings": positions, "num_experts_per_tok": per_token}
-        if family == "mixtral":  # an expert is as wide as the file says of the layer, a head what is left to it
-            fields |= {"architectures": ["MixtralForCausalLM"], "num_local_experts": number}
-        else:
-            fields |= {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": number, "norm_topk_prob": True}
-            fields |= {"moe_intermediate_size": width, "head_dim": head_width}
+    fields: dict[str, Any] = dict(TINY[size] if size in TINY else known_fields(size))
+    architecture = f"{_ARCHITECTURES[fields['model_type']]}ForCausalLM"
     fields["num_hidden_layers"] = num_layers or fields["num_hidden_layers"]
-    return fields | {"tie_word_embeddings": False, "dtype": "bfloat16"}
+    return fields | {"architectures": [architecture], "tie_word_embeddings": False, "dtype": "bfloat16"}
 
 
 def num_parameters(size: str, num_layers: int | None = None) -> int:

@@ -105,7 +105,8 @@ class ModelConfig:
 
     model_path: str = "meta-llama/Llama-2-7b-hf"
     """Hugging Face id or local folder, or llama-2-7b-hf or llama-2-13b-hf for short. Weights are fine-tuned; a folder
-    with only a config.json is trained from fresh ones. A dry run takes the shapes 1b, 7b, 8b, 13b, 30b and 70b too."""
+    with only a config.json is trained from fresh ones. A dry run takes shapes, too: 1b, 7b, 8b, 13b, 14b, 30b, 70b,
+    qwen3-30b-a3b, mixtral-8x7b."""
     num_layers: LayerCount | None = None
     """Layers to use; fewer than the model has are its first ones (a smaller model, simulated). Default: all."""
     embedding_dim: Count | None = None

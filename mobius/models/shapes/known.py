@@ -11,7 +11,18 @@ LLAMA_SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, tokens
     "70b": (8192, 28672, 80, 64, 8, 32000, 4096),
 }
 """Llama's published shapes (8b is that of Llama 3.1), and a 1B one of the same kind."""
-EXPERT_SHAPES: Mapping[str, Mapping[str, str | int | bool]] = {
+OTHER_SHAPES: Mapping[str, Mapping[str, str | int | bool]] = {
+    "14b": {
+        "model_type": "qwen2",
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 152064,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
         "hidden_size": 2048,
@@ -42,13 +53,15 @@ EXPERT_SHAPES: Mapping[str, Mapping[str, str | int | bool]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Published shapes of mixtures of experts: fields of their config.json that a plan depends on."""
-KNOWN_SHAPES = (*LLAMA_SHAPES, *EXPERT_SHAPES)
+"""Shapes of Qwen2.5-14B and of mixtures of experts: fields of their config.json that a plan depends on."""
+KNOWN_SHAPES = (*LLAMA_SHAPES, *OTHER_SHAPES)
 """All names."""
 SHAPES_ON_HUB = {
     "meta-llama/Llama-2-7b-hf": "7b",
     "meta-llama/Llama-2-13b-hf": "13b",
+    "meta-llama/Llama-2-70b-hf": "70b",
     "meta-llama/Llama-3.1-8B": "8b",
+    "Qwen/Qwen2.5-14B": "14b",
     "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
     "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
 }
@@ -66,6 +79,6 @@ _FIELDS = (
 
 def known_fields(name: str) -> dict[str, str | int | bool]:
     """The fields of a config.json for the known shape `name`."""
-    if name in EXPERT_SHAPES:
-        return dict(EXPERT_SHAPES[name])
+    if name in OTHER_SHAPES:
+        return dict(OTHER_SHAPES[name])
     return {"model_type": "llama", **dict(zip(_FIELDS, LLAMA_SHAPES[name], strict=True))}

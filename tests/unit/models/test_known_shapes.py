@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mobius.models.shapes.experts import count_experts
-from mobius.models.shapes.known import EXPERT_SHAPES, LLAMA_SHAPES, known_fields
+from mobius.models.shapes.known import LLAMA_SHAPES, OTHER_SHAPES, known_fields
 from mobius.plan.partition import ModelShape
 
 
@@ -39,6 +39,13 @@ def test_known_shapes_have_their_published_size(name: str, billions: float) -> N
     assert name in LLAMA_SHAPES
 
 
+def test_14b_is_qwen_s() -> None:
+    # Queries and output 5120 x 5120, keys and values 5120 x 1024, three biases, three of 5120 x 13824, two norms.
+    layer = 2 * 5120 * 5120 + 2 * 5120 * 1024 + 5120 + 2 * 1024 + 3 * 5120 * 13824 + 2 * 5120
+    assert known_shape("14b").layer_parameters == (layer,) * 48
+    assert known_shape("14b").num_parameters == pytest.approx(14.77e9, rel=1e-3)
+
+
 def test_grouped_queries_have_fewer_keys_and_values() -> None:
     # Queries and output 8192 x 8192 each, keys and values 8192 x 1024 each, three of 8192 x 28672, two norms.
     layer = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
@@ -65,7 +72,7 @@ def test_known_shapes_with_experts_have_their_published_sizes(
     assert (found.number, found.per_token, found.shared_width) == (number, per_token, 0)
     assert found.layers == (number * expert,) * len(layers)
     assert found.trained == (number * expert, *[number * expert * 2 // 3] * (len(layers) - 1))
-    assert name in EXPERT_SHAPES
+    assert name in OTHER_SHAPES
 
 
 def test_what_all_tokens_take_beside_their_experts_is_none_of_them() -> None:
