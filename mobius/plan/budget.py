@@ -126,10 +126,8 @@ def host_need(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostNe
     each = process_bytes(request, plan)
     if not request.machine.on_cpu:
         each = max(each, own_bytes)
-    layers, attending = (
-        sum(len(plan.cuts[stage].layers) for stage in stages)
-        for stages in (plan.stashed, plan.stashed & plan.attention_kept)
-    )
+    away = {stage: len(plan.cuts[stage].backward_layers(shape.first_backward)) for stage in plan.stashed}
+    layers, attending = sum(away.values()), sum(away[stage] for stage in plan.stashed & plan.attention_kept)
     attention = attending * plan.round_size * request.attention_bytes
     products = layers * plan.num_products_home * max(0, request.product_bytes - request.message_bytes)
     stash = layers * plan.round_size * request.message_bytes + products + attention
@@ -351,6 +349,7 @@ def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> M
         ),
         embedding=embedding_bytes(weight, shape, tokens=tokens, on_gpu=on_gpu),
         attention=request.attention_bytes,
+        first_backward=shape.first_backward,
     )
 
 

@@ -10,8 +10,6 @@ So the most is held at the model's last stage's turn, or when a stage begins its
 Inputs of a stashed stage's layers wait on the host. Of those, two microbatches are on the GPU at most, leaving or come
 back, and a third while a forward makes it. In rounds of one or two these are of several stages.
 
-The model's last stage keeps one microbatch only, or the slices of one sequence.
-
 The work of a moment is one layer's backward, head and loss, or the embedding's backward. Widths count tensors
 [tokens, width] of the working format. A layer by what its code keeps and makes (models/linear.py: the gradients of all
 linear outputs live until its backward ends), H hidden, I feed-forward, A + Q what the attention's four products have
@@ -100,6 +98,8 @@ class MicrobatchBytes:
     embedding: int
     attention: int = 0
     """Attention's result and log-sum-exp of a layer."""
+    first_backward: int = 0
+    """The first layer of the model that has a backward; those before it keep nothing."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class _Rank:
         inputs = [self._inputs(stage) for stage in self._stages if stage in plan.stashed]
         self._most_inputs = max(inputs, default=0)
         """Bytes of what a stashed stage's layers keep of a microbatch."""
-        layers = max((len(plan.cuts[stage].layers) for stage in self._stages if stage in plan.stashed), default=0)
+        layers = max((self._num_kept(stage) for stage in self._stages if stage in plan.stashed), default=0)
         self._more = max(0, layers * (size.layer.kept(KeptLevel.PRODUCTS) - size.activation))
         """Further bytes of one of which products leave."""
         self._under_way = min(max_fetched(plan.reach), len(inputs) * plan.round_size) * self._most_inputs
@@ -306,9 +306,8 @@ class _Rank:
         own += self._more * self._most_whole(min(most, len(inputs)))
         messages = self._ahead + self._sent(0, self._outputs(num_before + 1))
         # A forward without a graph makes less than one with it, and in tiles less than backward does in them.
-        work = min(self._size.layer.graph, self._size.layer.recomputed_peak)
-        if self._plan.num_products_home:
-            work = self._size.layer.graph
+        layer = self._size.layer
+        work = layer.graph if self._plan.num_products_home else min(layer.graph, layer.recomputed_peak)
         return Held(stayed + own, kept, messages, work)
 
     def _most_whole(self, number: int) -> int:
@@ -361,21 +360,26 @@ class _Rank:
 
     def _kept(self, stage: int) -> tuple[int, int]:
         """Inputs and graphs of a stage and a microbatch."""
-        num_layers = len(self._plan.cuts[stage].layers)
         if self._keeps(stage):
-            return self._size.activation, num_layers * self._graph
+            return self._size.activation, self._num_kept(stage) * self._graph
         return self._inputs(stage), 0
 
     def _inputs(self, stage: int) -> int:
         """Bytes that the layers of a stage keep of a microbatch to be recomputed."""
         attention = self._size.attention if stage in self._plan.attention_kept else 0
-        return len(self._plan.cuts[stage].layers) * (self._size.activation + attention)
+        return self._num_kept(stage) * (self._size.activation + attention)
+
+    def _num_kept(self, stage: int) -> int:
+        """Layers of a stage that keep something for backward; the model's last stage keeps its input in any case."""
+        cut = self._plan.cuts[stage]
+        number = len(cut.backward_layers(self._size.first_backward))
+        return max(number, 1) if cut.is_last and cut.layers else number
 
     def _layer_work(self, stage: int) -> int:
-        """A layer's backward, without what is kept."""
-        if len(self._plan.cuts[stage].layers) == 0:
-            return 0
-        layer = self._size.layer
+        """A layer's backward, without what is kept, or forward, if there is no other."""
+        layer, cut = self._size.layer, self._plan.cuts[stage]
+        if not cut.backward_layers(self._size.first_backward):
+            return min(layer.graph, layer.recomputed_peak) if cut.layers else 0
         if stage in self._plan.stashed and self._plan.num_products_home:
             return max(layer.recomputed_peak, layer.peak - layer.kept(KeptLevel.PRODUCTS))
         return layer.peak - self._graph if self._keeps(stage) else layer.recomputed_peak

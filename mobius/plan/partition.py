@@ -224,6 +224,10 @@ class StageCut:
     def layers(self) -> range:
         return range(self.first_layer, self.end_layer)
 
+    def backward_layers(self, first: int) -> range:
+        """Layers among them that have a backward, where none before layer `first` of the model has one."""
+        return range(max(self.first_layer, first), max(self.end_layer, first))
+
     def num_parameters(self, shape: ModelShape) -> int:
         """Parameters that this stage holds, a tied head counted where it is used."""
         return self._sum(shape.embedding_parameters, shape.layer_parameters, shape.head_parameters)

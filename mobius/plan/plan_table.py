@@ -58,7 +58,7 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
                 f"{cut.num_parameters(shape) / 1e6:.1f}M",
                 *([f"{cut.num_active(shape) / 1e6:.1f}M"] if has_experts else []),
                 "-" if holds_nothing else "resident" if cut.stage in plan.resident else "streamed",
-                _activations(plan, cut),
+                _activations(plan, cut, shape),
             ]
         )
     slots = plan.describe_slots() if plan.num_slots is None else f"{plan.describe_slots()} per rank"
@@ -66,9 +66,11 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
     return f"{head}\n{format_columns(rows)}"
 
 
-def _activations(plan: Plan, cut: StageCut) -> str:
+def _activations(plan: Plan, cut: StageCut, shape: ModelShape) -> str:
     if not cut.layers:
         return "-"
+    if not cut.backward_layers(shape.first_backward):
+        return "no backward"
     if cut.stage in plan.kept:
         return "kept" if plan.kept_level is KeptLevel.EVERYTHING else f"{plan.kept_level} kept"
     if cut.stage in plan.stashed and plan.num_products_home:

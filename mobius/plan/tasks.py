@@ -35,7 +35,8 @@ class StageCost:
     forward_launch: float = 0.0
     """Seconds of the host to enqueue the forward of a microbatch."""
     backward_launch: float = 0.0
-    num_layers: int = 0
+    num_kept: int = 0
+    """Layers that keep something of a microbatch for backward."""
     keys: float = 0.0
     """Seconds per microbatch to make keys and values of a slice anew."""
     forward_attention: float = 0.0
@@ -95,8 +96,8 @@ class StepRules:
     def kept_bytes(self, cost: StageCost, *, has_products: bool) -> int:
         """Bytes that the layers of a stage send home of a microbatch: for recomputing, or for its products."""
         if has_products:
-            return cost.num_layers * self.product_bytes
-        return cost.num_layers * (self.message_bytes + (self.attention_bytes if cost.keeps_attention else 0))
+            return cost.num_kept * self.product_bytes
+        return cost.num_kept * (self.message_bytes + (self.attention_bytes if cost.keeps_attention else 0))
 
 
 @dataclass(frozen=True, slots=True)

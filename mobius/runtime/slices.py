@@ -83,14 +83,16 @@ class SlicedStage:
         if self._cut.is_last and not self._layers:
             kept.append(hidden)  # which only norm and head then ask for
         for position, layer in enumerate(self._layers):
-            kept.append(hidden)
             own = self._arguments(position, turn)
             if self._is_last(position):
+                kept.append(hidden)
                 self._put(position, layer.project(weights, hidden, own), _place_of(turn))
-            else:
-                attention = _SliceAttention(self, position, _place_of(turn))
-                (hidden,) = layer.run(weights, hidden, own, attention)
-                kept += attention.result if self._keeps_attention else []
+                continue
+            attention = _SliceAttention(self, position, _place_of(turn))
+            (output,) = layer.run(weights, hidden, own, attention)
+            mine = [hidden, *(attention.result if self._keeps_attention else [])]
+            kept += mine if self._has_backward(position) else [each.new_empty(0) for each in mine]
+            hidden = output
         return hidden, kept
 
     def evaluate(self, weights: Views, inputs: Tensor, turn: Turn) -> Tensor:
@@ -107,8 +109,9 @@ class SlicedStage:
     def make_keys(self, weights: Views, kept: Sequence[Tensor], turn: Turn) -> None:
         """Put keys and values of a slice from what its forward kept."""
         for position, layer in enumerate(self._layers):
-            hidden = kept[position * self._per_layer]
-            self._put(position, layer.project(weights, hidden, self._arguments(position, turn)), _place_of(turn))
+            if self._has_backward(position):
+                hidden = kept[position * self._per_layer]
+                self._put(position, layer.project(weights, hidden, self._arguments(position, turn)), _place_of(turn))
 
     def finish(self, weights: Views, kept: list[Kept], turn: Turn) -> tuple[Tensor, list[Kept]]:
         hidden, position = tensors_of(kept)[-1], len(self._layers) - 1
@@ -121,7 +124,7 @@ class SlicedStage:
     def backward(self, weights: Views, gradients: Views, kept: list[Kept], gradient: Tensor, turn: Turn) -> Tensor:
         """Add the gradients of the layers; all later slices of the sequences must have had their turn."""
         for position in reversed(range(len(self._layers))):
-            if self._cut.layers[position] < self._parts.first_trained:
+            if not self._has_backward(position):
                 break
             hidden, *result = tensors_of(kept[-self._per_layer :])
             del kept[-self._per_layer :]
@@ -129,6 +132,9 @@ class SlicedStage:
             given = weights, gradients, hidden, gradient, self._arguments(position, turn), attention
             gradient = self._layers[position].backward(*given)
         return gradient
+
+    def _has_backward(self, position: int) -> bool:
+        return self._cut.layers[position] >= self._parts.first_trained
 
     def _is_last(self, position: int) -> bool:
         """Whether it is the model's last layer, which ends in backward only."""

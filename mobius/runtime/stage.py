@@ -122,7 +122,7 @@ class StageModule:
                 kept.append(graph)
                 outputs = tuple(each.detach() for each in graph.outputs)
             else:
-                kept.append(hidden)
+                kept.append(hidden if is_trained else hidden.new_empty(0))  # there is no backward that would read it
                 outputs = self._run(index, layer, weights, hidden, own)
             hidden = outputs[0]
             if routers is not None and index in self._routed:

@@ -116,7 +116,7 @@ class RankStages:
             home = ActivationHome(
                 {
                     stage: [
-                        len(plan.cuts[stage].layers)
+                        len(plan.cuts[stage].backward_layers(parts.first_trained))
                         * (max(whole, alone) if plan.sends_products(stage, place) else alone)
                         for place in range(plan.round_size)
                     ]

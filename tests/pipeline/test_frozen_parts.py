@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from harness.pipelines import CPU, Pipeline, make_batch, make_model, plain_step
@@ -9,6 +11,8 @@ from harness.pipelines import CPU, Pipeline, make_batch, make_model, plain_step
 from mobius.config.adapters import AdapterConfig
 from mobius.errors import ConfigError
 from mobius.models.blocks import ModelParts
+from mobius.runtime.stage import Kept
+from mobius.runtime.stash import Stash
 
 FROZEN = {
     "embedding": "model.embed_tokens.",
@@ -78,6 +82,37 @@ def test_layers_before_which_nothing_is_trained_have_no_backward(
     monkeypatch.setattr(stage, "recomputed_backward", count)
     Pipeline(make_model("llama", 4), 1, 2, 1, 1, adapters=AdapterConfig(freeze=freeze)).run(make_batch(1))
     assert len(ran) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"num_slices": 2}])
+@pytest.mark.parametrize("stashed", [frozenset(), frozenset({0, 1})])
+def test_layers_without_a_backward_keep_nothing_for_it(
+    options: dict[str, int], stashed: frozenset[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers 0 to 2 of 8 are frozen: stage 0 of 4 keeps nothing, and stage 1 the input of one of its two layers."""
+    model, batch, number = make_model("llama", 8), make_batch(2), 2 * options.get("num_slices", 1)
+    put, kept = Stash.put, dict[int, list[int]]()
+
+    def seen(self: Stash, stage: int, microbatch: int, tensors: Sequence[Kept]) -> None:
+        kept[stage] = [each.numel() for each in tensors if isinstance(each, torch.Tensor)]
+        put(self, stage, microbatch, tensors)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Stash, "put", seen)
+    frozen = AdapterConfig(freeze="embedding,layers.0-2")
+    both = [
+        Pipeline(model, 2, 2, number, 1, adapters=each, stashed=stashed, **options)  # type: ignore[arg-type]
+        for each in (AdapterConfig(), frozen)
+    ]
+    losses, found = [], []
+    for pipeline in both:
+        losses.append(pipeline.run(batch))
+        found.append(dict(kept))
+    whole = found[0][0][0]
+    assert [each[:2] for each in (found[0][0], found[0][1])] == [[whole, whole]] * 2
+    assert (found[1][0], found[1][1]) == ([0, 0], [0, whole])
+    assert torch.equal(*losses)
+    for name, gradient in both[1].gradients.items():
+        assert torch.equal(gradient, both[0].gradients[name]), name
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,11 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
     costs, launch, slices = [], profile.launch, plan.num_slices > 1
     for cut in plan.cuts:
         layers = [profile.of_layer(layer) for layer in cut.layers]
+        back = cut.backward_layers(shape.first_backward)
         forward = sum(layer.forward for layer in layers)
         keeps = cut.stage in plan.kept
         backward = sum(layer.backward if keeps else layer.recomputed_backward for layer in layers)
-        elementwise = sum(profile.elementwise_seconds(layer, shape) for layer in cut.layers)
+        elementwise = sum(profile.elementwise_seconds(layer, shape) for layer in back)
         if keeps and plan.kept_level is KeptLevel.PRODUCTS:
             backward += elementwise
         spared = sum(layer.recomputed_backward - layer.backward for layer in layers) - elementwise
@@ -39,16 +40,14 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
                 last, early, moved = layers[-1].forward, keys / len(layers), profile.attention.forward
                 attention = attention[0] - moved, attention[1] + moved
             forward, backward = forward - last + early, last + profile.loss + backward
-        num_layers = len(cut.layers)
         launch_back = launch.backward if keeps else launch.recomputed_backward
-        forward_launch, backward_launch = (
-            each * num_layers + profile.action_launch for each in (launch.forward, launch_back)
-        )
+        forward_launch = launch.forward * len(cut.layers) + profile.action_launch
+        backward_launch = launch_back * len(back) + profile.action_launch
         if len(plan.resident) < plan.num_stages:
             backward_launch *= LAUNCH_BESIDE_UPDATES
         with_products = None
         if plan.num_products_home and cut.stage in plan.stashed:
-            spared_launch = (launch.recomputed_backward - launch.backward) * num_layers
+            spared_launch = (launch.recomputed_backward - launch.backward) * len(back)
             with_products = backward - spared + ACTION_GAP, backward_launch - spared_launch
         costs.append(
             StageCost(
@@ -58,7 +57,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
                 cut.stage in plan.resident,
                 0.0 if cut.is_last else forward_launch,
                 backward_launch + (forward_launch if cut.is_last else 0.0),
-                num_layers,
+                len(back),
                 keys + ACTION_GAP,
                 *attention,
                 cut.stage in plan.attention_kept,
@@ -71,11 +70,11 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
 
 
 def _slice_parts(cut: StageCut, shape: ModelShape, profile: Profile) -> tuple[float, tuple[float, float]]:
-    """Seconds per microbatch of queries, keys and values of all layers, and of attention forward and backward."""
+    """Seconds per microbatch of queries, keys and values made anew, and of attention forward and backward."""
     attention, keys = profile.attention, 0.0
-    for layer in cut.layers:
+    back = cut.backward_layers(shape.first_backward)
+    for layer in back:
         projected = shape.hidden_size * (shape.attention_width + 2 * shape.key_width)
         products = profile.of_layer(layer).forward - attention.forward
         keys += products * min(1.0, projected / shape.active_parameters[layer])
-    number = len(cut.layers)
-    return keys, (number * attention.forward, number * attention.recomputed_backward)
+    return keys, (len(cut.layers) * attention.forward, len(back) * attention.recomputed_backward)

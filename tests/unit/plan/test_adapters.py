@@ -19,6 +19,7 @@ from mobius.plan.cards import CARDS, memory_rate
 from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.plan.choice import Answer, answer, settle
 from mobius.plan.partition import ModelShape
+from mobius.plan.plan_table import describe_stages
 from mobius.plan.profile import ADAPTER_BACKWARD, ADAPTER_FORWARD
 from mobius.plan.request import Machine
 from mobius.plan.seconds.stage_costs import stage_costs
@@ -169,3 +170,17 @@ def test_mfu_counts_what_is_computed() -> None:
     assert shape.product_operations == 6 * (sum(shape.layer_parameters) + shape.head_parameters)
     lora = shape_of_7b(LORA)
     assert lora.product_operations == 4 * (sum(lora.layer_parameters) + lora.head_parameters) + 2 * lora.num_trained
+
+
+def test_layers_before_the_first_trained_one_keep_nothing_for_backward() -> None:
+    both = []
+    for adapters in (AdapterConfig(), AdapterConfig(freeze="embedding,layers.0-15")):
+        request = request_of(shape_of_7b(adapters), num_stages=8)
+        need = gpu_need(request, request.plan, rank=0)
+        stashed = replace(request.plan, stashed=frozenset(range(7)))
+        both.append((need.inputs, host_need(request, stashed).stash))
+        table = describe_stages(stashed, request.shape)
+        assert (table.count("no backward"), table.count("from the host")) == ((0, 7), (4, 3))[len(both) - 1]
+    # Rank 0 of 4 has layers 0 to 3 and 16 to 19; stages 4 to 6 of 0 to 6 are behind the first trained layer.
+    assert both[1][0] * 2 == both[0][0] > 0
+    assert both[1][1] * 7 == both[0][1] * 3 > 0
