@@ -111,7 +111,6 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     unsupported families and for values that describe no model.
     """
     config = _own_config(folder, options)
-    _warn_of_noise(config, folder)
     has_weights = folder_has_weights(folder)
     _apply_options(config, options, has_weights=has_weights)
     if has_weights and config.tie_word_embeddings and has_own_head(folder):
@@ -145,9 +144,11 @@ def changed_fields(base: Mapping[str, Any], config: PretrainedConfig) -> dict[st
 def _own_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     """Configuration in the folder's file, before any option. Raises CheckpointError that names the folder's option."""
     try:
-        return _read_config(folder / "config.json")
+        config = _read_config(folder / "config.json")
     except CheckpointError as error:
         raise CheckpointError(f"--model_path {options.model_path}: {error}") from error
+    _warn_of_noise(config, folder)
+    return config
 
 
 def _warn_of_noise(config: PretrainedConfig, folder: Path) -> None:
@@ -335,16 +336,17 @@ def load_planned_config(options: ModelConfig) -> PlannedModel:
     name = options.model_path
     if name in KNOWN_SHAPES and not Path(name).is_dir():
         return PlannedModel(_config_of_shape(name, options, has_weights=False))
-    is_folder = Path(name).expanduser().is_dir()
     try:
-        if not is_folder and (unseen := _by_index(locate_model(name, with_weights=False), options)) is not None:
-            return unseen
-        folder = locate_model(name)
+        folder = locate_model(name, with_weights=False)
     except CheckpointError:
         if name not in SHAPES_ON_HUB:
             raise
         logger.info("%s cannot be had here: the plan is for its shape, which is known (training needs the model)", name)
         return PlannedModel(_config_of_shape(SHAPES_ON_HUB[name], options, has_weights=True))
+    if not Path(name).expanduser().is_dir():
+        if (unseen := _by_index(folder, options)) is not None:
+            return unseen
+        folder = locate_model(name)
     return PlannedModel(load_model_config(folder, options), folder)
 
 

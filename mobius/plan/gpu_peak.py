@@ -5,7 +5,8 @@
     forward    F1 F1 F3 F3 | F5 B5 F5 B5 | B3 B3 B1 B1      stages that wait at each moment
     waiting    1  1  13 13 | 13  13      | 13 1  1          the model's last stage keeps one microbatch only
 
-So the most is held at the model's last stage's turn, or when a stage begins its backward; it is looked for there.
+So the most is held at the turn of the model's last stage, of one microbatch or of the slices of one sequence, or when a
+stage begins its backward; it is looked for there.
 
 Inputs of a stashed stage's layers wait on the host. Of those, two microbatches are on the GPU at most, leaving or come
 back, and a third while a forward makes it. In rounds of one or two these are of several stages.
