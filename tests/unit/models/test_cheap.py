@@ -130,7 +130,8 @@ def test_the_backward_of_an_eager_layer_runs_no_product_again(family: str) -> No
     assert costly(operations.seen) == {**ONLY_BACKWARD, "mm": 14}
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.extended), torch.bfloat16])
+@pytest.mark.extended  # compiling them takes a minute; above graphs run as they were traced
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_layers_give_the_bits_of_everything_kept_and_of_recomputed_ones(dtype: torch.dtype) -> None:
     case = layer_of(ModelParts(FAMILIES["llama"](), CPU), dtype, in_graphs=True)
     actual = case.kept(KeptLevel.PRODUCTS)

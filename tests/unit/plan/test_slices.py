@@ -78,7 +78,9 @@ def test_auto_takes_as_many_slices_as_fit_and_as_fill_a_round(
     assert fit_plan(request, layer=estimated_layer(request)).num_slices == slices
 
 
-@pytest.mark.parametrize(("host", "slices", "keeping"), [(240.0, 24, 14), (400.0, 24, 32)])
+@pytest.mark.parametrize(
+    ("host", "slices", "keeping"), [(240.0, 24, 14), pytest.param(400.0, 24, 32, marks=pytest.mark.extended)]
+)
 def test_more_slices_leave_room_for_attentions_results_of_some_stages(host: float, slices: int, keeping: int) -> None:
     found = answer(ask(gpu_memory_limit=24.0, seq_length=393216, host_memory_limit=host))
     assert (found.plan.num_slices, len(found.plan.attention_kept)) == (slices, keeping)
