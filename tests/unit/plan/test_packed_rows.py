@@ -128,8 +128,7 @@ def test_auto_chooses_for_the_documents_and_remembers_them(seven: ModelShape) ->
 
 
 @pytest.mark.parametrize(
-    ("mean", "is_as_measured"),
-    [*(pytest.param(mean, True, marks=pytest.mark.extended) for mean in (60.0, 256.0)), (400.0, False)],
+    ("mean", "is_as_measured"), [pytest.param(60.0, True, marks=pytest.mark.extended), (256.0, True), (400.0, False)]
 )
 def test_measured_slices_that_hold_the_documents_have_attended_over_them(
     seven: ModelShape, mean: float, is_as_measured: bool
