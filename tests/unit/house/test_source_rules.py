@@ -19,9 +19,10 @@ PICKLED_COLLECTIVES = {
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),
 }
-MAX_LINES = 400
-MAX_MODULES = 16
-"""Modules of a room, its `__init__` aside."""
+MAX_LINES = 700
+"""One idea may take a long file; 400 cut ideas into fragments of equal size."""
+MAX_MODULES = 24
+"""Modules of a package, without its `__init__`."""
 DETOURS = re.compile(r"(Of|Those|What|By|The same|It)\b")
 """Words that a docstring does not begin with: first comes what is returned, owned or done."""
 VAGUE_NAMES = {"utils", "util", "common", "manager", "helper", "helpers", "misc"}
