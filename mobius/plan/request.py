@@ -96,6 +96,11 @@ class PackedRows:
         length, longer = divmod(seq_length, number)
         return (length + 1,) * longer + (length,) * (number - longer)
 
+    def fullest_row(self, seq_length: int) -> tuple[int, ...]:
+        """Token counts of a row with as many documents as a row may hold; the last one is the longest."""
+        number = min(self.most_documents, seq_length)
+        return (seq_length // number,) * (number - 1) + (seq_length - seq_length // number * (number - 1),)
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -124,6 +129,8 @@ class PlanRequest:
     `recompute` says, or none."""
     reduce_bytes: int = SUM_BYTES
     """Bytes per parameter of gradients between replicas."""
+    reserve_bytes: int = 0
+    """GPU memory to leave free: what a rehearsal took beyond the prediction, on the rank where that was most."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
@@ -205,13 +212,13 @@ class PlanRequest:
 
     @property
     def gpu_bytes(self) -> int | None:
-        """GPU memory that a rank may use; None on CPUs."""
+        """GPU memory that a rank's plan may fill; None on CPUs."""
         total, free = self.machine.gpu_bytes, self.machine.free_bytes
         if total is None:
             return None
         limit = self.config.pipeline.gpu_memory_limit
         usable = total - OUTSIDE_BYTES if free is None else free
-        return usable if limit is None else min(usable, int(limit * GIB))
+        return (usable if limit is None else min(usable, int(limit * GIB))) - self.reserve_bytes
 
     @property
     def host_bytes(self) -> int | None:

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from mobius.config.config import Config
-from mobius.errors import PlanError
+from mobius.errors import GpuMemoryError, PlanError
 from mobius.machine.available import available_host_bytes, own_host_bytes, total_host_bytes
 from mobius.machine.device_order import order_devices
 from mobius.machine.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
@@ -28,12 +28,13 @@ from mobius.plan.plan import Plan
 from mobius.plan.plan_file import ModelDigest, SavedPlan, check_saved_plan
 from mobius.plan.profile import Profile
 from mobius.plan.request import Machine, PackedRows, PlanRequest, compiles
+from mobius.plan.simulation import schedule_of
 from mobius.planning.alike import smallest_host, smallest_machine
 from mobius.planning.host_remedies import host_remedies
 from mobius.ranks import Ranks, allows_peer_copies, cpu_share, separate_device_queues
 from mobius.runtime.layer_bytes import measure_layer_bytes
 from mobius.runtime.routers import sent_shape
-from mobius.schedule.build import build_schedule
+from mobius.schedule.check import check
 from mobius.schedule.schedule import Schedule
 from mobius.units import GIB
 
@@ -241,6 +242,29 @@ def redraw(blueprint: Blueprint, profile: Profile) -> Blueprint:
     return _draw(settled, blueprint.place, blueprint.parts, profile=profile, layer=layer)
 
 
+def plan_with_less(blueprint: Blueprint, reserve_bytes: int) -> Blueprint:
+    """Plan again with `reserve_bytes` of GPU memory left free; the microbatches stay unless nothing else fits.
+
+    Others are tried where one pipeline is one rank: messages between ranks have the shape of a microbatch. Errors as
+    `draw_blueprint`.
+    """
+    old, pipeline, place = blueprint.answer, blueprint.asked.pipeline, blueprint.place
+    less = replace(
+        old.request,
+        num_stages=pipeline.num_stages,
+        num_rounds=pipeline.num_rounds,
+        reserve_bytes=reserve_bytes,
+    )
+    try:
+        settled = settle(less, measured=old.profile)
+        layer = old.layer if tile_tokens(settled) == blueprint.tile_tokens else None
+        return _draw(settled, place, blueprint.parts, profile=old.profile, layer=layer, is_last=True)
+    except GpuMemoryError:
+        if pipeline.num_chunks is not None or place.ranks.num_ranks > 1:
+            raise
+    return _draw(replace(less, num_chunks=None, num_slices=pipeline.num_slices), place, blueprint.parts, is_last=True)
+
+
 def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: int | None = None) -> Machine:
     """This machine, whose GPUs the driver calls `name`."""
     return Machine(
@@ -273,10 +297,11 @@ def _draw(
     profile: Profile | None = None,
     layer: LayerBytes | None = None,
     given: Plan | None = None,
+    is_last: bool = False,
 ) -> Blueprint:
-    """Plan for a device; `profile` and `layer` are what was measured on it."""
+    """Plan for a device; `profile` and `layer` are what was measured on it. What is planned last is simulated."""
     on_gpu = place.device.type == "cuda"
-    measures = request.measures_layers or request.measures_host
+    measures = (request.measures_layers or request.measures_host) and not is_last
     will_be_redrawn = on_gpu and measures and profile is None and given is None
     request = settle(request, measured=profile)
     if layer is None and on_gpu:
@@ -305,18 +330,8 @@ def _draw(
 def _blueprint(place: Place, parts: ModelParts, found: Answer, *, is_given: bool) -> Blueprint:
     """The blueprint of an answer whose stages fit into the host's memory. Raises HostMemoryError."""
     _check_host(found, place.sharing)
-    plan = found.plan
-    schedule = build_schedule(
-        plan.num_ranks,
-        plan.stages_per_rank,
-        plan.num_microbatches,
-        plan.slots,
-        plan.resident,
-        num_rounds=plan.num_rounds,
-        num_slices=plan.num_slices,
-        stashed=plan.stashed,
-        num_products_home=plan.num_products_home,
-    )
+    schedule = schedule_of(found.plan)
+    check(schedule)
     return Blueprint(place=place, parts=parts, answer=found, schedule=schedule, is_given=is_given)
 
 

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from mobius.activity import Activity
 from mobius.config.config import Dtype, ReduceDtype
-from mobius.data.batches import Batch, arrange, share_of
+from mobius.data.batches import Batch
 from mobius.limits import max_sends_under_way
 from mobius.machine.devices import MemoryMeter, optimizer_threads, set_host_threads, use_device
 from mobius.machine.peer_check import PeerCheck
@@ -28,7 +24,6 @@ from mobius.memory.spans import NO_SPANS, Spans
 from mobius.memory.update_queue import UpdateQueue
 from mobius.messages.distributed import DistributedTransport
 from mobius.messages.mailboxes import Mailboxes
-from mobius.messages.rehearsal import RehearsalTransport
 from mobius.messages.replicas import meet_replicas
 from mobius.messages.transport import Assembly, SingleRankTransport, Transport
 from mobius.messages.world import World
@@ -47,10 +42,10 @@ from mobius.planning.alike import check_same_residents
 from mobius.planning.blueprint import Blueprint
 from mobius.planning.measured_plan import plan_by_measurement
 from mobius.ranks import cache_folder
-from mobius.runtime.documents import Rows, place_documents
-from mobius.runtime.executor import StepBatch
 from mobius.runtime.waits import WaitClock
+from mobius.training.rehearsing import take_stages
 from mobius.training.stages import RankStages
+from mobius.training.step_batches import step_batches
 from mobius.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -125,7 +120,7 @@ class Session:
                 activity=self.activity,
             ),
             stepper=stepper,
-            batches=_step_batches(batches, blueprint),
+            batches=step_batches(batches, blueprint),
             transport=self.transport,
             clock=clock,
             meter=MemoryMeter(device),
@@ -178,29 +173,18 @@ def open_session(
         transport = transport or _connect(blueprint, spans)
         blueprint = plan_by_measurement(blueprint, transport)
         check_same_residents(blueprint.plan, transport)
-    transport.bound_sends(max_sends_under_way(blueprint.plan.round_size))  # another plan may have other rounds
-    if settled is not None:
-        settled(blueprint)
     done("connect")
     if place.ranks.is_first and place.ranks.num_replicas == 1 and _reduce_dtype(blueprint) != torch.float32:
         logger.info("--reduce_dtype bf16 has no effect: there is one pipeline, and no replica to send gradients to")
-    activity.begins("the memory of the stages")
-    stages = RankStages.take(
-        blueprint.parts,
-        blueprint.plan,
-        place.ranks.place,
-        device=place.device,
-        dtype=blueprint.dtype,
-        gradient_dtype=blueprint.gradient_dtype,
-        loss_chunk_tokens=blueprint.config.pipeline.loss_chunk_tokens,
-        waiting=blueprint.answer.request.waiting,
-        message_shape=blueprint.message_shape,
-        product_bytes=blueprint.answer.request.product_bytes,
-        tile_tokens=blueprint.tile_tokens,
-        updates=_update_queue(blueprint, activity),
-        replicas=transport.replicas,
-        spans=spans,
-    )
+    activity.begins("the memory of the stages and the rehearsal of a step")
+    updates = _update_queue(blueprint, activity)
+    with activity.warming_up():
+        take = partial(_take_stages, updates=updates, transport=transport, spans=spans)
+        blueprint, stages = take_stages(blueprint, transport, take)
+    done("rehearsal")
+    transport.bound_sends(max_sends_under_way(blueprint.plan.round_size))  # another plan may have other rounds
+    if settled is not None:
+        settled(blueprint)
     activity.begins("the weights")
     if restore is not None:
         restore(stages)
@@ -208,14 +192,32 @@ def open_session(
         source = source or _first_weights(blueprint, model_folder)
         stages.fill(source, show_progress=place.ranks.is_first, progress=activity.progress)
     done("weights")
-    activity.begins("the rehearsal of a step")
-    if place.device.type == "cuda" and place.ranks.num_ranks > 1:  # a replica's messages may hold a GPU up, too
-        with activity.warming_up():
-            _rehearse(blueprint, stages)
     activity.begins("the wait for all ranks' weights")
     transport.everyone.barrier()
-    done("rehearsal")
     return Session(blueprint=blueprint, transport=transport, stages=stages, recordings=recordings, activity=activity)
+
+
+def _take_stages(
+    blueprint: Blueprint, *, updates: UpdateQueue | None, transport: Transport, spans: Spans
+) -> RankStages:
+    """Zeroed memory of the stages of this rank's plan."""
+    request = blueprint.answer.request
+    return RankStages.take(
+        blueprint.parts,
+        blueprint.plan,
+        blueprint.place.ranks.place,
+        device=blueprint.place.device,
+        dtype=blueprint.dtype,
+        gradient_dtype=blueprint.gradient_dtype,
+        loss_chunk_tokens=blueprint.config.pipeline.loss_chunk_tokens,
+        waiting=request.waiting,
+        message_shape=blueprint.message_shape,
+        product_bytes=request.product_bytes,
+        tile_tokens=blueprint.tile_tokens,
+        updates=updates,
+        replicas=transport.replicas,
+        spans=spans,
+    )
 
 
 def _update_queue(blueprint: Blueprint, activity: Activity) -> UpdateQueue | None:
@@ -282,57 +284,3 @@ def _first_weights(blueprint: Blueprint, folder: Path) -> WeightSource:
     if parts.adapters.adapter_path is not None:
         return AdapterValues(base, AdapterFolder(Path(parts.adapters.adapter_path).expanduser()))
     return FreshAdapters(base, seed=blueprint.config.optim.seed)
-
-
-def _rehearse(blueprint: Blueprint, stages: RankStages) -> None:
-    """Play one step of this rank alone on made-up data, so that the first real one finds kernels and memory ready.
-
-    Leaves weights and optimizer as they are; the gradients it makes are overwritten by the first step's.
-    """
-    config, place = blueprint.config, blueprint.place
-    transport = RehearsalTransport(
-        rank=place.ranks.place,
-        device=place.device,
-        shape=blueprint.sent_shape,
-        dtype=blueprint.dtype,
-        max_sends=max_sends_under_way(blueprint.plan.round_size),
-    )
-    tokens = torch.zeros(blueprint.answer.request.rows, config.data.seq_length, dtype=torch.int64)
-    documents = _documents([[config.data.seq_length]] * len(tokens), blueprint)
-    batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), len(tokens), documents=documents)
-    stages.executor(blueprint.schedule, transport).run(batch)
-    MemoryMeter(place.device).synchronize()
-
-
-def _step_batches(batches: Iterable[Batch], blueprint: Blueprint) -> Iterator[StepBatch]:
-    """The batches as tensors, page-locked if they go to a GPU, packed rows in the order of microbatches."""
-    ranks = blueprint.place.ranks
-    for given in batches:
-        assert given.num_targets > 0, "samples without a target are dropped, and no step is without samples"
-        batch = arrange(share_of(given, ranks.replica, ranks.num_replicas), blueprint.plan.num_chunks)
-        input_ids, labels = (_tensor(each, blueprint) for each in (batch.input_ids, batch.labels))
-        documents = None if batch.documents is None else _documents(batch.documents, blueprint)
-        numbers = batch.num_targets, batch.num_tokens, batch.num_samples, batch.epoch
-        lengths = None
-        if blueprint.parts.router_loss is not None and batch.lengths is not None:
-            lengths = _tensor(np.array(batch.lengths, dtype=np.int64), blueprint)
-        yield StepBatch(input_ids, labels, *numbers, documents, ranks.num_replicas, lengths)
-
-
-def _documents(rows: Rows, blueprint: Blueprint) -> tuple[Tensor, Tensor] | None:
-    """Places of documents of these lengths; None where rows are one document each."""
-    packed = blueprint.answer.request.packed
-    if packed is None:
-        return None
-    positions, bounds = place_documents(
-        rows,
-        seq_length=blueprint.config.data.seq_length,
-        num_microbatches=blueprint.plan.num_chunks,
-        most_documents=packed.most_documents,
-    )
-    return _tensor(positions, blueprint), _tensor(bounds, blueprint)
-
-
-def _tensor(array: npt.NDArray[Any], blueprint: Blueprint) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if blueprint.place.device.type == "cuda" else tensor

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mobius.data.batches import Batches
 from mobius.optim.stepper import StepCounts
-from mobius.training import session as sessions
+from mobius.training.rehearsing import play_step
 from mobius.training.session import Session
 
 STEPS, FEW_STEPS = 20, 4
@@ -156,7 +156,7 @@ def test_a_rehearsal_with_the_other_replicas_leaves_nothing_in_what_is_trained(t
 
     def work(session: Session, batches: Batches, *, rehearses: bool) -> Trained:
         if rehearses:
-            sessions._rehearse(session.blueprint, session.stages)
+            play_step(session.blueprint, session.stages)
         return train(session, batches, FEW_STEPS)
 
     at_once, behind = (
@@ -166,6 +166,32 @@ def test_a_rehearsal_with_the_other_replicas_leaves_nothing_in_what_is_trained(t
     for (numbers, weights, _), (own_numbers, own_weights, _) in zip(at_once, behind, strict=True):
         assert own_numbers == numbers
         assert all(torch.equal(value, weights[name]) for name, value in own_weights.items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--num_stages 4 --num_chunks 4 --num_rounds 4 --resident_stages 1",
+        "--num_stages 2 --num_chunks 2 --packing on --max_grad_norm 1",
+        "--num_stages 4 --num_chunks 2 --num_slices 2 --activation_offloading on",
+    ],
+)
+def test_a_rehearsal_of_one_rank_leaves_nothing_in_what_is_trained(options: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    words = f"--batch_size 8 --seq_length 24 --num_iterations {FEW_STEPS} {options}"
+
+    def work(session: Session, batches: Batches, *, rehearses: bool) -> Trained:
+        if rehearses:
+            play_step(session.blueprint, session.stages)
+        return train(session, batches, FEW_STEPS)
+
+    data = random_samples(60, 24, seed=1)
+    plain, rehearsed = (
+        in_sessions(1, tmp_path / "model", words, data, partial(work, rehearses=rehearses))[0]
+        for rehearses in (False, True)
+    )
+    assert rehearsed[0] == plain[0]
+    assert all(torch.equal(value, plain[1][name]) for name, value in rehearsed[1].items())
 
 
 Judged = list[tuple[float, float, float, int]]

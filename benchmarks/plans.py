@@ -1,0 +1,343 @@
+"""Checks automatic plans on one GPU: drawn settings, each planned by `auto` and run for a few steps under its limit.
+
+    python benchmarks/plans.py RESULTS.jsonl [--settings 40] [--seed 0] [--seconds 540] [--only WORDS...]
+    python benchmarks/plans.py RESULTS.jsonl --report
+
+Weights and tokens are random. For each setting a line is appended to RESULTS.jsonl: the plan, its predicted bytes, what
+the rehearsal measured, the most that torch allocated and reserved, predicted seconds and those of the median step. A
+setting that is on record for this GPU is skipped, so that several calls share the work; no setting begins later than
+--seconds after the start. The report counts what ran out of memory, exceeded its limit, or is further from its
+prediction than the bounds say.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scripts"))
+
+from mobius.ranks import Ranks, prepare_environment
+
+prepare_environment()  # before torch is imported
+
+import torch  # noqa: E402
+from make_model import write_config  # noqa: E402
+from worker import clean_up, make_batches, make_samples  # noqa: E402
+
+from mobius.config.cli import parse_args  # noqa: E402
+from mobius.errors import GpuMemoryError, MobiusError  # noqa: E402
+from mobius.log import setup_logging  # noqa: E402
+from mobius.models.families import load_model_config  # noqa: E402
+from mobius.planning.blueprint import draw_blueprint  # noqa: E402
+from mobius.training.data import packed_rows  # noqa: E402
+from mobius.training.session import open_session  # noqa: E402
+from mobius.units import GIB  # noqa: E402
+
+BYTES_BOUND, SECONDS_BOUND = 0.05, 0.10
+"""Shares by which reserved bytes and seconds may differ from the plan's."""
+STEPS = 4
+"""Of which the first is left out."""
+TOKENS_OF_A_STEP = (16_384, 32_768, 65_536)
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+LIMITS: dict[str, tuple[float | None, ...]] = {
+    "1b-20": (4, 5, 6, 8, 10, 14, 20, 32, None),
+    "7b-8": (6, 8, 10, 12, 16, 24, 40, None),
+}
+LAYERS = {"1b-20": 20, "7b-8": 8, "7b-4": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A run whose numbers are left to the planner."""
+
+    shape: str
+    seq_length: int
+    batch_size: int
+    limit: float | None
+    """GiB of the GPU."""
+    clips: bool = False
+    is_packed: bool = False
+    """Whether rows hold several samples."""
+    is_lora: bool = False
+
+    @property
+    def name(self) -> str:
+        marks = [
+            word for word, is_on in (("clip", self.clips), ("packed", self.is_packed), ("lora", self.is_lora)) if is_on
+        ]
+        limit = "no limit" if self.limit is None else f"{self.limit:g} GiB"
+        return " ".join([self.shape, f"{self.batch_size}x{self.seq_length}", limit, *marks])
+
+    def options(self, model: Path) -> list[str]:
+        """Words of main.py's command line."""
+        words = ["--model_path", str(model), "--num_stages", "auto", "--num_chunks", "auto"]
+        words += ["--seq_length", str(self.seq_length), "--batch_size", str(self.batch_size)]
+        words += ["--max_grad_norm", "1" if self.clips else "0", "--num_iterations", str(STEPS)]
+        words += ["--use_lora"] if self.is_lora else []
+        return words if self.limit is None else [*words, "--gpu_memory_limit", f"{self.limit:g}"]
+
+    def lengths(self, folder: Path) -> Path | None:
+        """File with the token counts of samples; None: rows are full."""
+        if not self.is_packed:
+            return None
+        drawn = random.Random(0)
+        counts = [max(8, int(self.seq_length * min(1.0, drawn.lognormvariate(-2.2, 0.8)))) for _ in range(20_000)]
+        file = folder / f"lengths-{self.seq_length}.json"
+        file.write_text(json.dumps(counts))
+        return file
+
+
+FOUND = (
+    Setting("7b-8", 512, 64, 12, clips=True, is_packed=True),
+    Setting("1b-20", 2048, 32, 4),
+    Setting("1b-20", 2048, 32, 4, clips=True),
+    Setting("7b-4", 512, 64, 10, clips=True, is_packed=True),
+    Setting("7b-4", 512, 64, 18, clips=True, is_packed=True),
+    Setting("1b-20", 2048, 32, 6),
+    Setting("1b-20", 2048, 32, 10),
+)
+"""Two that ran out of memory once, and their neighbours."""
+
+
+class RepeatedWeights:
+    """Normal values, repeated from a small table: made as fast as memory is read, on the host as a checkpoint's are."""
+
+    def __init__(self) -> None:
+        self._table = torch.randn(2**22, generator=torch.Generator().manual_seed(0)) * 0.02
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The value of parameter `name`; vectors, which are norms, are ones."""
+        if len(shape) == 1:
+            return torch.ones(shape)
+        values = torch.empty(math.prod(shape))
+        for part in values.split(len(self._table)):
+            part.copy_(self._table[: len(part)])
+        return values.view(shape)
+
+
+def draw_settings(number: int, seed: int) -> list[Setting]:
+    """So many different settings: those of `FOUND` first, the others drawn."""
+    drawn, settings = random.Random(seed), list(FOUND)
+    while len(settings) < number:
+        shape, length = drawn.choice(list(LIMITS)), drawn.choice(LENGTHS)
+        kind = drawn.choice(["full", "full", "packed", "lora"])
+        setting = Setting(
+            shape,
+            length,
+            max(1, drawn.choice(TOKENS_OF_A_STEP) // length),
+            drawn.choice(LIMITS[shape]),
+            clips=drawn.random() < 0.5,
+            is_packed=kind == "packed",
+            is_lora=kind == "lora",
+        )
+        if setting not in settings:
+            settings.append(setting)
+    return settings[:number]
+
+
+def measure(setting: Setting, folder: Path, more: Sequence[str] = ()) -> dict[str, Any]:
+    """Plan and run one setting; what became of it, and the numbers."""
+    model = folder / setting.shape
+    if not model.exists():
+        write_config(model, setting.shape.split("-")[0], LAYERS[setting.shape])
+    config = parse_args([*setting.options(model), *more], num_ranks=1)
+    ranks, start, marks = Ranks(0, 1, 0), time.perf_counter(), {}
+    model_config = load_model_config(model, config.model)
+    samples = make_samples(config, setting.lengths(folder), model_config.vocab_size)
+    batches = make_batches(config, samples, is_packed=setting.is_packed)
+    device, told = torch.device("cuda"), list[str]()
+    logging.getLogger("mobius").addHandler(handler := _Listener(told))
+    before = torch.cuda.memory_allocated(device)
+
+    def passed(part: str) -> None:
+        marks[part] = time.perf_counter() - start
+
+    try:
+        blueprint = draw_blueprint(config, ranks, model_config, packed=packed_rows(batches))
+    except GpuMemoryError as error:
+        return {"outcome": "refused", "text": str(error)}
+    passed("plan")
+    try:
+        session = open_session(blueprint, model, source=RepeatedWeights(), passed=passed)
+    except (torch.OutOfMemoryError, GpuMemoryError) as error:
+        return {"outcome": "out of memory", "text": str(error)[:400], "marks": marks}
+    found = session.blueprint
+    plan, use, need = found.plan, found.plan.use_of(0), found.answer.needs[0]
+    result: dict[str, Any] = {
+        "rehearsal": [line for line in told if line.startswith("rehearsal:")],
+        "before_gib": before / GIB,
+        "plan": {
+            "stages": plan.num_stages,
+            "chunks": plan.num_chunks,
+            "rounds": plan.num_rounds,
+            **dataclasses.asdict(use),
+        },
+        "predicted_gib": need.total / GIB,
+        "parts": need.describe(),
+        "limit_gib": (found.answer.request.gpu_bytes or 0) / GIB,
+        "predicted_seconds": None if found.answer.forecast is None else found.answer.forecast.step_seconds,
+        "first_seconds": None if blueprint.answer.forecast is None else blueprint.answer.forecast.step_seconds,
+        "marks": marks,
+    }
+    try:
+        steps = list(session.trainer(batches).train())
+        result |= {"outcome": "ran", "seconds": statistics.median([step.step_seconds for step in steps[1:]])}
+    except (torch.OutOfMemoryError, GpuMemoryError) as error:
+        result |= {"outcome": "out of memory", "text": str(error)[:400]}
+    passed("steps")
+    stats = torch.cuda.memory_stats(device)
+    result["allocated_gib"] = stats["allocated_bytes.all.peak"] / GIB
+    result["reserved_gib"] = stats["reserved_bytes.all.peak"] / GIB
+    session.close()
+    logging.getLogger("mobius").removeHandler(handler)
+    return result
+
+
+class _Listener(logging.Handler):
+    """Collects the lines of the program's log."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(logging.INFO)
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take one line."""
+        self._lines.append(record.getMessage())
+
+
+_TORCH_FRAMES = ("output_code", "runtime_wrappers", "utils.py", "function.py", "module.py", "stateless", "_ops")
+
+
+def explain(setting: Setting, folder: Path, more: Sequence[str]) -> None:
+    """Print who holds memory when the setting's peak, or its end, comes: bytes by the place that allocated them."""
+    torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python", context="alloc")
+    print({k: v for k, v in measure(setting, folder, more).items() if k != "marks"})
+    snapshot = torch.cuda.memory._snapshot()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    live: dict[int, tuple[int, str]] = {}
+    total, most, at_most = 0, 0, dict[int, tuple[int, str]]()
+    for event in snapshot["device_traces"][0]:
+        if event["action"] == "alloc":
+            frames = [f"{Path(f['filename']).name}:{f['line']}:{f['name']}" for f in event["frames"]]
+            live[event["addr"]] = (event["size"], " < ".join(frames[:22]))
+            total += event["size"]
+        elif event["action"] == "free_completed" and event["addr"] in live:
+            total -= live.pop(event["addr"])[0]
+        if total > most + 2**20:
+            most, at_most = total, dict(live)
+    by_place: dict[str, list[int]] = {}
+    for size, place in at_most.values():
+        place = " < ".join(
+            f
+            for f in place.split(" < ")
+            if not f.startswith(
+                (
+                    "output_code",
+                    "runtime_wrappers",
+                    "utils.py",
+                    "function.py",
+                    "module.py",
+                    "stateless",
+                    "eval_frame",
+                    "_ops",
+                )
+            )
+        )
+        by_place.setdefault(place, []).append(size)
+    print(f"peak of what was recorded: {most / GIB:.2f} GiB")
+    for place, sizes in sorted(by_place.items(), key=lambda item: -sum(item[1]))[:30]:
+        print(f"  {sum(sizes) / GIB:7.3f} GiB in {len(sizes):3d} x {max(sizes) / 2**20:7.1f} MiB  {place}")
+
+
+def report(results: Sequence[dict[str, Any]]) -> bool:
+    """Print the table and its sums; whether every setting that was not refused kept its bounds."""
+    print("setting                                plan  limit  predicted  reserved         s predicted  taken")
+    away_bytes, away_seconds, out = [], [], 0
+    for each in sorted(results, key=lambda result: result["name"]):
+        if each["outcome"] == "refused":
+            print(f"{each['name']:38} refused")
+            continue
+        if each["outcome"] != "ran":
+            out += 1
+            print(f"{each['name']:38} OUT OF MEMORY {each.get('plan')} predicted {each.get('predicted_gib')}")
+            continue
+        plan = each["plan"]
+        uses = f"{plan['num_resident']}r{plan['num_kept']}k{plan['num_stashed']}s{plan['num_slots']}"
+        text = f"{plan['stages']}/{plan['chunks']}/{plan['rounds']} {uses}{' again' if each.get('rehearsal') else ''}"
+        bytes_away = each["reserved_gib"] / each["predicted_gib"] - 1
+        predicted = each["predicted_seconds"]
+        seconds_away = None if predicted is None else each["seconds"] / predicted - 1
+        away_bytes.append((abs(bytes_away), each["reserved_gib"] > each["limit_gib"]))
+        away_seconds += [] if seconds_away is None else [abs(seconds_away)]
+        print(
+            f"{each['name']:38} {text:24} {each['limit_gib']:6.2f} {each['predicted_gib']:6.2f} "
+            f"alloc {each['allocated_gib']:6.2f} res {each['reserved_gib']:6.2f} ({bytes_away:+.1%}) "
+            f"{predicted or 0:6.3f} {each['seconds']:6.3f} ({seconds_away or 0:+.1%})"
+        )
+    over = sum(is_over for _, is_over in away_bytes)
+    far, slow = sum(share > BYTES_BOUND for share, _ in away_bytes), sum(s > SECONDS_BOUND for s in away_seconds)
+    print(
+        f"{len(away_bytes)} ran, {out} ran out of memory, {sum(r['outcome'] == 'refused' for r in results)} refused; "
+        f"{over} over the limit, {far} with bytes further off than {BYTES_BOUND:.0%}, {slow} with seconds further off "
+        f"than {SECONDS_BOUND:.0%}"
+    )
+    return not (out or over or far or slow)
+
+
+def main() -> None:
+    """Run what is not on record, then report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--settings", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--only", nargs="*", default=[], help="words of the settings' names")
+    parser.add_argument("--explain", action="store_true", help="who holds memory at the peak of each setting")
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="more options of main.py")
+    arguments = parser.parse_args()
+    lines = arguments.results.read_text().splitlines() if arguments.results.exists() else []
+    results = [json.loads(line) for line in lines]
+    start = time.monotonic()
+    setup_logging(0)
+    if not arguments.report:
+        device = torch.cuda.get_device_name()
+        done = {(result["device"], result["name"]) for result in results}
+        with tempfile.TemporaryDirectory() as folder:
+            for setting in draw_settings(arguments.settings, arguments.seed):
+                if (device, setting.name) in done or not all(word in setting.name for word in arguments.only):
+                    continue
+                if time.monotonic() - start > arguments.seconds:
+                    break
+                if arguments.explain:
+                    explain(setting, Path(folder), arguments.options)
+                    clean_up()
+                    continue
+                begun = time.monotonic()
+                try:
+                    result = measure(setting, Path(folder))
+                except MobiusError as error:
+                    result = {"outcome": "failed", "text": str(error)}
+                result |= {"device": device, "name": setting.name, "took": time.monotonic() - begun}
+                results.append(result)
+                with arguments.results.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+                print(json.dumps(result), flush=True)
+                clean_up()
+    for device in sorted({result["device"] for result in results}):
+        print(f"== {device}")
+        report([result for result in results if result["device"] == device])
+
+
+if __name__ == "__main__":
+    main()
