@@ -1,26 +1,32 @@
 """Checks automatic plans on one GPU: drawn settings, each planned by `auto` and run for a few steps under its limit.
 
-    python benchmarks/plans.py RESULTS.jsonl [--settings 40] [--seed 0] [--seconds 540] [--only WORDS...]
+    python benchmarks/plans.py RESULTS.jsonl [--settings 40] [--seed 0] [--seconds 540] [--workers 3] [--only WORDS...]
     python benchmarks/plans.py RESULTS.jsonl --report
 
 Weights and tokens are random. For each setting a line is appended to RESULTS.jsonl: the plan, its predicted bytes, what
 the rehearsal measured, the most that torch allocated and reserved, predicted seconds and those of the median step. A
 setting that is on record for this GPU is skipped, so that several calls share the work; no setting begins later than
---seconds after the start. The report counts what ran out of memory, exceeded its limit, or is further from its
+--seconds after the start. Workers plan and compile at the same time; what is timed, and runs without a small limit,
+have the GPU to themselves. The report counts what ran out of memory, exceeded its limit, or is further from its
 prediction than the bounds say.
 """
 
 import argparse
 import dataclasses
+import fcntl
 import json
 import logging
 import math
+import os
 import random
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +44,7 @@ from mobius.config.cli import parse_args  # noqa: E402
 from mobius.errors import GpuMemoryError, MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.planning.blueprint import draw_blueprint  # noqa: E402
+from mobius.planning.blueprint import Blueprint, draw_blueprint  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.session import open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
@@ -50,9 +56,11 @@ STEPS = 4
 TOKENS_OF_A_STEP = (16_384, 32_768, 65_536)
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 LIMITS: dict[str, tuple[float | None, ...]] = {
-    "1b-20": (4, 5, 6, 8, 10, 14, 20, 32, None),
-    "7b-8": (6, 8, 10, 12, 16, 24, 40, None),
+    "1b-20": (4, 5, 6, 8, 10, 14, 20, None),
+    "7b-8": (6, 8, 10, 12, 16, 24, None),
 }
+MOST_SHARED = 24
+"""GiB of the largest limit with which three workers share a GPU of 80 GB."""
 LAYERS = {"1b-20": 20, "7b-8": 8, "7b-4": 4}
 
 
@@ -92,7 +100,7 @@ class Setting:
             return None
         drawn = random.Random(0)
         counts = [max(8, int(self.seq_length * min(1.0, drawn.lognormvariate(-2.2, 0.8)))) for _ in range(20_000)]
-        file = folder / f"lengths-{self.seq_length}.json"
+        file = folder / f"lengths-{self.name.replace(' ', '-')}.json"
         file.write_text(json.dumps(counts))
         return file
 
@@ -145,19 +153,53 @@ def draw_settings(number: int, seed: int) -> list[Setting]:
     return settings[:number]
 
 
+@contextmanager
+def timed(folder: Path) -> Iterator[None]:
+    """Within it all other workers stand still, so that what is timed has GPU and host to itself."""
+    with locked(folder, "timed"):
+        others = [int(file.stem) for file in folder.glob("*.worker") if int(file.stem) != os.getpid()]
+        try:
+            for process in others:
+                with suppress(ProcessLookupError):
+                    os.killpg(process, signal.SIGSTOP)
+            yield
+        finally:
+            for process in others:
+                with suppress(ProcessLookupError):
+                    os.killpg(process, signal.SIGCONT)
+
+
+@contextmanager
+def locked(folder: Path, name: str, *, is_shared: bool = False) -> Iterator[None]:
+    """Within it no other worker is within the same name, unless both share it."""
+    with (folder / f"{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
+        yield
+
+
+def facts_of(blueprint: Blueprint) -> dict[str, Any]:
+    """The plan and its predictions."""
+    plan, found, need = blueprint.plan, blueprint.answer, blueprint.answer.needs[0]
+    numbers = {"stages": plan.num_stages, "chunks": plan.num_chunks, "rounds": plan.num_rounds}
+    return {
+        "plan": {**numbers, **dataclasses.asdict(plan.use_of(0))},
+        "predicted_gib": need.total / GIB,
+        "parts": need.describe(),
+        "limit_gib": ((found.request.gpu_bytes or 0) + found.request.reserve_bytes) / GIB,
+        "predicted_seconds": None if found.forecast is None else found.forecast.step_seconds,
+    }
+
+
 def measure(setting: Setting, folder: Path, more: Sequence[str] = ()) -> dict[str, Any]:
     """Plan and run one setting; what became of it, and the numbers."""
     model = folder / setting.shape
-    if not model.exists():
-        write_config(model, setting.shape.split("-")[0], LAYERS[setting.shape])
     config = parse_args([*setting.options(model), *more], num_ranks=1)
-    ranks, start, marks = Ranks(0, 1, 0), time.perf_counter(), {}
+    ranks, start, marks = Ranks(0, 1, 0), time.perf_counter(), dict[str, float]()
     model_config = load_model_config(model, config.model)
     samples = make_samples(config, setting.lengths(folder), model_config.vocab_size)
     batches = make_batches(config, samples, is_packed=setting.is_packed)
     device, told = torch.device("cuda"), list[str]()
     logging.getLogger("mobius").addHandler(handler := _Listener(told))
-    before = torch.cuda.memory_allocated(device)
 
     def passed(part: str) -> None:
         marks[part] = time.perf_counter() - start
@@ -167,30 +209,25 @@ def measure(setting: Setting, folder: Path, more: Sequence[str] = ()) -> dict[st
     except GpuMemoryError as error:
         return {"outcome": "refused", "text": str(error)}
     passed("plan")
+    measuring = ExitStack()
+    measuring.enter_context(timed(folder))
+
+    def passed_in_session(part: str) -> None:
+        passed(part)
+        if part == "connect":
+            measuring.close()
+
     try:
-        session = open_session(blueprint, model, source=RepeatedWeights(), passed=passed)
+        session = open_session(blueprint, model, source=RepeatedWeights(), passed=passed_in_session)
     except (torch.OutOfMemoryError, GpuMemoryError) as error:
-        return {"outcome": "out of memory", "text": str(error)[:400], "marks": marks}
-    found = session.blueprint
-    plan, use, need = found.plan, found.plan.use_of(0), found.answer.needs[0]
-    result: dict[str, Any] = {
-        "rehearsal": [line for line in told if line.startswith("rehearsal:")],
-        "before_gib": before / GIB,
-        "plan": {
-            "stages": plan.num_stages,
-            "chunks": plan.num_chunks,
-            "rounds": plan.num_rounds,
-            **dataclasses.asdict(use),
-        },
-        "predicted_gib": need.total / GIB,
-        "parts": need.describe(),
-        "limit_gib": (found.answer.request.gpu_bytes or 0) / GIB,
-        "predicted_seconds": None if found.answer.forecast is None else found.answer.forecast.step_seconds,
-        "first_seconds": None if blueprint.answer.forecast is None else blueprint.answer.forecast.step_seconds,
-        "marks": marks,
-    }
+        measuring.close()
+        return {"outcome": "out of memory", "text": str(error)[:400], "marks": marks, "rehearsal": told}
+    result: dict[str, Any] = {"rehearsal": [line for line in told if line.startswith("rehearsal:")], "marks": marks}
+    result |= facts_of(session.blueprint)
     try:
-        steps = list(session.trainer(batches).train())
+        trainer = session.trainer(batches)
+        with timed(folder):
+            steps = list(trainer.train())
         result |= {"outcome": "ran", "seconds": statistics.median([step.step_seconds for step in steps[1:]])}
     except (torch.OutOfMemoryError, GpuMemoryError) as error:
         result |= {"outcome": "out of memory", "text": str(error)[:400]}
@@ -261,7 +298,7 @@ def explain(setting: Setting, folder: Path, more: Sequence[str]) -> None:
 
 def report(results: Sequence[dict[str, Any]]) -> bool:
     """Print the table and its sums; whether every setting that was not refused kept its bounds."""
-    print("setting                                plan  limit  predicted  reserved         s predicted  taken")
+    print("plan: stages/chunks/rounds; resident, saving activations, offloading them, slots. GiB; s per step.")
     away_bytes, away_seconds, out = [], [], 0
     for each in sorted(results, key=lambda result: result["name"]):
         if each["outcome"] == "refused":
@@ -294,49 +331,114 @@ def report(results: Sequence[dict[str, Any]]) -> bool:
     return not (out or over or far or slow)
 
 
-def main() -> None:
-    """Run what is not on record, then report."""
+def take_next(folder: Path) -> int:
+    """The number of the next setting, which no other worker takes."""
+    with locked(folder, "next"):
+        file = folder / "next"
+        number = int(file.read_text()) if file.exists() else 0
+        file.write_text(str(number + 1))
+    return number
+
+
+def run_worker(arguments: argparse.Namespace, settings: Sequence[Setting], folder: Path) -> None:
+    """Run settings that no other worker has taken, one after the other, and append a line for each."""
+    (folder / f"{os.getpid()}.worker").touch()
+    device = torch.cuda.get_device_name()
+    while (number := take_next(folder)) < len(settings) and time.time() < arguments.until:
+        setting = settings[number]
+        if arguments.explain:
+            explain(setting, folder, arguments.options)
+            clean_up()
+            continue
+        is_shared = setting.limit is not None and setting.limit <= MOST_SHARED
+        with locked(folder, "memory", is_shared=is_shared):
+            begun = time.monotonic()
+            try:
+                result = measure(setting, folder, arguments.options)
+            except MobiusError as error:
+                result = {"outcome": "failed", "text": str(error)}
+            clean_up()
+        result |= {"device": device, "name": setting.name, "took": time.monotonic() - begun}
+        with arguments.results.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+def run_workers(arguments: argparse.Namespace, settings: Sequence[Setting]) -> None:
+    """Run all settings, in this process or in several that share the GPU."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for shape, layers in LAYERS.items():
+            write_config(folder / shape, shape.split("-")[0], layers)
+        if arguments.workers == 1:
+            run_worker(arguments, settings, folder)
+            return
+        (folder / "settings.json").write_text(json.dumps([dataclasses.asdict(setting) for setting in settings]))
+        command = [sys.executable, __file__, *sys.argv[1:]]
+        where = [f"--folder={folder}", f"--until={arguments.until}"]
+        # Compiled code of its own: a worker that stands still may hold a lock of the cache.
+        workers = [
+            subprocess.Popen(
+                [command[0], command[1], *where, *command[2:]],
+                start_new_session=True,
+                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor-{part}"},
+            )
+            for part in range(arguments.workers)
+        ]
+        try:
+            for worker in workers:
+                worker.wait()
+        finally:
+            for worker in workers:
+                with suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The lines on record."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def parse() -> argparse.Namespace:
+    """The command line; `folder` and `until` are for workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--settings", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--seconds", type=float, default=540, help="after which no setting begins")
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--only", nargs="*", default=[], help="words of the settings' names")
     parser.add_argument("--explain", action="store_true", help="who holds memory at the peak of each setting")
-    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--report", action="store_true", help="the table of what is on record")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="more options of main.py")
-    arguments = parser.parse_args()
-    lines = arguments.results.read_text().splitlines() if arguments.results.exists() else []
-    results = [json.loads(line) for line in lines]
-    start = time.monotonic()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run what is not on record, then report; the exit code says whether all bounds were kept."""
+    arguments = parse()
     setup_logging(0)
+    if arguments.folder is not None:
+        told = json.loads((arguments.folder / "settings.json").read_text())
+        run_worker(arguments, [Setting(**each) for each in told], arguments.folder)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that workers are ended
+    arguments.until = time.time() + arguments.seconds
     if not arguments.report:
+        done = {(result["device"], result["name"]) for result in read_results(arguments.results)}
         device = torch.cuda.get_device_name()
-        done = {(result["device"], result["name"]) for result in results}
-        with tempfile.TemporaryDirectory() as folder:
-            for setting in draw_settings(arguments.settings, arguments.seed):
-                if (device, setting.name) in done or not all(word in setting.name for word in arguments.only):
-                    continue
-                if time.monotonic() - start > arguments.seconds:
-                    break
-                if arguments.explain:
-                    explain(setting, Path(folder), arguments.options)
-                    clean_up()
-                    continue
-                begun = time.monotonic()
-                try:
-                    result = measure(setting, Path(folder))
-                except MobiusError as error:
-                    result = {"outcome": "failed", "text": str(error)}
-                result |= {"device": device, "name": setting.name, "took": time.monotonic() - begun}
-                results.append(result)
-                with arguments.results.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
-                print(json.dumps(result), flush=True)
-                clean_up()
+        settings = [
+            setting
+            for setting in draw_settings(arguments.settings, arguments.seed)
+            if (device, setting.name) not in done and all(word in setting.name for word in arguments.only)
+        ]
+        run_workers(arguments, sorted(settings, key=lambda each: each.limit is None))
+    results, kept = read_results(arguments.results), True
     for device in sorted({result["device"] for result in results}):
         print(f"== {device}")
-        report([result for result in results if result["device"] == device])
+        kept = report([result for result in results if result["device"] == device]) and kept
+    sys.exit(not kept)
 
 
 if __name__ == "__main__":

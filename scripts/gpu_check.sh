@@ -11,6 +11,8 @@
 #              checkpoints go to SAVES (default WORK), which needs room for two of 41 GB
 #   replicas   7B's shape as two replicas beside one pipeline, over the GPUs' links and over sockets (2 GPUs or 4); one
 #              GPU is shared by two replicas over sockets
+#   plans      40 drawn settings planned by auto on one GPU, 3 steps each: memory and seconds beside the plan's; takes some
+#              20 minutes, in calls of at most PLANS_SECONDS: what is in PLANS (default WORK/plans.jsonl) is not run again
 #   kills      10 kills -9 at random moments on two GPUs, each resumed, against a run that was left alone
 #
 # PYTHON (default python3) must have the requirements installed; WORK (default a new folder in /tmp) takes the files.
@@ -107,6 +109,11 @@ part_replicas() {
     [ "$GPUS" = 1 ] && ranks=(--ranks 2 --share_gpus)
     $PYTHON benchmarks/replicas.py "${REPLICAS_SIZE:-7b}" "${ranks[@]}" --batch_size 64 --seq_length 512 --num_chunks 8 \
         -- ${REPLICAS_MOBIUS:---num_stages 32 --gpu_memory_limit 24} || failed=1
+}
+
+part_plans() {
+    $PYTHON benchmarks/plans.py "${PLANS:-$WORK/plans.jsonl}" --settings "${PLANS_SETTINGS:-40}" \
+        --seconds "${PLANS_SECONDS:-480}" --workers "${PLANS_WORKERS:-4}" || failed=1
 }
 
 part_kills() { $PYTHON scripts/kill_and_resume.py --device cuda --kills "${KILLS:-10}" --folder "$WORK" || failed=1; }

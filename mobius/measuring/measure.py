@@ -7,7 +7,7 @@ profile. Layers that are compiled for this are not compiled again by the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 
 import torch
@@ -35,8 +35,11 @@ from mobius.plan.partition import StageCut
 from mobius.plan.profile import LayerSeconds, MessageRates, Profile, Source
 from mobius.plan.request import PackedRows
 from mobius.runtime.documents import typical_arguments
+from mobius.runtime.places import Place
 from mobius.runtime.routers import Routers, RouterTurn, sent_shape
+from mobius.runtime.slices import SequenceCaches, SlicedStage
 from mobius.runtime.stage import StageModule
+from mobius.runtime.stage_layers import Turn
 
 GPU_PARAMETERS, MESSAGES = 2**26, 8
 """Updated at a time, and sent in a row to a neighbour."""
@@ -55,6 +58,13 @@ class MicrobatchShape:
     """None: rows are one document each."""
     tile_tokens: int | None = None
     """None: recomputed layers run whole."""
+    whole_length: int | None = None
+    """Tokens of a sequence where microbatches are slices; None: they hold whole sequences."""
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether slices are measured as such; those of packed rows attend to few tokens before them."""
+        return self.whole_length is not None and self.packed is None
 
     @property
     def tokens(self) -> int:
@@ -87,7 +97,14 @@ def measure_profile(
     # Layers of one kind share a module; masks differ by what the family gives them beside the hidden states.
     modules = [id(layer.module) for layer in parts.layers]
     kinds = list(dict.fromkeys(modules))
-    layers = [_layer_seconds(bench.seconds, _layer_work(bench, parts, shape, modules.index(kind))) for kind in kinds]
+    attention: LayerSeconds | None = None
+    if shape.is_sliced:
+        both = [_slice_seconds(bench, parts, shape, modules.index(kind)) for kind in kinds]
+        layers, (attention, *_) = [layer for layer, _ in both], [own for _, own in both]
+    else:
+        layers = [
+            _layer_seconds(bench.seconds, _layer_work(bench, parts, shape, modules.index(kind))) for kind in kinds
+        ]
     launch = measure_launches(bench, parts, shape)
     embedding_forward, embedding_backward, loss = _measure_ends(bench, parts, shape)
     with Copies(device) as memory:
@@ -100,8 +117,7 @@ def measure_profile(
         basis=f"{transport.num_ranks} x {torch.cuda.get_device_name(device) if is_cuda else 'cpu'}",
         num_ranks=transport.num_ranks,
         microbatch_tokens=shape.tokens,
-        # Within a step the GPU works all the time, which it does more slowly.
-        layer_kinds=tuple(LayerSeconds(*(each / SUSTAINED_SHARE for each in astuple(layer))) for layer in layers),
+        layer_kinds=tuple(map(_sustained, layers)),
         kind_of_layer=tuple(map(kinds.index, modules)),
         embedding_forward=embedding_forward,
         embedding_backward=embedding_backward,
@@ -118,7 +134,14 @@ def measure_profile(
         **rates.profile_fields(transport.num_ranks),
     )
     bench.forget()
+    if attention is not None:
+        return replace(profile, attention=_sustained(attention), attention_length=shape.whole_length)
     return profile
+
+
+def _sustained(layer: LayerSeconds) -> LayerSeconds:
+    """Seconds within a step, where the GPU works all the time, which it does more slowly."""
+    return LayerSeconds(*(each / SUSTAINED_SHARE for each in astuple(layer)))
 
 
 def measure_launches(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> LayerSeconds:
@@ -162,6 +185,41 @@ def _layer_work(bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: 
         lambda: stage.forward(weights, hidden, arguments, routers=turn()),
         forward_and_backward,
         lambda: stage.backward(weights, gradients, [hidden], hidden, arguments, turn()),
+    )
+
+
+def _slice_seconds(
+    bench: Bench, parts: ModelParts, shape: MicrobatchShape, index: int
+) -> tuple[LayerSeconds, LayerSeconds]:
+    """Seconds of a layer on a slice, and of its attention among them, both as means over the slices of a sequence.
+
+    The first and the last slice are run. Attention's time grows evenly with the tokens before a slice, so that the mean
+    of both is that of all, and their difference tells attention's part.
+    """
+    length, tokens = shape.whole_length, shape.seq_length
+    assert length is not None
+    span = StageCut(1, index, index + 1, is_first=False, is_last=False)
+    stage = SlicedStage(parts, span, SequenceCaches(), tile_tokens=shape.tile_tokens)
+    weights, gradients = _memory_of(StageModule(parts, span, loss_chunk_tokens=1), shape.dtype, bench.device)
+    hidden = torch.randn(shape.hidden_size(parts), device=bench.device, dtype=shape.dtype)
+    arguments = typical_arguments(
+        parts, None, batch=shape.batch, seq_length=length, dtype=shape.dtype, device=bench.device
+    )
+
+    def measure(start: int) -> tuple[float, float]:
+        turn = Turn(arguments, Place(start, start + tokens, length))
+        return (
+            bench.seconds(lambda: stage.forward(weights, hidden, turn)),
+            bench.seconds(lambda: stage.backward(weights, gradients, [hidden], hidden, turn)),
+        )
+
+    ends = list(zip(measure(0), measure(length - tokens), strict=True))
+    forward, recomputed = (sum(each) / 2 for each in ends)
+    by_position = length / 2 / max(length - tokens, 1)
+    own_forward, own_recomputed = (max(0.0, last - first) * by_position for first, last in ends)
+    return (
+        LayerSeconds(forward, max(recomputed - forward, 0.0), recomputed),
+        LayerSeconds(own_forward, max(own_recomputed - own_forward, 0.0), own_recomputed),
     )
 
 

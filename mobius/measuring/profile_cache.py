@@ -43,6 +43,7 @@ def profile_key(
         "model": repr(model),
         "microbatch": [shape.batch, shape.seq_length, str(shape.dtype), shape.loss_chunk_tokens, *_documents(shape)],
         "tile_tokens": shape.tile_tokens,
+        "whole_length": shape.whole_length,
         "num_ranks": num_ranks,
         "is_compiled": is_compiled,
         "has_peer_copies": has_peer_copies,

@@ -167,7 +167,7 @@ def _checked(measured: Profile, request: PlanRequest) -> Profile:
         raise PlanError(f"the profile is of another run: its {parts} are {given}, {wanted} are asked for.")
     length = request.attention_length
     own = measured.attention_length or min(length, request.slice_length)  # documents are measured as they are
-    if request.plan.num_slices == 1:
+    if request.plan.num_slices == 1 or measured.attention_length == length:
         return measured
     estimate = None
     if request.card is not None:

@@ -74,7 +74,7 @@ class LayerBytes:
     """Most that exists in forward with graph and backward together, the graph in it; input and incoming gradient not.
     """
     recomputed: int | None = None
-    """As `peak`, of a layer that is recomputed in tiles; None where none is."""
+    """As `peak`, of a layer whose backward runs its forward again, in tiles if there are any; None: as `peak`."""
 
     products: int | None = None
     """As `graph`, of a forward that keeps its products alone; None where that is not known."""

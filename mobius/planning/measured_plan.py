@@ -134,6 +134,7 @@ def _microbatch(blueprint: Blueprint) -> MicrobatchShape:
         blueprint.config.pipeline.loss_chunk_tokens,
         blueprint.answer.request.packed,
         blueprint.tile_tokens,
+        blueprint.config.data.seq_length if blueprint.plan.num_slices > 1 else None,
     )
 
 

@@ -39,11 +39,10 @@ def measure_layer_bytes(
 ) -> LayerBytes:
     """GPU memory that one layer takes for one microbatch of `shape` [B, L, H]: its graph's, and at most in backward.
 
-    Each is of the kind of layer that takes most, backward with its activations kept or recomputed, whichever takes
-    more. Where layers run in tiles, maybe because a whole one does not fit, a whole one is measured on about as many
-    tokens as a tile has: its bytes are in proportion to them. `with_products` measures a forward that keeps its
-    products alone too, which takes another compilation, where layers can keep them. Layers run on zeros; all memory is
-    given back.
+    Each is of the kind of layer that takes most; backward is measured with its activations kept and recomputed. Where
+    layers run in tiles, maybe because a whole one does not fit, a whole one is measured on about as many tokens as a
+    tile has: its bytes are in proportion to them. `with_products` measures a forward that keeps its products alone too,
+    which takes another compilation, where layers can keep them. Layers run on zeros; all memory is given back.
 
     `sliced_length`: microbatches are slices of sequences of so many tokens. Recomputed is one that attends to as many
     tokens before it as a slice does at a time; their keys, values and sums of gradients do not count.
@@ -56,20 +55,22 @@ def measure_layer_bytes(
     if tokens > tile_tokens:
         whole = (max(1, tile_tokens // shape[1]), min(shape[1], tile_tokens), shape[2])
     share = tokens / (whole[0] * whole[1])
-    held, peak, parted = dict.fromkeys(levels, 0), 0, 0
+    held, peak, recomputed, parted = dict.fromkeys(levels, 0), 0, 0, 0
     for index in {id(layer.module): index for index, layer in enumerate(parts.layers)}.values():
         bench = _LayerBench(parts, index, dtype, device, packed)
         for level in levels:
-            own_held, own_peak = bench.measure_whole(whole, level)
+            own_held, own_peak = bench.measure_kept(whole, level)
             held[level], peak = max(held[level], int(share * own_held)), max(peak, int(share * own_peak))
         if sliced_length is not None:
             parted = max(parted, bench.measure_slice(shape, sliced_length, tile_tokens))
         elif tokens > tile_tokens:
             parted = max(parted, bench.measure_tiles(shape, tile_tokens))
+        else:
+            recomputed = max(recomputed, bench.measure_recomputed(shape))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)  # what a run reports is to be its own
     products = held.get(KeptLevel.PRODUCTS)
-    return LayerBytes(held[KeptLevel.EVERYTHING], peak, parted or None, products)
+    return LayerBytes(held[KeptLevel.EVERYTHING], peak, parted or recomputed, products)
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,27 @@ class _LayerBench:
     device: torch.device
     packed: PackedRows | None
 
-    def measure_whole(self, shape: tuple[int, int, int], level: KeptLevel) -> tuple[int, int]:
-        """Bytes of its graph, and most in backward, for hidden states of `shape`."""
+    def measure_kept(self, shape: tuple[int, int, int], level: KeptLevel) -> tuple[int, int]:
+        """Bytes of its graph, and most in the backward that consumes it, for hidden states of `shape`."""
         layer, (arguments, further) = self.parts.layers[self.index], self._arguments(shape)
 
         def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
             graph = run_with_graph(layer, weights, inputs, arguments, level)
             held = torch.cuda.memory_allocated(self.device)
             backward(layer, graph, sums, gradient, *further)
-            del graph
-            recomputed_backward(layer, weights, inputs, arguments, sums, gradient, *further)
             return held
 
         return self._measure(shape, play)
+
+    def measure_recomputed(self, shape: tuple[int, int, int]) -> int:
+        """Most bytes in a backward that runs the forward again, for hidden states of `shape`."""
+        layer, (arguments, further) = self.parts.layers[self.index], self._arguments(shape)
+
+        def play(weights: Views, sums: Views, inputs: Tensor, gradient: Tensor) -> int:
+            recomputed_backward(layer, weights, inputs, arguments, sums, gradient, *further)
+            return torch.cuda.memory_allocated(self.device)
+
+        return self._measure(shape, play)[1]
 
     def measure_tiles(self, shape: tuple[int, int, int], tile_tokens: int) -> int:
         """Most bytes in a recomputed backward in tiles, for hidden states of `shape`."""

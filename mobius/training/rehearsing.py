@@ -132,7 +132,7 @@ def _taken_and_played(
     blueprint: Blueprint, take: Callable[[Blueprint], RankStages]
 ) -> tuple[RankStages | None, Rehearsal]:
     """The stages and what a step with them took; no stages where that was too much."""
-    device = blueprint.place.device
+    device, need = blueprint.place.device, blueprint.answer.needs[blueprint.place.ranks.place].total
     stages: RankStages | None = None
     free_cached_memory(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -140,8 +140,12 @@ def _taken_and_played(
     try:
         stages = take(blueprint)
         play_step(blueprint, stages)
-        if torch.cuda.memory_stats(device)["num_alloc_retries"] > retries:
-            play_step(blueprint, stages)  # the allocator gave blocks back to fit: whether it can go on like that
+        seen = torch.cuda.memory_stats(device)
+        if seen["num_alloc_retries"] > retries or seen["reserved_bytes.all.peak"] > need:
+            # Kernels that were tuned took memory of their own, or blocks were cut in pieces: a step without that tells.
+            free_cached_memory(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            play_step(blueprint, stages)
     except torch.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # which hold tensors
         error.__traceback__ = None

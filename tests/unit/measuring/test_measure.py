@@ -28,8 +28,10 @@ from mobius.models.experts import router_loss
 from mobius.plan.cards import ACTION_LAUNCH, SUSTAINED_SHARE, action_launch
 from mobius.plan.profile import LayerSeconds, Profile, Source
 from mobius.plan.request import PackedRows
-from mobius.runtime import layer_bytes, stage
+from mobius.runtime import layer_bytes, slices, stage
 from mobius.runtime.documents import typical_arguments
+from mobius.runtime.places import Place
+from mobius.runtime.stage_layers import Turn
 
 CPU = torch.device("cpu")
 SHAPE = MicrobatchShape(batch=2, seq_length=8, dtype=torch.float32, loss_chunk_tokens=64)
@@ -167,6 +169,35 @@ def test_layers_are_measured_with_the_sums_of_their_routers(monkeypatch: pytest.
             routed(), shape=(2, 8, 32), dtype=torch.float32, device=CPU, tile_tokens=tile_tokens, with_products=True
         )
         assert set(counted) == shapes
+
+
+def test_slices_are_measured_at_both_ends_of_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of 8 tokens that takes 1 s and 0.1 s per token it attends to, counting half of its own."""
+    own, places = Bench(CPU, SingleRankTransport()), list[Place]()
+
+    def seconds(work: Callable[[], object]) -> float:
+        places.clear()
+        work()
+        return 1 + 0.1 * (places[0].start + 4)
+
+    def seen(turn: Turn) -> Place:
+        assert turn.place is not None
+        places.append(turn.place)
+        return turn.place
+
+    monkeypatch.setattr(slices, "_place_of", seen)
+    monkeypatch.setattr(own, "seconds", seconds)
+    layer, attention = measure._slice_seconds(own, parts_of("llama"), replace(SHAPE, whole_length=64), 0)
+    assert (layer.forward, layer.recomputed_backward) == pytest.approx((4.2, 4.2))
+    assert (attention.forward, attention.recomputed_backward) == pytest.approx((3.2, 3.2))
+
+
+def test_a_profile_of_slices_knows_the_length_of_their_sequences() -> None:
+    shape = replace(SHAPE, whole_length=32)
+    found = measure_profile(parts_of("llama"), shape, device=CPU, transport=SingleRankTransport(), kernel=None)
+    assert found.attention_length == 32
+    assert found.microbatch_tokens == 16
+    assert found.of_layer(0).forward > 0
 
 
 @pytest.fixture
