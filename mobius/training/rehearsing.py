@@ -49,7 +49,7 @@ what a step that ran out would have taken is not known."""
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a step took of this rank's GPU."""
+    """Outcome of a step that was played on this rank's GPU."""
 
     peak_bytes: int
     """Most that torch had allocated."""
@@ -185,7 +185,7 @@ def shortened(plan: Plan) -> Plan:
 
 
 def describe_use(plan: Plan) -> str:
-    """What a plan does with GPU memory, as text."""
+    """Text of a plan's use of GPU memory."""
     uses = [plan.use_of(rank) for rank in range(plan.num_ranks)]
 
     def numbers(name: str) -> str:

@@ -1,4 +1,4 @@
-"""On one GPU: a plan that promises too little memory is found before weights are read, and replaced by one that runs."""
+"""On one GPU: a plan that promises too little memory is found before weights are read, and replaced by another."""
 
 from __future__ import annotations
 
