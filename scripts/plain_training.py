@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any, cast
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -25,6 +26,7 @@ from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
+    Trainer,
     get_scheduler,
 )
 
@@ -93,9 +95,12 @@ def train(config: Config, device: torch.device) -> list[float]:
     weights = list(model.parameters())
     masters = [torch.nn.Parameter(weight.detach().float().clone()) for weight in weights]
     optim = config.optim
+    by_trainer = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
+    names = [name for name, weight in model.named_parameters() if name in by_trainer and weight.ndim >= 2]
+    others = {name: master for (name, _), master in zip(model.named_parameters(), masters, strict=True)}
     groups = [
-        {"params": [m for m in masters if m.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
+        {"params": [others.pop(name) for name in names], "weight_decay": optim.weight_decay},
+        {"params": [*others.values()], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         groups, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon

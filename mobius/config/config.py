@@ -331,7 +331,8 @@ class OutputConfig:
     overwrite_output_dir: bool = False
     """Replace results of an earlier run instead of refusing to start."""
     logging_steps: Count = 1
-    """Steps between two progress lines, also of trackers; every step is in metrics.jsonl."""
+    """Steps between two progress lines, also of trackers, which tell the mean loss of these steps; every step by itself
+    is in metrics.jsonl."""
     report_to: str = "none"
     """Trackers that get the numbers too: tensorboard (in save_dir/runs), swanlab, wandb, or several with commas; each
     is a package of its own to install, and records offline where it cannot go online."""

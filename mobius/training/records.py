@@ -77,7 +77,7 @@ def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, model_fold
         num_trained=blueprint.shape.num_trained,
         num_active=blueprint.shape.num_active,
         first_loss=_first_loss(history),
-        last_loss=_first_loss(reversed(history)),
+        last_loss=_first_loss(reversed(history)) if log.last_loss is None else log.last_loss,
         state=log.state,
         evaluation=log.results.get("eval", {}),
     )
