@@ -43,6 +43,8 @@ class CardFacts:
     """With numbers in the place of auto."""
     is_pretrained: bool
     """Whether the model had weights before."""
+    is_changed: bool = True
+    """Whether training changed any parameter."""
     num_parameters: int
     num_trained: int
     num_active: int
@@ -87,12 +89,16 @@ def model_card(facts: CardFacts) -> str:
     trained = trained if adapters.is_lora or adapters.freeze else "All parameters fine-tuned from"
     start = trained if facts.is_pretrained else "Trained from fresh weights in the shape of"
     data = ", ".join(_shown(entry.name) + (f" x {entry.weight:g}" if entry.weight != 1 else "") for entry in entries)
+    made = f"{start} {_shown(base)} on {data}, with Mobius."
+    if not facts.is_changed:
+        kind = "LoRA adapters of" if adapters.is_lora else "The weights of"
+        kind = kind if facts.is_pretrained else "Fresh weights in the shape of"
+        made = f"{kind} {_shown(base)} as they were: {state.global_step:,} steps on {data} changed no parameter."
     return "\n\n".join(
         (
             f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
             f"# {_plain(config.output.name)}",
-            f"{start} {_shown(base)} on {data}, with Mobius. The curves are in `training_loss.png`, every step in "
-            "`metrics.jsonl`.",
+            f"{made} The curves are in `training_loss.png`, every step in `metrics.jsonl`.",
             _table("result", rows),
             _table("option", [(name, value) for name, value in options.items() if value is not None]),
             _table("version", versions.items()),

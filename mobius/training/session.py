@@ -67,6 +67,8 @@ class Session:
     recordings: Recordings | None
     activity: Activity = field(default_factory=Activity)
     """Told by every part what this rank does."""
+    source: WeightSource | None = None
+    """Source of the weights that the run begins with; None where a checkpoint's state is restored."""
 
     @property
     def everyone(self) -> Assembly:
@@ -215,7 +217,14 @@ def open_session(
     activity.begins("the wait for all ranks' weights")
     transport.everyone.barrier()
     done("rehearsal")
-    return Session(blueprint=blueprint, transport=transport, stages=stages, recordings=recordings, activity=activity)
+    return Session(
+        blueprint=blueprint,
+        transport=transport,
+        stages=stages,
+        recordings=recordings,
+        activity=activity,
+        source=source,
+    )
 
 
 def _update_queue(blueprint: Blueprint, activity: Activity) -> UpdateQueue | None:
@@ -280,7 +289,8 @@ def _first_weights(blueprint: Blueprint, folder: Path) -> WeightSource:
     if not parts.adapters.is_lora:
         return base
     if parts.adapters.adapter_path is not None:
-        return AdapterValues(base, AdapterFolder(Path(parts.adapters.adapter_path).expanduser()))
+        adapter = AdapterFolder(Path(parts.adapters.adapter_path).expanduser())
+        return AdapterValues(base, adapter, dtype=blueprint.dtype)
     return FreshAdapters(base, seed=blueprint.config.optim.seed)
 
 
