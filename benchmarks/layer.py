@@ -27,7 +27,6 @@ from make_model import SIZES, write_config  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from mobius.config.config import ModelConfig  # noqa: E402
-from mobius.memory.layout import StageLayout  # noqa: E402
 from mobius.models.blocks import ModelParts  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.plan.partition import StageCut  # noqa: E402
@@ -112,7 +111,7 @@ def time_parts(parts: ModelParts, arguments: argparse.Namespace, batch_size: int
     layer_arguments = typical_arguments(
         parts, packed, batch=batch_size, seq_length=arguments.seq_length, dtype=dtype, device=device
     )
-    layout = StageLayout.of(stage.shapes)
+    layout = stage.layout()
     weights = layout.views(torch.randn(layout.num_elements, device=device, dtype=dtype) * 0.02)
     gradients = layout.views(torch.zeros(layout.num_elements, device=device))
     shape = (batch_size, arguments.seq_length)

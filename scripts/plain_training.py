@@ -12,22 +12,26 @@ import sys
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any, cast
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch.optim import Optimizer  # noqa: E402
+from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from transformers import (  # noqa: E402
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
+    Trainer,
     get_scheduler,
 )
 
 from mobius.config.cli import parse_args  # noqa: E402
-from mobius.config.config import Config  # noqa: E402
+from mobius.config.config import Config, OptimConfig  # noqa: E402
 from mobius.config.validation import resolve_epochs  # noqa: E402
 from mobius.data.batches import Batch, Batches  # noqa: E402
 from mobius.machine.devices import TORCH_DTYPES  # noqa: E402
@@ -64,6 +68,23 @@ def parts_of(batch: Batch, num_chunks: int) -> Iterator[tuple[Tensor, Tensor]]:
             yield tokens[row : row + 1, start:end], labels[row : row + 1, start:end]
 
 
+def scheduler_of(optim: OptimConfig, optimizer: Optimizer) -> LambdaLR:
+    """Transformers' schedule, moved on by one step where its first one, in a warm-up, has a rate of zero."""
+    name = optim.lr_scheduler_type.value
+    shift = min(1, optim.num_warmup_steps)
+    scheduler: LambdaLR = get_scheduler(
+        "constant_with_warmup" if name == "constant" else name,
+        optimizer,
+        num_warmup_steps=optim.num_warmup_steps,
+        num_training_steps=optim.num_steps + shift,
+        scheduler_specific_kwargs=optim.schedule_arguments,
+    )
+    for _ in range(shift):
+        optimizer.step()  # without gradients it does nothing, but torch warns if the scheduler is the first to step
+        scheduler.step()
+    return scheduler
+
+
 def train(config: Config, device: torch.device) -> list[float]:
     """Train and return the loss of every step."""
     batches = make_batches(config)
@@ -74,19 +95,17 @@ def train(config: Config, device: torch.device) -> list[float]:
     weights = list(model.parameters())
     masters = [torch.nn.Parameter(weight.detach().float().clone()) for weight in weights]
     optim = config.optim
+    by_trainer = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
+    names = [name for name, weight in model.named_parameters() if name in by_trainer and weight.ndim >= 2]
+    others = {name: master for (name, _), master in zip(model.named_parameters(), masters, strict=True)}
     groups = [
-        {"params": [m for m in masters if m.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
+        {"params": [others.pop(name) for name in names], "weight_decay": optim.weight_decay},
+        {"params": [*others.values()], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         groups, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon
     )
-    scheduler = get_scheduler(
-        optim.lr_scheduler_type.value,
-        optimizer,
-        num_warmup_steps=optim.num_warmup_steps,
-        num_training_steps=optim.num_steps,
-    )
+    scheduler = scheduler_of(optim, optimizer)
     losses = []
     for _ in range(optim.num_steps):
         batch = next(batches)

@@ -13,19 +13,22 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from plain_training import load_model, make_batches, parts_of
+from plain_training import load_model, make_batches, parts_of, scheduler_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 from mobius.config.cli import parse_args
-from mobius.config.config import Config
+from mobius.config.config import Config, OptimConfig
 from mobius.config.validation import resolve_epochs
 from mobius.data.batches import IGNORED_LABEL, Batches
 
@@ -46,21 +49,32 @@ class StepsOfSamples(IterableDataset[dict[str, Tensor]]):
             }
 
 
+class _Trainer(Trainer):
+    """The Trainer with the pipeline's learning rates, which begin one step later in transformers' curve."""
+
+    def __init__(self, optim: OptimConfig, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._optim = optim
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LambdaLR:
+        self.lr_scheduler = scheduler_of(self._optim, optimizer or self.optimizer)
+        return self.lr_scheduler
+
+
 def train(config: Config, output: Path) -> list[float]:
     """Train, write the model to `output` and return the loss of every step."""
     batches = make_batches(config)
     if batches.num_steps is not None:
         config = resolve_epochs(config, batches.num_steps)
     source, optim = config.model.model_path, config.optim
-    trainer = Trainer(
+    trainer = _Trainer(
+        optim,
         load_model(source, torch.float32),
         TrainingArguments(
             str(output),
             per_device_train_batch_size=1,  # what the dataset gives is a step's batch
             max_steps=optim.num_steps,
             learning_rate=optim.learning_rate,
-            lr_scheduler_type=optim.lr_scheduler_type.value,
-            warmup_steps=optim.num_warmup_steps,
             adam_beta1=optim.adam_beta1,
             adam_beta2=optim.adam_beta2,
             adam_epsilon=optim.adam_epsilon,

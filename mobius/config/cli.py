@@ -31,7 +31,7 @@ _SHORT_MODEL_NAMES: Final[Mapping[str, str]] = {
     "llama-2-7b-hf": "meta-llama/Llama-2-7b-hf",
     "llama-2-13b-hf": "meta-llama/Llama-2-13b-hf",
 }
-_METAVARS: Final[Mapping[type, str]] = {int: "INT", float: "FLOAT", DatasetEntry: "WORD", tuple: "KEY=COLUMN,..."}
+_METAVARS: Final[Mapping[type, str]] = {int: "INT", float: "FLOAT", DatasetEntry: "WORD"}
 _DESCRIPTION: Final = (
     "Fine-tune all parameters of a language model on one node with a few memory-limited GPUs. An option may also be "
     "a key of a YAML file (--config); the command line goes before the file, the file before the defaults. Options "
@@ -231,5 +231,6 @@ def _add_option(group: Any, option: Option) -> None:
     facts = [option.expectation, *([f"default: {default}"] if default is not None else [])]
     facts += [f"also: {', '.join(others)}"] if others else []
     metavar = "|".join(option.choices) or _METAVARS.get(option.value_type, "TEXT")
+    metavar = f"{option.pair_form},..." if option.value_type is tuple else metavar
     number = "+" if option.is_list else "?" if option.bare_value is not None else None
     group.add_argument(f"--{option.name}", nargs=number, metavar=metavar, help=f"{text} [{'; '.join(facts)}]")

@@ -26,6 +26,7 @@ from mobius.config.bounds import (
     StageCount,
 )
 from mobius.config.long_runs import EvaluationConfig, SavingConfig
+from mobius.config.lr_schedules import ArgumentValue, LrSchedulerType, read_arguments
 from mobius.config.processes import LaunchConfig
 
 # Nine digits at most, so that no number is too long to be read.
@@ -67,9 +68,6 @@ class Recompute(StrEnum):
 
 Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
 """How samples become rows of seq_length."""
-LrSchedulerType = StrEnum("LrSchedulerType", ["LINEAR", "COSINE", "CONSTANT"])
-"""Course of the learning rate after the warm-up."""
-
 
 TRACKERS: Final = ("tensorboard", "swanlab", "wandb")
 """Words of `report_to`, which are the names of the packages too."""
@@ -279,11 +277,16 @@ class OptimConfig:
     learning_rate: Positive = 1e-5
     """Peak learning rate of AdamW; 1e-5 is a safe choice for fine-tuning all parameters of a pretrained model."""
     lr_scheduler_type: LrSchedulerType = LrSchedulerType.COSINE
-    """Course of the learning rate after the warm-up; linear and cosine end at zero."""
+    """Course of the learning rate by transformers' names. Both constant ones stay at the peak after the warm-up;
+    linear and cosine fall towards zero. Neither the first nor the last step has a rate of zero."""
+    lr_scheduler_kwargs: Columns | None = None
+    """Further numbers of the course by transformers' names, such as min_lr=1e-6 for cosine_with_min_lr, num_cycles=3
+    for cosine_with_restarts, num_decay_steps=100 for warmup_stable_decay. In YAML a mapping, too."""
     warmup_steps: NonNegative = 0.03
-    """Steps over which the learning rate rises from zero: whole, or below 1 a share of all (rounded up)."""
+    """Steps n over which the learning rate rises to its peak, from 1/n of it in the first step: whole, or below 1 a
+    share of all (rounded up)."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay per unit of learning rate; norms and biases have none."""
+    """Decoupled weight decay per unit of learning rate; norms, biases and other vectors have none."""
     adam_beta1: DecayRate = 0.9
     """Decay rate of AdamW's mean of gradients, per step."""
     adam_beta2: DecayRate = 0.999
@@ -294,6 +297,11 @@ class OptimConfig:
     """Largest L2 norm of all gradients together, to which larger ones are scaled down; 0 switches clipping off."""
     seed: Seed = 42
     """Seed of the data order and of fresh weights."""
+
+    @property
+    def schedule_arguments(self) -> dict[str, ArgumentValue]:
+        """`lr_scheduler_kwargs` as numbers and words."""
+        return read_arguments(self.lr_scheduler_type, self.lr_scheduler_kwargs or ())
 
     @property
     def num_steps(self) -> int:
@@ -323,7 +331,8 @@ class OutputConfig:
     overwrite_output_dir: bool = False
     """Replace results of an earlier run instead of refusing to start."""
     logging_steps: Count = 1
-    """Steps between two progress lines, also of trackers; every step is in metrics.jsonl."""
+    """Steps between two progress lines, also of trackers, which tell the mean loss of these steps; every step by itself
+    is in metrics.jsonl."""
     report_to: str = "none"
     """Trackers that get the numbers too: tensorboard (in save_dir/runs), swanlab, wandb, or several with commas; each
     is a package of its own to install, and records offline where it cannot go online."""

@@ -48,8 +48,13 @@ warmup_ratio warmup_fraction warmup_proportion -> warmup_steps
     use --warmup_steps with a number below 1, such as --warmup_steps 0.03 for 3 % of the run
 num_warmup_steps warmup_num_steps -> warmup_steps
     use --warmup_steps
-lr_scheduler_kwargs lr_schedule scheduler
-    use --lr_scheduler_type linear, cosine or constant
+lr_schedule scheduler -> lr_scheduler_type
+    use --lr_scheduler_type with one of transformers' names, such as linear, cosine or constant_with_warmup
+min_lr min_lr_rate lr_min min_learning_rate cosine_min_lr_ratio min_lr_ratio -> lr_scheduler_type lr_scheduler_kwargs
+    use --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs min_lr=1e-6, or min_lr_rate=0.1 for a share of the
+    peak
+num_cycles lr_end num_decay_steps lr_decay_steps power timescale -> lr_scheduler_kwargs
+    use --lr_scheduler_kwargs, such as num_cycles=3, with the --lr_scheduler_type that takes it
 optim optim_args optim_target_modules optimizer optimizer_type adafactor use_galore use_badam use_apollo use_muon
 use_adam_mini
     not available; the optimizer is AdamW, whose fp32 states are kept where they fit

@@ -17,7 +17,7 @@ from mobius.config.adapters import FinetuningType
 from mobius.config.bounds import Bounds
 from mobius.config.config import Columns, Config, DatasetEntry, Datasets, Dtype
 from mobius.config.foreign_options import FOREIGN_OPTIONS
-from mobius.config.words import parse_columns, parse_dataset
+from mobius.config.words import parse_dataset, parse_pairs
 
 OptionValue = bool | int | float | str | Datasets | Columns | None
 
@@ -31,6 +31,7 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "lora_rank": ("lora_r",),
     "lora_target": ("lora_target_modules",),
     "adapter_path": ("adapter_name_or_path",),
+    "lr_scheduler_type": ("lr_scheduler",),
 }
 """Other names of an option that take the same values."""
 _NUMBERS_OR_WORDS: Final = ("resident_stages", "profile_steps", "tile_tokens")
@@ -43,6 +44,11 @@ _WORDS_ALONE: Final[Mapping[str, Mapping[str, OptionValue]]] = {
     "finetuning_type": {"use_lora": FinetuningType.LORA},
 }
 """Flags that stand for an option with its value."""
+_PAIRS: Final[Mapping[str, tuple[str, str]]] = {
+    "columns": ("KEY=COLUMN", "prompt=document,completion=summary"),
+    "lr_scheduler_kwargs": ("NAME=NUMBER", "min_lr=1e-6"),
+}
+"""Options of pairs: the form of a pair, and an example."""
 _SAME_WORD: Final = 0.7
 """Likeness of a word and its misspelling: letters left out, doubled or swapped leave more, min and max less."""
 _SURELY_ALIKE: Final = 0.85
@@ -52,7 +58,7 @@ _SURELY_ALIKE: Final = 0.85
 class Option:
     """One field of one section, or of a dataset.
 
-    `value_type` is bool, int, float, str, a StrEnum, tuple for columns, or DatasetEntry for one or more of them.
+    `value_type` is bool, int, float, str, a StrEnum, tuple for pairs, or DatasetEntry for one or more of them.
     """
 
     name: str
@@ -73,9 +79,16 @@ class Option:
         """Words for what may be given, as they read in a message."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        names = {bool: "true or false", int: "a whole number", float: "a number", tuple: "text such as prompt=document"}
+        names = {bool: "true or false", int: "a whole number", float: "a number"}
+        if self.value_type is tuple:
+            names[tuple] = f"text such as {_PAIRS[self.name][1].partition(',')[0]}"
         limits = f" {self.bounds}" if self.bounds else ""
         return names.get(self.value_type, "text") + limits + (", or auto" if self.allows_auto else "")
+
+    @property
+    def pair_form(self) -> str:
+        """Form of a pair, such as KEY=COLUMN, for an option of pairs."""
+        return _PAIRS[self.name][0]
 
     @property
     def is_list(self) -> bool:
@@ -100,7 +113,7 @@ class Option:
     def from_words(self, words: Sequence[str]) -> OptionValue:
         """Value of an option typed on the command line; raises ValueError if it does not have the type.
 
-        What is wrong inside of columns raises ConfigError.
+        What is wrong inside of pairs raises ConfigError.
         """
         return tuple(map(parse_dataset, words)) if self.is_list else self._from_text(*words)
 
@@ -110,7 +123,7 @@ class Option:
         if text == "auto" and self.allows_auto:
             return None
         if self.value_type is tuple:
-            return parse_columns(text)
+            return parse_pairs(text, form=self.pair_form, example=_PAIRS[self.name][1])
         return typing.cast(OptionValue, self.value_type(text))
 
     def from_yaml(self, value: object) -> OptionValue:

@@ -16,6 +16,7 @@ from typing import Final
 from mobius.config.adapter_rules import misfit_adapters
 from mobius.config.config import TRACKERS, ActivationOffloading, Config, DatasetEntry, Datasets, Device
 from mobius.config.long_runs import EvalStrategy, SaveStrategy, steps_between
+from mobius.config.lr_schedules import misfit_arguments, misfit_decay_steps
 from mobius.config.options import Option, OptionValue, config_from, dataset_spellings, option_values, options
 from mobius.config.replica_rules import misfit_replicas
 from mobius.errors import ConfigError
@@ -70,6 +71,11 @@ def find_problems(
         _misfit_names(usable),
         _misfit_choices(usable),
         _misfit_data(usable),
+        misfit_arguments(
+            usable.optim.lr_scheduler_type,
+            usable.optim.lr_scheduler_kwargs or (),
+            learning_rate=usable.optim.learning_rate,
+        ),
         _misfit_saving(usable),
         _misfit_evaluation(usable),
         misfit_adapters(usable),
@@ -370,6 +376,9 @@ def _misfit_steps(config: Config) -> _Misfits:
     if steps < optim.warmup_steps == int(optim.warmup_steps):
         told = f"is more than {given}; use at most {steps}"
         yield "warmup_steps num_iterations num_train_epochs", f"`--warmup_steps` {optim.warmup_steps:g} {told}"
+    arguments, num_warmup_steps = optim.schedule_arguments, optim.num_warmup_steps
+    if problem := misfit_decay_steps(arguments, num_steps=steps, num_warmup_steps=num_warmup_steps):
+        yield "lr_scheduler_type lr_scheduler_kwargs warmup_steps num_iterations num_train_epochs", problem
     if any(profiled[:1]) and profiled[-1] > steps:
         told = f"is more than the run has; use steps 1 to {steps}, or more `--{length}`"
         shown = excerpt(str(config.output.profile_steps))

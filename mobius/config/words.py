@@ -1,4 +1,4 @@
-"""Owns how datasets and columns are written in words: `b.parquet:0.3`, `prompt=document,completion=summary`."""
+"""Owns how datasets and pairs are written in words: `b.parquet:0.3`, `prompt=document,completion=summary`."""
 
 import os
 import re
@@ -36,16 +36,19 @@ def _exists(word: str) -> bool:
     return os.path.exists(os.path.expanduser(word))
 
 
-def parse_columns(text: str) -> Columns:
-    """KEY=COLUMN pairs separated by commas, spaces around them dropped; raises ConfigError with the problems."""
+def parse_pairs(text: str, *, form: str, example: str) -> Columns:
+    """Pairs of `form`, such as KEY=COLUMN, separated by commas, spaces around them dropped.
+
+    Raises ConfigError with the problems.
+    """
     parts = [part.partition("=") for part in text.split(",")]
-    pairs = [(key.strip(), column.strip()) for key, _, column in parts]
+    pairs = [(key.strip(), value.strip()) for key, _, value in parts]
     problems = [
-        f"{quoted(''.join(part))} is no pair KEY=COLUMN; write them as in prompt=document,completion=summary"
+        f"{quoted(''.join(part))} is no pair {form}; write them as in {example}"
         for part, pair in zip(parts, pairs, strict=True)
         if not all(pair)
     ]
-    counts = Counter(key for key, column in pairs if key and column)
+    counts = Counter(key for key, value in pairs if key and value)
     problems += [f"{quoted(key)} is given {count} times; keep one" for key, count in counts.items() if count > 1]
     if problems:
         raise ConfigError(*problems[:_MOST_SHOWN])

@@ -193,7 +193,7 @@ def _put_yaml_value(result: Source, spelling: Spelling, node: yaml.Node, *, path
         _put_datasets(result, spelling, node, path=path, place=place)
         return
     if option.value_type is tuple and isinstance(node, yaml.MappingNode):
-        _put_columns(result, spelling, node, path=path, place=place)
+        _put_pairs(result, spelling, node, path=path, place=place)
         return
     needed, quotes = "true or false" if spelling.is_flag else option.expectation, ""
     shown = _as_written(node)
@@ -255,22 +255,24 @@ def _put_dataset_keys(result: Source, path: str, mapping: yaml.MappingNode) -> N
         result.problems.append(f"{path}, line {line}: a dataset without `path`; give its name, file or folder")
 
 
-def _put_columns(result: Source, spelling: Spelling, mapping: yaml.MappingNode, *, path: str, place: str) -> None:
+def _put_pairs(result: Source, spelling: Spelling, mapping: yaml.MappingNode, *, path: str, place: str) -> None:
+    form = spelling.option.pair_form.replace("=", ": ")
     if not 0 < len(mapping.value) <= _MOST_ITEMS:
-        needed = f"1 to {_MOST_ITEMS} pairs of what is read and its column"
-        result.reject(spelling, f"{place}: `{spelling.name}` has {len(mapping.value)}; {needed} are needed")
+        told = f"`{spelling.name}` has {len(mapping.value)}; 1 to {_MOST_ITEMS} pairs {form} are needed"
+        result.reject(spelling, f"{place}: {told}")
         return
-    own, columns = Source(), []
-    for key, key_place, node in _pairs(own, path, mapping, "what is read"):
-        if key and node.value and isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAG}str":
-            columns.append((key, str(node.value)))
+    kinds = ("str", "int", "float") if spelling.option.pair_form.endswith("=NUMBER") else ("str",)
+    own, pairs = Source(), []
+    for key, key_place, node in _pairs(own, path, mapping, "the key of a pair"):
+        if key and node.value and isinstance(node, yaml.ScalarNode) and node.tag.removeprefix(_TAG) in kinds:
+            pairs.append((key, str(node.value)))
         else:
             shown = f"{excerpt(key)}: {_as_written(node)}"
-            own.problems.append(f"{key_place}: `{shown}` in `{spelling.name}`; what is read and its column are needed")
+            own.problems.append(f"{key_place}: `{shown}` in `{spelling.name}`; a pair {form} is needed")
     if own.problems:
         result.reject(spelling, *own.problems)
     else:
-        result.put(spelling, tuple(columns), place=place)
+        result.put(spelling, tuple(pairs), place=place)
 
 
 def _plain_value(node: yaml.Node) -> OptionValue:

@@ -20,6 +20,8 @@ from mobius.data.store import Row, TokenizedDataset
 from mobius.errors import DataError
 
 IGNORED_LABEL = -100  # what torch's cross entropy ignores by default
+_NEAR = 0.1
+"""Share by which the samples of a step may differ from those without packing where a batch is told to keep them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +152,23 @@ class Batches:
         """Epochs that so many steps make, about: from the first window, without packing the rest."""
         return num_steps * self._batch_size * self.facts.samples_per_row / self._stream.mean_size
 
-    def describe(self, num_microbatches: int) -> str:
-        """A line for the log: how full rows are, and the samples of a step."""
+    def describe(self, unit: int) -> str:
+        """A line for the log: how full rows are, and the samples of a step; batches are multiples of `unit` rows.
+
+        Where another batch has about as many samples as this one without packing, it is told.
+        """
         facts, size = self.facts, self._batch_size
         rows = f"of {self._seq_length} tokens, {facts.padding:.1%} padding".replace("%", " %")
         if self.most_documents is None:
             return f"no packing: one sample in a row {rows}"
         text = f"packing: {facts.samples_per_row:.1f} samples in a row {rows}; a step of {size} rows holds some "
         text += f"{facts.samples_per_row * size:.0f} samples"
-        smaller = max(1, round(size / facts.samples_per_row / num_microbatches)) * num_microbatches
-        return (
-            text if smaller >= size else f"{text} (--batch_size {smaller} keeps the {size} of a step without packing)"
-        )
+        smaller = max(1, round(size / facts.samples_per_row / unit)) * unit
+        is_near = abs(smaller * facts.samples_per_row - size) <= _NEAR * size
+        if smaller >= size or not is_near:
+            return text
+        kept = f"{smaller * facts.samples_per_row:.0f}"
+        return f"{text} (--batch_size {smaller} keeps it at some {kept}; without packing it is {size})"
 
     def __iter__(self) -> "Batches":
         return self

@@ -250,7 +250,7 @@ def _measure_ends(bench: Bench, parts: ModelParts, shape: MicrobatchShape) -> tu
 
 def _memory_of(stage: StageModule, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], ...]:
     """Random weights and fp32 sums of a stage."""
-    layout = StageLayout.of(stage.shapes, frozen=stage.frozen)
+    layout = stage.layout()
     weights = torch.empty(layout.num_elements, device=device, dtype=dtype).normal_(std=0.02)
     return layout.views(weights), layout.trained_views(torch.zeros(layout.num_trained, device=device))
 

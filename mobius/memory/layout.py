@@ -27,8 +27,8 @@ class FlatRange:
 class StageLayout:
     """Offsets of a stage's parameters in its flat buffers. Frozen parameters lie behind those that are trained.
 
-    weights                       | trained: matrices, then vectors | frozen |
-    gradients, master, moments    | trained: matrices, then vectors |
+    weights                       | trained: decayed, then undecayed | frozen |
+    gradients, master, moments    | trained: decayed, then undecayed |
     """
 
     offsets: Mapping[str, tuple[int, tuple[int, ...]]]
@@ -38,24 +38,34 @@ class StageLayout:
     num_trained: int
     """Length of the trained part, padding included: of gradients, master and moments."""
     ranges: tuple[FlatRange, ...]
-    """The trained part from end to end: matrices (decayed), then vectors: norms and biases are not decayed."""
+    """The trained part from end to end: what is decayed, then what is not."""
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], *, frozen: Collection[str] = frozenset()) -> StageLayout:
-        """Lay out `shapes` (name -> shape); the parameters named in `frozen` are not trained."""
+    def of(
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        frozen: Collection[str] = frozenset(),
+        undecayed: Collection[str] | None = None,
+    ) -> StageLayout:
+        """Lay out `shapes` (name -> shape); the parameters named in `frozen` are not trained.
+
+        Those in `undecayed` have no weight decay; None: all of fewer than two dimensions.
+        """
         trained = [name for name in shapes if name not in frozen]
-        matrices = [name for name in trained if len(shapes[name]) >= 2]
-        vectors = [name for name in trained if len(shapes[name]) < 2]
+        without = {name for name in shapes if len(shapes[name]) < 2} if undecayed is None else undecayed
+        decayed = [name for name in trained if name not in without]
+        others = [name for name in trained if name in without]
         offsets: dict[str, tuple[int, tuple[int, ...]]] = {}
         ends = [0]
-        for names in (matrices, vectors, [name for name in shapes if name in frozen]):
+        for names in (decayed, others, [name for name in shapes if name in frozen]):
             position = ends[-1]
             for name in names:
                 offsets[name] = (position, shapes[name])
                 position += -(-torch.Size(shapes[name]).numel() // ALIGNMENT) * ALIGNMENT
             ends.append(position)
-        _, matrices_end, num_trained, num_elements = ends
-        both = (FlatRange(0, matrices_end, has_decay=True), FlatRange(matrices_end, num_trained, has_decay=False))
+        _, decayed_end, num_trained, num_elements = ends
+        both = (FlatRange(0, decayed_end, has_decay=True), FlatRange(decayed_end, num_trained, has_decay=False))
         ranges = tuple(part for part in both if part.end > part.start)
         return cls({name: offsets[name] for name in shapes}, num_elements, num_trained, ranges)
 
@@ -64,7 +74,9 @@ class StageLayout:
         shapes = {name: shape for name, (_, shape) in self.offsets.items()}
         frozen = {name: shape for name, shape in shapes.items() if not self.is_trained(name)}
         trained = {name: shape for name, shape in shapes.items() if name not in frozen}
-        return StageLayout.of(frozen, frozen=frozen), StageLayout.of(trained)
+        decayed_end = max((part.end for part in self.ranges if part.has_decay), default=0)
+        undecayed = {name for name in trained if self.offsets[name][0] >= decayed_end}
+        return StageLayout.of(frozen, frozen=frozen), StageLayout.of(trained, undecayed=undecayed)
 
     def part(self, trained: slice) -> StageLayout:
         """A layout of these trained elements alone, without names."""

@@ -7,6 +7,7 @@ template.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -42,6 +43,8 @@ from mobius.plan.partition import ModelShape, TrainedParameters
 
 LayerArguments = Sequence[Arguments]
 """Keyword arguments of each of the model's layers beside its hidden states."""
+_NORM = re.compile(r"Norm(?![a-z])")
+"""Part of the class names of norms, such as CohereLayerNorm, Qwen3RMSNorm and RMSNormGated."""
 _PROBE_TOKENS = 13
 """A sequence length that is no model's width or number of experts."""
 
@@ -62,6 +65,8 @@ class Block:
     """The module's code compiled, shared like `module`; None to run it eagerly."""
     frozen: frozenset[str] = frozenset()
     """Parameters that are not trained."""
+    undecayed: frozenset[str] = frozenset()
+    """Parameters without weight decay: of norms, biases, and whatever else has one dimension or none."""
     graphs: ModuleGraphs | None = None
     """The module as graphs of its own, shared too; None to call its code and leave backward to autograd."""
 
@@ -77,6 +82,10 @@ class Block:
     def frozen_names(self) -> frozenset[str]:
         """Hugging Face names of parameters that are not trained."""
         return frozenset(self.prefix + name for name in self.frozen)
+
+    def undecayed_names(self) -> frozenset[str]:
+        """Hugging Face names of parameters without weight decay."""
+        return frozenset(self.prefix + name for name in self.undecayed)
 
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape."""
@@ -313,7 +322,21 @@ def _taps(layer: nn.Module, run: Callable[[], object]) -> tuple[Tap, ...]:
 def _block(prefix: str, module: nn.Module) -> Block:
     named = dict(module.named_parameters())
     frozen = frozenset(name for name, parameter in named.items() if not parameter.requires_grad)
-    return Block(prefix, module, {name: tuple(each.shape) for name, each in named.items()}, frozen=frozen)
+    shapes = {name: tuple(each.shape) for name, each in named.items()}
+    return Block(prefix, module, shapes, frozen=frozen, undecayed=_without_decay(module))
+
+
+def _without_decay(module: nn.Module) -> frozenset[str]:
+    """Names of parameters that weight decay leaves alone.
+
+    Kinds decide, not shapes: norms of heads and biases of experts are matrices in some families.
+    """
+    return frozenset(
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        for name, parameter in part.named_parameters(recurse=False)
+        if parameter.ndim < 2 or _NORM.search(type(part).__name__) or name.endswith("bias")
+    )
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,6 +46,12 @@ _QUANTIZED = re.compile(
 
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Tables that older versions stored and that are computed today."""
+
+LARGEST_SOUND: Final = torch.finfo(torch.float16).max
+"""65504: a model that is released in fp16 can have no weight beyond it, and products with a larger one swamp everything
+they are added to: gradients are then zero, or not finite."""
+_MOST_WARNINGS: Final = 3
+"""Tensors of a checkpoint that are named one by one; in a broken one it may be all of them."""
 
 _PART_ELEMENTS = 2**22
 """Number of elements that are looked at together: no copy of a whole tensor is made."""
@@ -237,8 +243,9 @@ class CheckpointWeights:
 
         Values must fit into `dtype`. Raises CheckpointError.
         """
-        self._folder, self._pieces, self._dtype = folder, pieces, dtype
+        self._folder, self._pieces = folder, pieces
         self._aliases = {**aliases, **{other: name for name, other in aliases.items()}}
+        self._check = ValueCheck(dtype)
         self.stored = _read_headers(folder)
 
     def find(self, name: str) -> StoredTensor | None:
@@ -276,12 +283,12 @@ class CheckpointWeights:
         """
         found = self.find_parts(name, shape)
         if found[0][0] is None:
-            return self._checked(found[0][1])
+            return self._check.read(found[0][1])
         dtypes = {_DTYPES.get(stored.dtype, torch.float32) for _, stored in found}
         whole = torch.empty(shape, dtype=functools.reduce(torch.promote_types, dtypes))
         for piece, stored in found:
             assert piece is not None, name
-            piece.of(whole).copy_(self._checked(stored))
+            piece.of(whole).copy_(self._check.read(stored))
         return whole
 
     def read_parts(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
@@ -294,15 +301,46 @@ class CheckpointWeights:
             yield 0, self.read(name, shape)
             return
         for piece, stored in found:
-            yield 0 if piece is None else piece.offset, self._checked(stored)
+            yield 0 if piece is None else piece.offset, self._check.read(stored)
 
-    def _checked(self, stored: StoredTensor) -> Tensor:
+
+class ValueCheck:
+    """Owns what is refused and warned of in the values of stored tensors; a tensor that is read again is told once."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Values must fit into `dtype`."""
+        self._dtype = dtype
+        self._told: set[str] = set()
+
+    def read(self, stored: StoredTensor) -> Tensor:
+        """The tensor. Raises CheckpointError for a value that is not finite or does not fit, warns of an absurd one."""
         tensor = stored.read()
+        if not tensor.numel():
+            return tensor
         # The extremes tell it of all: a NaN makes both of them NaN, and rounding keeps the order. One pass without a
         # copy, at some 20 GB/s on one core; `isfinite` on all of it would allocate, and do 0.4.
-        if tensor.numel() and not torch.stack(torch.aminmax(tensor)).to(self._dtype).isfinite().all():
+        extremes = torch.stack(torch.aminmax(tensor))
+        if not extremes.to(self._dtype).isfinite().all():
             raise CheckpointError(f"{stored.path}: {stored.name!r} {_describe_misfits(tensor, self._dtype)}")
+        largest = max(map(float, extremes), key=abs)
+        if abs(largest) > LARGEST_SOUND and stored.name not in self._told:
+            self._told.add(stored.name)
+            self._warn(stored, largest)
         return tensor
+
+    def _warn(self, stored: StoredTensor, largest: float) -> None:
+        if len(self._told) > _MOST_WARNINGS:
+            return
+        more = "; others like it are not listed" if len(self._told) == _MOST_WARNINGS else ""
+        logger.warning(
+            "%s: %r holds the value %g; weights beyond %g, the largest number of fp16, leave gradients that are zero "
+            "or not finite. The checkpoint is likely damaged: get it anew%s",
+            stored.path,
+            stored.name,
+            largest,
+            LARGEST_SOUND,
+            more,
+        )
 
 
 def parts_of(source: WeightSource, name: str, shape: tuple[int, ...]) -> Iterable[tuple[int, Tensor]]:

@@ -30,7 +30,7 @@ HOST_CHUNK_ELEMENTS = 2**20
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """AdamW's constants; decay applies to matrices only."""
+    """AdamW's constants; decay applies to ranges that have one."""
 
     beta1: float
     beta2: float

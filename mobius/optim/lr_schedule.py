@@ -1,27 +1,46 @@
-"""The learning rate of each step: warm-up, then linear, cosine or constant."""
+"""The learning rate of each step: transformers' own curve, without its first step where that has a rate of zero."""
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable
+from typing import cast
 
-from mobius.config.config import LrSchedulerType, OptimConfig
+import torch
+from transformers import get_scheduler
 
-_DECAYS: dict[LrSchedulerType, Callable[[float], float]] = {
-    LrSchedulerType.CONSTANT: lambda progress: 1.0,
-    LrSchedulerType.LINEAR: lambda progress: 1.0 - progress,
-    LrSchedulerType.COSINE: lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-}
+from mobius.config.config import OptimConfig
+from mobius.config.lr_schedules import LrSchedulerType
 
 
 def learning_rate_at(step: int, config: OptimConfig) -> float:
     """Learning rate of optimizer step `step`, counted from 0.
 
-    The same values as transformers' get_scheduler: linear warm-up from 0 over `num_warmup_steps`, then decay to 0 at
-    `num_iterations`.
+    With a warm-up of n steps, that of step + 1 in transformers' get_scheduler for one step more: transformers begins at
+    zero, here the first step has 1/n of the peak. Without a warm-up, that of `step` for as many steps.
     """
-    warmup, total = config.num_warmup_steps, config.num_steps
-    if step < warmup:
-        return config.learning_rate * step / max(1, warmup)
-    progress = (step - warmup) / max(1, total - warmup)
-    return config.learning_rate * max(0.0, _DECAYS[config.lr_scheduler_type](progress))
+    assert 0 <= step < config.num_steps, f"step {step} of {config.num_steps}"
+    shift = _shift(config)
+    return config.learning_rate * _curve(config)(step + shift)
+
+
+def _shift(config: OptimConfig) -> int:
+    return min(1, config.num_warmup_steps)
+
+
+@functools.lru_cache(maxsize=8)
+def _curve(config: OptimConfig) -> Callable[[int], float]:
+    """Factor of the peak at each of transformers' steps."""
+    kind = config.lr_scheduler_type
+    # Here a constant rate may be warmed up to by either name; in transformers `constant` ignores the warm-up.
+    name = LrSchedulerType.CONSTANT_WITH_WARMUP if kind is LrSchedulerType.CONSTANT else kind
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    scheduler = get_scheduler(
+        name.value,
+        optimizer,
+        num_warmup_steps=config.num_warmup_steps,
+        num_training_steps=config.num_steps + _shift(config),
+        scheduler_specific_kwargs=config.schedule_arguments,
+    )
+    (factor,) = scheduler.lr_lambdas
+    return cast(Callable[[int], float], factor)

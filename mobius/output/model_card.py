@@ -28,8 +28,8 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
         *("finetuning_type", "lora_rank", "lora_alpha", "lora_target", "use_rslora", "additional_target", "freeze"),
     ),
     "optim": (
-        *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"),
-        *("adam_epsilon", "max_grad_norm", "seed"),
+        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
+        *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed"),
     ),
 }
 """Section -> options that the result depends on."""
@@ -43,6 +43,8 @@ class CardFacts:
     """With numbers in the place of auto."""
     is_pretrained: bool
     """Whether the model had weights before."""
+    is_changed: bool = True
+    """Whether training changed any parameter."""
     num_parameters: int
     num_trained: int
     num_active: int
@@ -80,18 +82,23 @@ def model_card(facts: CardFacts) -> str:
     listed = {section: names for section, names in _OPTIONS.items() if section != "adapters" or adapters.is_lora}
     options = {name: getattr(getattr(config, section), name) for section, names in listed.items() for name in names}
     options["freeze"] = adapters.freeze
+    options["lr_scheduler_kwargs"] = ", ".join(map("=".join, optim.lr_scheduler_kwargs or ())) or None
     options |= {"num_iterations": optim.num_steps, "num_train_epochs": optim.num_train_epochs}
     versions = {"mobius": mobius.__version__, **{name: metadata.version(name) for name in _PACKAGES}}
     trained = "LoRA adapters of" if adapters.is_lora else "A part of the parameters fine-tuned from"
     trained = trained if adapters.is_lora or adapters.freeze else "All parameters fine-tuned from"
     start = trained if facts.is_pretrained else "Trained from fresh weights in the shape of"
     data = ", ".join(_shown(entry.name) + (f" x {entry.weight:g}" if entry.weight != 1 else "") for entry in entries)
+    made = f"{start} {_shown(base)} on {data}, with Mobius."
+    if not facts.is_changed:
+        kind = "LoRA adapters of" if adapters.is_lora else "The weights of"
+        kind = kind if facts.is_pretrained else "Fresh weights in the shape of"
+        made = f"{kind} {_shown(base)} as they were: {state.global_step:,} steps on {data} changed no parameter."
     return "\n\n".join(
         (
             f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
             f"# {_plain(config.output.name)}",
-            f"{start} {_shown(base)} on {data}, with Mobius. The curves are in `training_loss.png`, every step in "
-            "`metrics.jsonl`.",
+            f"{made} The curves are in `training_loss.png`, every step in `metrics.jsonl`.",
             _table("result", rows),
             _table("option", [(name, value) for name, value in options.items() if value is not None]),
             _table("version", versions.items()),

@@ -130,15 +130,18 @@ class _Earlier:
     seconds: float = 0.0
     num_tokens: int = 0
     losses: array[float] = field(default_factory=lambda: array("d"))
+    aux_losses: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, line: Mapping[str, Any]) -> bool:
         """Count a step; False if `line` is none."""
         try:
             seconds, num_tokens, loss = float(line["step_seconds"]), int(line["num_tokens"]), float(line["loss"])
+            aux_loss = float(line.get("aux_loss") or 0.0)
         except (KeyError, TypeError, ValueError):
             return False
         self.seconds, self.num_tokens = self.seconds + seconds, self.num_tokens + num_tokens
         self.losses.append(loss)
+        self.aux_losses.append(aux_loss)
         return True
 
 
@@ -161,17 +164,24 @@ class RunLog:
         self._lines = JsonLines(folder / LOG_FILE)
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._losses = array("d")
+        self._unshown, self._unshown_aux = self._losses_since_last_line()
         self._seconds, self._num_tokens, self._num_samples = 0.0, 0, 0
         self.results: dict[str, dict[str, object]] = _last_evaluation(state)
         """Latest numbers of each kind of event."""
         self._is_open = True
 
     def step(self, metrics: StepMetrics) -> None:
-        """Record a step; every `logging_steps`-th, the first and the last are shown and handed to trackers."""
+        """Record a step; every `logging_steps`-th, the first and the last are shown and handed to trackers.
+
+        The losses that are shown are means over the steps since the last line, each of which counts the same, as in
+        transformers' Trainer; everything else is the step's own.
+        """
         state = self.state
         self._metrics.append(asdict(metrics))
         self._recent.append(metrics.step_seconds)
         self._losses.append(metrics.loss)
+        self._unshown.append(metrics.loss)
+        self._unshown_aux.append(metrics.aux_loss or 0.0)
         self._seconds += metrics.step_seconds
         self._num_tokens += metrics.num_tokens
         self._num_samples += metrics.num_samples
@@ -179,6 +189,9 @@ class RunLog:
         state.num_input_tokens_seen += metrics.num_tokens
         if metrics.step % state.logging_steps and metrics.step not in (1, state.max_steps):
             return
+        aux_loss = None if metrics.aux_loss is None else _mean(self._unshown_aux)
+        metrics = replace(metrics, loss=_mean(self._unshown), aux_loss=aux_loss)
+        self._unshown, self._unshown_aux = array("d"), array("d")
         logger.info("%s", step_line(metrics, state.max_steps, self._seconds_left()))
         numbers: dict[str, float] = {
             name: getattr(metrics, name)
@@ -273,6 +286,22 @@ class RunLog:
             self._trackers.close()
 
     @property
+    def last_loss(self) -> float | None:
+        """Loss of the last step by itself; None if this process made none."""
+        return self._losses[-1] if self._losses else None
+
+    def _losses_since_last_line(self) -> tuple[array[float], array[float]]:
+        """Losses, and those over routers, of steps before a resume that no line has told of, as far as they are here.
+
+        Without routers the latter mean nothing.
+        """
+        done, earlier = self._first_step, self._earlier
+        if len(earlier.losses) != done:
+            return array("d"), array("d")
+        shown = max(min(1, done), done - done % self.state.logging_steps)
+        return earlier.losses[shown:], earlier.aux_losses[shown:]
+
+    @property
     def _total_seconds(self) -> float:
         return self._earlier.seconds + self._seconds
 
@@ -340,8 +369,8 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _mean(losses: Sequence[float]) -> float:
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    return statistics.fmean(finite) if finite else math.nan
+    """Mean of those that are finite; where none is, of all."""
+    return statistics.fmean([loss for loss in losses if math.isfinite(loss)] or losses)
 
 
 def _last_evaluation(state: TrainerState) -> dict[str, dict[str, object]]:

@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
+from mobius.memory.layout import StageLayout
 from mobius.models.attention import DocumentAttention
 from mobius.models.blocks import Block, LayerArguments, ModelParts
 from mobius.models.compiled import Arguments, LayerProducts, Tensors
@@ -84,8 +85,14 @@ class StageModule:
         """Hugging Face name -> shape of every parameter that this stage holds, in forward order."""
         self.frozen = frozenset[str]().union(*(block.frozen_names() for block in blocks))
         """Names of those that are not trained."""
+        self.undecayed = frozenset[str]().union(*(block.undecayed_names() for block in blocks))
+        """Names of those without weight decay."""
         self._first_trained = parts.first_trained
         self._routed = frozenset() if parts.router_loss is None else parts.router_loss.layers
+
+    def layout(self) -> StageLayout:
+        """Layout of the stage's flat buffers."""
+        return StageLayout.of(self.shapes, frozen=self.frozen, undecayed=self.undecayed)
 
     def forward(
         self,

@@ -102,7 +102,7 @@ def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) 
         logger.info("%d samples are held out of training (--val_size)", num_held)
     logger.info("%s", describe_sample(data.prepared.training[0], tokenizer))
     batches = data.batches(config, tokenizer, is_packed=data.prepared.is_packed)
-    logger.info("%s", batches.describe(config.pipeline.num_chunks or 1))
+    logger.info("%s", batches.describe((config.pipeline.num_chunks or 1) * ranks.num_replicas))
     if batches.num_steps is not None:
         config = resolve_epochs(config, batches.num_steps)
         logger.info("--num_train_epochs %g: steps to run: %d", config.optim.num_train_epochs, batches.num_steps)

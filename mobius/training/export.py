@@ -17,10 +17,12 @@ from torch import Tensor
 from mobius.checkpoints.files import StageParameter
 from mobius.errors import CheckpointError, NoResultError
 from mobius.interruption import Standing
+from mobius.memory.stage_state import CHUNK_ELEMENTS, StageState
 from mobius.models.adapters.files import Base
 from mobius.models.base_files import BaseFiles
 from mobius.models.blocks import ModelParts
 from mobius.models.stored.pieces import stored_shapes, stored_views
+from mobius.models.weights import WeightSource, parts_of
 from mobius.output.adapters.folder import verify_adapter, write_adapter
 from mobius.output.hf_folder import (
     SavedParameter,
@@ -34,6 +36,7 @@ from mobius.output.hf_folder import (
 from mobius.output.output_folder import OutputFolder
 from mobius.planning.blueprint import Blueprint
 from mobius.training.session import Session
+from mobius.training.trainer import numbers_of_ranks
 
 _UNCHECKED = "config.json.unchecked"
 """The name of config.json until the weights are checked: a folder that has config.json counts as complete."""
@@ -90,6 +93,29 @@ def check_result(session: Session, *, num_updates: int, num_steps: int, folder: 
         f"{problem}. Nothing is saved; every step's numbers are in {folder / 'metrics.jsonl'}. Lower --learning_rate, "
         "use --bf16 or --fp32 instead of --fp16, or look at the data and at the weights that training began with."
     )
+
+
+def has_changed(session: Session, before: WeightSource) -> bool:
+    """Whether training has changed any parameter from its value in `before`, in the format of the weights; collective.
+
+    Each rank reads its smallest parameters first and stops at a difference, so that a usual run reads next to nothing.
+    """
+    states = [own.state for own in session.stages.memory.values()]
+    trained = [(state, name) for state in states for name in state.layout.offsets if state.layout.is_trained(name)]
+    trained.sort(key=lambda each: torch.Size(each[0].layout.offsets[each[1]][1]).numel())
+    is_changed = any(_differs(state, name, before) for state, name in trained)
+    return bool(numbers_of_ranks(session.everyone, [float(is_changed)]).any())
+
+
+def _differs(state: StageState, name: str, before: WeightSource) -> bool:
+    place, shape = state.layout.slice_of(name), state.layout.offsets[name][1]
+    for offset, value in parts_of(before, name, shape):
+        first, flat = place.start + offset, value.reshape(-1)
+        weights = state.weights[first : first + len(flat)]
+        for chunk, own in zip(flat.split(CHUNK_ELEMENTS), weights.split(CHUNK_ELEMENTS), strict=True):
+            if not torch.equal(chunk.float().to(own.dtype), own.cpu()):
+                return True
+    return False
 
 
 def export_model(

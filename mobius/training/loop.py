@@ -26,6 +26,7 @@ from mobius.config.config import Config
 from mobius.config.long_runs import EvalStrategy, SaveStrategy, steps_between
 from mobius.errors import NonFiniteLossError
 from mobius.interruption import Standing
+from mobius.log import SAID_ONCE
 from mobius.output.metrics import StepMetrics
 from mobius.output.report import StepTotals
 from mobius.output.run_log import METRICS_FILE, RunLog, TrainerState
@@ -83,6 +84,15 @@ def evaluation_line(step: int, result: EvaluationResult) -> str:
         f"{result.token_accuracy:.2%}, {result.num_samples:,} samples in {result.seconds:.2f} s "
         f"({result.tokens_per_second:,.0f} tokens/s)"
     )
+
+
+def early_stopping_line(step: int, best: BestSoFar, patience: int) -> str:
+    """The reason why a run ends after `step`, for the log."""
+    name, number = best.metric.value.replace("_", " "), best.evaluations_since
+    reason = f"none of {number} evaluations had a finite {name}"
+    if best.value is not None:
+        reason = f"none of the last {number} evaluations had a better {name} than {best.value:.4f} of step {best.step}"
+    return f"early stopping after step {step}: {reason} (--early_stopping_patience {patience})"
 
 
 @dataclass
@@ -224,8 +234,9 @@ class TrainingLoop:
         ):
             result = self.evaluate(step)
             patience = evaluation.early_stopping_patience
-            if patience is not None and self.best.evaluations_since >= patience and not is_last:
-                ending = ending or Ending.EARLY_STOPPING
+            if patience is not None and self.best.evaluations_since >= patience and not is_last and ending is None:
+                ending = Ending.EARLY_STOPPING
+                logger.info("%s", early_stopping_line(step, self.best, patience), extra=SAID_ONCE)
         is_due = (saving.save_strategy is SaveStrategy.EPOCH and ends_epoch) or (
             saving.save_strategy is SaveStrategy.STEPS and self._is_due(step, saving.save_steps)
         )

@@ -147,7 +147,7 @@ def _steps(look: _Look) -> Iterator[Line]:
     yield Line(heads, Tone.TITLE)
     yield from map(Line, lines)
     if len(ways) > 1:
-        yield Line(f"  this run: {own.describe(config.pipeline.num_chunks or 1)}")
+        yield Line(f"  this run: {own.describe((config.pipeline.num_chunks or 1) * config.launch.nnodes)}")
     if config.optim.num_train_epochs is not None:
         yield Line(f"  --num_train_epochs {config.optim.num_train_epochs:g} takes {own.num_steps:,} steps")
     else:

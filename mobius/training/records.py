@@ -57,11 +57,13 @@ def ideal_step_seconds(blueprint: Blueprint) -> float | None:
     return answer.mfu * answer.step_seconds
 
 
-def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, model_folder: Path) -> list[str]:
+def leave_records(
+    log: RunLog, blueprint: Blueprint, folder: Path, *, model_folder: Path, is_changed: bool = True
+) -> list[str]:
     """After the last step: results, picture and card into `folder`; returns the problem that the run is to end with.
 
     After training there is none: what fails is told, and the model is still to be saved. Without it results are all
-    that the run was for. `model_folder` is the one that was trained.
+    that the run was for. `model_folder` is the one that was trained, `is_changed` whether that changed anything.
     """
     error = log.finish()
     if not blueprint.config.evaluation.do_train:
@@ -73,11 +75,12 @@ def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, model_fold
     facts = CardFacts(
         config=blueprint.config,
         is_pretrained=folder_has_weights(model_folder),
+        is_changed=is_changed,
         num_parameters=blueprint.shape.num_parameters,
         num_trained=blueprint.shape.num_trained,
         num_active=blueprint.shape.num_active,
         first_loss=_first_loss(history),
-        last_loss=_first_loss(reversed(history)),
+        last_loss=_first_loss(reversed(history)) if log.last_loss is None else log.last_loss,
         state=log.state,
         evaluation=log.results.get("eval", {}),
     )

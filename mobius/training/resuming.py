@@ -188,6 +188,18 @@ def restore(
             progress()
 
 
+class SavedWeights:
+    """Source of the parameters that a checkpoint holds, in the format that it has them in."""
+
+    def __init__(self, reader: CheckpointReader, parts: ModelParts) -> None:
+        self._reader, self._parts = reader, parts
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Value of parameter `name`. Raises CheckpointError."""
+        stored_name = self._parts.stored_names.get(name, name)
+        return _read_weight(self._reader, stored_name, shape, self._parts.pieces.get(stored_name))
+
+
 def restoring(
     resume: Resume, blueprint: Blueprint, model_folder: Path, activity: Activity
 ) -> Callable[[RankStages], None]:

@@ -28,7 +28,7 @@ from mobius.models.families import load_model_config, locate_model
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
 from mobius.output.output_folder import OutputFolder
-from mobius.output.run_log import RunLog
+from mobius.output.run_log import METRICS_FILE, RunLog
 from mobius.output.text_scores import check_scores_installed
 from mobius.output.trackers import check_installed
 from mobius.planning.alike import check_same_data, meet_replicas
@@ -37,7 +37,7 @@ from mobius.planning.planned import adopt_plan
 from mobius.planning.same_files import check_same_model, check_save_dir
 from mobius.ranks import Ranks, command_words, seconds_since_launch
 from mobius.training.data import RunData, packed_rows, read_data
-from mobius.training.export import check_result
+from mobius.training.export import check_result, has_changed
 from mobius.training.judging.answering import only_answers, open_prediction, prompts
 from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar
 from mobius.training.judging.evaluation import Evaluator, evaluation_samples, make_evaluator
@@ -47,7 +47,7 @@ from mobius.training.opening import base_of, merged_folder, prepare_output, run_
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.records import leave_records, open_log, recordings_of
 from mobius.training.results import Prediction, Timing, finish, save_model, take_best
-from mobius.training.resuming import Resume, find_resume, restoring
+from mobius.training.resuming import Resume, SavedWeights, find_resume, restoring
 from mobius.training.saving import CheckpointSaver
 from mobius.training.session import Session, open_session
 from mobius.training.trainer import Trainer
@@ -158,10 +158,11 @@ def _train_and_save(run: _Opened, standing: Standing, timing: Timing, watchdog: 
         if ending in (Ending.SIGNAL, Ending.TIME):
             _leave_early(ending, run, saver, loop, watchdog)
             return None
+        is_changed = not trains or _has_changed(run, loop)
         if trains and saver is not None and config.evaluation.load_best_model_at_end:
             loop.result_step = _take_best(run, loop, saver)
         loop.judge_result()
-        problems = _leave_result(run, log, standing)
+        problems = _leave_result(run, log, standing, is_changed=is_changed)
     finally:
         if log is not None:
             log.close()  # behind the model: a tracker may hang
@@ -171,12 +172,14 @@ def _train_and_save(run: _Opened, standing: Standing, timing: Timing, watchdog: 
     return _prediction(run) if config.evaluation.predicts and is_first else None
 
 
-def _leave_result(run: _Opened, log: RunLog | None, standing: Standing) -> list[str]:
+def _leave_result(run: _Opened, log: RunLog | None, standing: Standing, *, is_changed: bool) -> list[str]:
     """Records and model, each in its place; returns problems with which the run ends once everything is there."""
     session, output, problems = run.session, run.output, list[str]()
     if log is not None:
         session.activity.begins("the picture of the training and the model card")
-        problems = leave_records(log, session.blueprint, output.training_folder, model_folder=run.model_folder)
+        problems = leave_records(
+            log, session.blueprint, output.training_folder, model_folder=run.model_folder, is_changed=is_changed
+        )
         if output.moves_at_the_end:
             log.close()  # trackers open their files by name
     if run.config.evaluation.do_train:
@@ -339,6 +342,32 @@ def _train(run: _Opened, loop: TrainingLoop) -> Ending:
             folder=run.output.training_folder,
         )
     return ending
+
+
+def _has_changed(run: _Opened, loop: TrainingLoop) -> bool:
+    """Whether the run has trained anything, which is told where it has not; collective.
+
+    A resumed run is compared with its checkpoint, and counts as changed: what came before that is not known.
+    """
+    session, resume, number = run.session, run.resume, len(loop.steps)
+    before = session.source if resume is None else SavedWeights(resume.reader, session.blueprint.parts)
+    if not number or before is None:
+        return True
+    session.activity.begins("the comparison with the weights before training")
+    if has_changed(session, before):
+        return True
+    since = "" if resume is None else f" since {resume.reader.path.name}"
+    if session.everyone.rank == 0:
+        logger.warning(
+            "no parameter was changed by %d steps%s: every update was zero or too small for --dtype %s. Raise "
+            "--learning_rate (%g), and look at the gradient norms in %s",
+            number,
+            since,
+            run.config.model.dtype,
+            run.config.optim.learning_rate,
+            run.output.save_dir / METRICS_FILE,
+        )
+    return resume is not None
 
 
 def _take_best(run: _Opened, loop: TrainingLoop, saver: CheckpointSaver) -> int:

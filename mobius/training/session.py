@@ -62,6 +62,8 @@ class Session:
     recordings: Recordings | None
     activity: Activity = field(default_factory=Activity)
     """Told by every part what this rank does."""
+    source: WeightSource | None = None
+    """Source of the weights that the run begins with; None where a checkpoint's state is restored."""
 
     @property
     def everyone(self) -> Assembly:
@@ -194,7 +196,14 @@ def open_session(
     done("weights")
     activity.begins("the wait for all ranks' weights")
     transport.everyone.barrier()
-    return Session(blueprint=blueprint, transport=transport, stages=stages, recordings=recordings, activity=activity)
+    return Session(
+        blueprint=blueprint,
+        transport=transport,
+        stages=stages,
+        recordings=recordings,
+        activity=activity,
+        source=source,
+    )
 
 
 def _take_stages(
@@ -282,5 +291,6 @@ def _first_weights(blueprint: Blueprint, folder: Path) -> WeightSource:
     if not parts.adapters.is_lora:
         return base
     if parts.adapters.adapter_path is not None:
-        return AdapterValues(base, AdapterFolder(Path(parts.adapters.adapter_path).expanduser()))
+        adapter = AdapterFolder(Path(parts.adapters.adapter_path).expanduser())
+        return AdapterValues(base, adapter, dtype=blueprint.dtype)
     return FreshAdapters(base, seed=blueprint.config.optim.seed)

@@ -11,7 +11,6 @@ from tqdm import tqdm
 from mobius.activity import Activity
 from mobius.memory.activation_home import ActivationHome
 from mobius.memory.host_arena import HostArena
-from mobius.memory.layout import StageLayout
 from mobius.memory.rank_memory import take_memory
 from mobius.memory.shares import Replicas
 from mobius.memory.spans import NO_SPANS, Spans
@@ -89,7 +88,7 @@ class RankStages:
             for stage in plan.stages_of(rank)
         }
         memory, arena = take_memory(
-            {stage: StageLayout.of(module.shapes, frozen=module.frozen) for stage, module in modules.items()},
+            {stage: module.layout() for stage, module in modules.items()},
             resident=plan.resident,
             num_slots=plan.slots[rank],
             dtype=dtype,

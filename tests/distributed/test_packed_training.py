@@ -20,7 +20,8 @@ from mobius.data.datasets import PreparedDataset, prepare_data
 from mobius.data.mixture import WeightedSamples
 
 BATCH, CHUNKS, LENGTH, EPOCHS = 6, 3, 96, 2
-LEARNING_RATE, DECAY, CLIP = 2e-3, 0.1, 0.5
+LEARNING_RATE, WARMUP, DECAY, CLIP = 2e-3, 3, 0.1, 0.5
+"""AdamW's first step goes by signs, also of gradients that are only rounding: it is to be a short one."""
 Sample = tuple[Tensor, Tensor]
 """Tokens and labels [1, n]."""
 
@@ -76,7 +77,9 @@ def plain_training(model: PreTrainedModel, steps: Sequence[Sequence[Sample]]) ->
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
-    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=1, num_training_steps=len(steps))
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=WARMUP, num_training_steps=len(steps) + 1)
+    optimizer.step()  # without gradients: only the rate moves on, away from zero
+    scheduler.step()
     losses = []
     for samples in steps:
         num_targets = sum(int((labels[:, 1:] != -100).sum()) for _, labels in samples)
@@ -113,7 +116,7 @@ def test_two_epochs_of_packed_rows_equal_a_plain_loop_of_samples(
     entries = entries_of(tmp_path, names)
     words = [f"{entry.name}:{entry.weight:g}" if len(names) > 1 else entry.name for entry in entries]
     arguments = f"""--model_path model --fp32 --num_stages 4 --num_chunks {CHUNKS} --batch_size {BATCH}
-        --seq_length {LENGTH} --num_train_epochs {EPOCHS} --learning_rate {LEARNING_RATE} --warmup_steps 1
+        --seq_length {LENGTH} --num_train_epochs {EPOCHS} --learning_rate {LEARNING_RATE} --warmup_steps {WARMUP}
         --weight_decay {DECAY} --max_grad_norm {CLIP} --save_dir out {options}""".split()
     result = run_main(2, tmp_path, "--dataset", *words, *arguments)
     assert result.returncode == 0, result.stdout

@@ -43,7 +43,9 @@ def plain_training(model: PreTrainedModel, dataset: Path, tokenizer_folder: Path
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
-    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=STEPS)
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=STEPS + 1)
+    optimizer.step()  # without gradients: only the rate moves on, away from zero
+    scheduler.step()
     losses = []
     for _ in range(STEPS):
         batch = next(batches)

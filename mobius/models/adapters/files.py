@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from mobius.errors import CheckpointError
@@ -22,7 +23,7 @@ from mobius.excerpt import listed
 from mobius.models.adapters.lora import Values, adapted_linear
 from mobius.models.base_files import read_json_object, shown
 from mobius.models.blocks import ModelParts
-from mobius.models.weights import folder_has_weights, read_header
+from mobius.models.weights import ValueCheck, folder_has_weights, read_header
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
@@ -163,12 +164,13 @@ class AdapterFolder:
 class AdapterValues:
     """Source of parameters: an adapter's own, all others from elsewhere."""
 
-    def __init__(self, base: Values, adapter: AdapterFolder) -> None:
-        self._base, self._stored = base, adapter.stored
+    def __init__(self, base: Values, adapter: AdapterFolder, *, dtype: torch.dtype = torch.float32) -> None:
+        """The adapter's values must fit into `dtype`."""
+        self._base, self._stored, self._check = base, adapter.stored, ValueCheck(dtype)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Value of parameter `name`. Raises CheckpointError."""
-        return self._stored[name].read() if name in self._stored else self._base.read(name, shape)
+        return self._check.read(self._stored[name]) if name in self._stored else self._base.read(name, shape)
 
 
 def _refuse_variants(folder: Path, fields: Mapping[str, Any]) -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from mobius.config.cli import parse_args
 from mobius.config.config import Config, DatasetEntry
-from mobius.config.options import config_from
-from mobius.config.words import parse_columns
+from mobius.config.options import config_from, options
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
 
@@ -230,7 +229,7 @@ def test_aliases_may_be_used_and_cannot_multiply(tmp_path: Path) -> None:
     ],
 )
 def test_columns_are_pairs(text: str, expected: tuple[tuple[str, str], ...]) -> None:
-    assert parse_columns(text) == parse_args(["--columns", text]).data.columns == expected
+    assert options()["columns"].from_words([text]) == parse_args(["--columns", text]).data.columns == expected
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from mobius.config.config import (
     Config,
     DatasetEntry,
     Dtype,
-    LrSchedulerType,
     OptimConfig,
     OutputConfig,
     PipelineConfig,
 )
+from mobius.config.lr_schedules import LrSchedulerType
 from mobius.config.options import (
     OptionValue,
     config_from,

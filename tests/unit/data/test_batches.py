@@ -1,3 +1,4 @@
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -327,10 +328,28 @@ def test_a_line_says_how_full_rows_are_and_which_batch_keeps_the_samples_of_a_st
     corpus = of_lengths([16] * 400)
     assert packed(corpus, batch_size=64).describe(4) == (
         "packing: 4.0 samples in a row of 64 tokens, 0.0 % padding; a step of 64 rows holds some 256 samples "
-        "(--batch_size 16 keeps the 64 of a step without packing)"
+        "(--batch_size 16 keeps it at some 64; without packing it is 64)"
     )
     assert packed(corpus, batch_size=12).describe(12).endswith("a step of 12 rows holds some 48 samples")
     assert packed(corpus, is_packed=False).describe(1) == "no packing: one sample in a row of 64 tokens, 75.0 % padding"
+
+
+@pytest.mark.parametrize("length", [9, 12, 16, 21, 32])
+@pytest.mark.parametrize("unit", [1, 2, 4, 6])
+def test_a_batch_that_is_said_to_keep_the_samples_of_a_step_does(length: int, unit: int) -> None:
+    corpus, told = of_lengths([length] * 600), 0
+    for size in range(unit, 65, unit):
+        text = packed(corpus, batch_size=size).describe(unit)
+        found = re.search(r"--batch_size (\d+) keeps it at some (\d+); without packing it is (\d+)", text)
+        if found is not None:
+            smaller, kept, without = map(int, found.groups())
+            told += 1
+            held = [batch.num_samples for batch in packed(corpus, batch_size=smaller, num_epochs=1)][:-1]
+            assert smaller % unit == 0
+            assert without == size
+            assert sum(held) / len(held) == pytest.approx(kept, rel=0.03)
+            assert kept == pytest.approx(size, rel=0.1, abs=0.5)
+    assert told > 0
 
 
 def test_short_samples_fill_long_rows() -> None:

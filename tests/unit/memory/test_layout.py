@@ -43,6 +43,14 @@ def test_tensors_of_more_than_two_dimensions_are_decayed() -> None:
     assert StageLayout.of({"experts": (2, 3, 4)}).ranges == (FlatRange(0, 128, has_decay=True),)
 
 
+def test_matrices_that_are_named_lie_with_what_is_not_decayed_also_after_a_split() -> None:
+    layout = StageLayout.of(SHAPES, frozen={"up"}, undecayed={"down", "bias"})
+
+    assert layout.ranges == (FlatRange(0, 128, has_decay=True), FlatRange(128, 512, has_decay=False))
+    assert layout.slice_of("norm") == slice(0, 5)
+    assert layout.split()[1].ranges == layout.ranges
+
+
 def test_a_stage_without_matrices_has_one_range_without_decay() -> None:
     assert StageLayout.of({"norm": (4,), "bias": (4,)}).ranges == (FlatRange(0, 256, has_decay=False),)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import transformers
 from harness.family_table import DOCUMENT, other_versions, written_table
 from harness.pipelines import CPU
 from harness.tiny_families import causal_families, planned_families, tiny_config
+from transformers import Trainer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mobius.config.config import ModelConfig
@@ -25,6 +26,8 @@ from mobius.models.families import changed_fields, load_model_config
 from mobius.models.text_parts import taken
 from mobius.models.text_parts.taken import checked_text_parts, is_taken
 from mobius.models.weights import InitialWeights
+from mobius.plan.partition import StageCut
+from mobius.runtime.stage import StageModule
 
 ROOT = Path(__file__).parents[3]
 CHECKED = checked_families()
@@ -74,6 +77,40 @@ def test_a_supported_family_is_loaded_and_taken_apart_with_all_its_parameters(tm
     shapes = {name: shape for block in blocks for name, shape in block.full_shapes().items()}
     named = parts.model.named_parameters(remove_duplicate=False)
     assert shapes == {name: tuple(parameter.shape) for name, parameter in named}
+
+
+@OWN_VERSION
+@pytest.mark.parametrize("family", CHECKED.supported)
+def test_weight_decay_leaves_alone_what_the_trainer_leaves_alone_and_all_other_vectors(family: str) -> None:
+    """The Trainer goes by names: it decays norms that are named `post_norm1`, and vectors of which it knows no name."""
+    parts = ModelParts(tiny_config(family), CPU)
+    undecayed = frozenset[str]().union(*(block.undecayed_names() for block in parts.blocks))
+    named = parts.model.named_parameters(remove_duplicate=False)
+    names = {name for name, parameter in named if parameter.requires_grad}
+    decayed_by_trainer = set(Trainer.get_decay_parameter_names(cast(Any, None), parts.model))
+
+    assert names - decayed_by_trainer <= undecayed
+    assert {name.removesuffix(".weight").rpartition(".")[2] for name in undecayed & decayed_by_trainer & names} == {
+        "olmo_hybrid": {"A_log"},
+        "qwen3_next": {"A_log"},
+        "qwen3_5_text": {"A_log"},
+        "qwen3_5_moe_text": {"A_log"},
+        "apertus": {"alpha_n", "alpha_p"},
+        "hyperclovax": {"post_norm1", "post_norm2"},
+    }.get(family, set())
+
+
+def test_norms_of_two_dimensions_are_not_decayed() -> None:
+    parts = ModelParts(tiny_config("cohere"), CPU)
+    stage = StageModule(parts, StageCut(0, 0, len(parts.layers), True, True), loss_chunk_tokens=8)
+    layout, prefix = stage.layout(), "model.layers.0.self_attn"
+    decayed, undecayed = layout.ranges
+
+    assert len(stage.shapes[f"{prefix}.q_norm.weight"]) == 2
+    for name in (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight", "model.norm.weight"):
+        assert undecayed.start <= layout.slice_of(name).start < undecayed.end
+    assert decayed.start <= layout.slice_of(f"{prefix}.q_proj.weight").start < decayed.end
+    assert (decayed.has_decay, undecayed.has_decay) == (True, False)
 
 
 @OWN_VERSION

@@ -109,6 +109,54 @@ def test_a_damaged_single_file_is_named(tmp_path: Path, keep: int) -> None:
         CheckpointWeights(tmp_path / "single", {})
 
 
+def absurd(folder: Path, number: int, value: float) -> list[str]:
+    """Put `value` into the first `number` matrices of the checkpoint in `folder`, by name; these names."""
+    path = merge(folder, folder / "single") / "model.safetensors"
+    tensors = load_file(path)
+    names = sorted(name for name, tensor in tensors.items() if tensor.ndim == 2)[:number]
+    for name in names:
+        tensors[name][0, 1] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    return names
+
+
+@pytest.mark.parametrize("value", [1e38, -1e6, 65537.0])
+def test_a_finite_value_that_no_model_has_is_told_once_with_its_tensor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float
+) -> None:
+    make_checkpoint(tmp_path)
+    (name,) = absurd(tmp_path, 1, value)
+    source = CheckpointWeights(tmp_path / "single", {})
+    for each, stored in [*source.stored.items(), *source.stored.items()]:
+        source.read(each, stored.shape)
+
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    for word in (str(tmp_path / "single"), repr(name), f"{value:g}"):
+        assert word in record.getMessage()
+
+
+def test_of_many_tensors_with_absurd_values_the_first_ones_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(tmp_path)
+    names = absurd(tmp_path, 6, 1e30)
+    source = CheckpointWeights(tmp_path / "single", {})
+    for name in names:
+        source.read(name, source.stored[name].shape)
+
+    assert [name for name in names if any(repr(name) in text for text in caplog.messages)] == names[:3]
+    assert ["not listed" in text for text in caplog.messages] == [False, False, True]
+
+
+def test_the_largest_weight_of_fp16_is_no_reason_to_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_checkpoint(tmp_path)
+    (name,) = absurd(tmp_path, 1, -65504.0)
+    source = CheckpointWeights(tmp_path / "single", {})
+    assert source.read(name, source.stored[name].shape).min() == -65504
+    assert not caplog.records
+
+
 def test_a_read_opens_only_the_file_that_holds_the_tensor(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path)
     source = CheckpointWeights(tmp_path, {})

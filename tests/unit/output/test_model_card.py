@@ -45,6 +45,16 @@ def test_the_hub_reads_base_model_datasets_and_library() -> None:
     assert card.data.pipeline_tag == "text-generation"
 
 
+@pytest.mark.parametrize("is_pretrained", [True, False])
+def test_a_model_that_no_step_has_changed_is_not_called_fine_tuned(is_pretrained: bool) -> None:
+    text = model_card(replace(facts(), is_changed=False, is_pretrained=is_pretrained))
+
+    assert "20 steps on `tatsu-lab/alpaca` x 0.5 changed no parameter" in text
+    assert "fine-tuned" not in text
+    assert "Trained from" not in text
+    assert ("Fresh weights" in text) != is_pretrained
+
+
 def test_the_text_tells_options_results_and_versions() -> None:
     text = model_card(facts())
 

@@ -142,6 +142,49 @@ def test_steps_between_logging_steps_are_in_the_metrics_only(tmp_path: Path, cap
     assert kept.lines[1][1] == {"eval/loss": 3.5, "eval/perplexity": 33.1}
 
 
+def test_a_line_tells_the_mean_loss_of_the_steps_since_the_line_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="mobius")
+    kept = Kept()
+    log = RunLog(tmp_path, TrainerState.at_start(config(logging_steps=3)), Trackers({"kept": lambda: kept}))
+    for step, loss in enumerate((9.0, 4.0, 2.0, 7.0), start=1):
+        log.step(replace(STEP, step=step, loss=loss, aux_loss=loss / 10, learning_rate=step * 1e-5))
+    log.close()
+
+    shown = {1: 9.0, 3: 3.0, 4: 7.0}
+    assert [float(text.split("| loss ")[1].split()[0]) for text in caplog.messages] == list(shown.values())
+    for entries in (log.state.log_history, [numbers for _, numbers in kept.lines]):
+        prefix = "" if entries is log.state.log_history else "train/"
+        assert [entry[f"{prefix}loss"] for entry in entries] == list(shown.values())
+        assert [entry[f"{prefix}aux_loss"] for entry in entries] == pytest.approx([0.9, 0.3, 0.7])
+        assert [entry[f"{prefix}learning_rate"] for entry in entries] == pytest.approx([1e-5, 3e-5, 4e-5])
+    assert {line["current_steps"]: line["loss"] for line in lines_of(tmp_path / "trainer_log.jsonl")} == shown
+    assert [line["loss"] for line in lines_of(tmp_path / "metrics.jsonl")] == [9.0, 4.0, 2.0, 7.0]
+    assert log.last_loss == 7.0
+
+
+def test_the_mean_goes_over_a_resume(tmp_path: Path) -> None:
+    def losses_until(last: int, log: RunLog) -> None:
+        for step in range(log.state.global_step + 1, last + 1):
+            log.step(replace(STEP, step=step, loss=float(step * step)))
+        log.close()
+
+    def shown(folder: Path) -> list[tuple[int, float]]:
+        return [(line["current_steps"], line["loss"]) for line in lines_of(folder / "trainer_log.jsonl")]
+
+    start = TrainerState.at_start(replace(config(logging_steps=4), optim=OptimConfig(num_iterations=9)))
+    for stop in (1, 2, 4, 7):
+        whole, parts = tmp_path / f"whole-{stop}", tmp_path / f"parts-{stop}"
+        whole.mkdir()
+        parts.mkdir()
+        losses_until(9, RunLog(whole, start.snapshot(), Trackers({})))
+        first = RunLog(parts, start.snapshot(), Trackers({}))
+        losses_until(stop, first)
+        losses_until(9, RunLog(parts, TrainerState.from_json(first.state.to_json()), Trackers({})))
+        assert shown(parts) == shown(whole) == [(1, 1.0), (4, 29 / 3), (8, 43.5), (9, 81.0)]
+
+
 def test_a_state_is_carried_on_from_where_a_checkpoint_has_it(tmp_path: Path) -> None:
     first = RunLog(tmp_path, TrainerState.at_start(config()), Trackers({}))
     first.step(STEP)

@@ -174,7 +174,7 @@ def test_a_run_that_cannot_begin_leaves_nothing(workplace: Path, monkeypatch: py
 
 
 GROWS_WORSE = f"""{SMALL} {OPTIONS} --save_steps 2 --save_total_limit 1 --val_size 4 --eval_strategy steps
-    --eval_steps 2 --learning_rate 0.3 --warmup_steps 1 --lr_scheduler_type constant"""
+    --eval_steps 2 --learning_rate 0.3 --warmup_steps 2 --lr_scheduler_type constant --adam_beta2 0.9"""
 
 
 def test_a_run_that_gets_worse_ends_by_its_patience_and_its_best_weights_are_the_result(
@@ -187,6 +187,9 @@ def test_a_run_that_gets_worse_ends_by_its_patience_and_its_best_weights_are_the
     losses = {step: loss for step, loss, _ in evaluations_of(Path("out"))}
     last, first = max(losses), min(losses, key=lambda step: losses[step])
     assert last == first + 4 < 12, losses
+    (told,) = (text for text in caplog.messages if "early stopping" in text)
+    assert f"after step {last}: none of the last 2 evaluations" in told
+    assert f"better loss than {losses[first]:.4f} of step {first} (--early_stopping_patience 2)" in told
     assert [row["step"] for row in steps_of(Path("out"))] == list(range(1, last + 1))
     assert {path.name for path in Path("out").glob("checkpoint-*")} == {f"checkpoint-{first}", f"checkpoint-{last}"}
     best, result = tensors_of(Path(f"out/checkpoint-{first}")), tensors_of(Path("out"))
@@ -261,16 +264,16 @@ def test_answers_and_scores_of_the_model_before_do_not_stay_beside_the_new_one(
 
 
 def test_the_best_of_the_checkpoints_is_the_result_though_a_better_evaluation_came_between(workplace: Path) -> None:
-    each = f"{GROWS_WORSE} --eval_steps 1 --save_steps 4 --save_total_limit 0 --num_iterations 8"
+    each = f"{GROWS_WORSE} --eval_steps 1 --save_steps 3 --save_total_limit 0 --num_iterations 6"
     start(f"{each} --load_best_model_at_end")
     losses = {step: loss for step, loss, _ in evaluations_of(Path("out"))}
-    assert min(losses, key=lambda step: losses[step]) == 3
-    assert losses[4] < losses[8]
+    assert min(losses, key=lambda step: losses[step]) == 4
+    assert losses[3] < losses[6]
 
     # A run that goes on in another folder finds it in the old one.
-    go_on("other", "--resume_from_checkpoint out/checkpoint-4")
+    go_on("other", "--resume_from_checkpoint out/checkpoint-3")
 
-    best = tensors_of(Path("out/checkpoint-4"))
+    best = tensors_of(Path("out/checkpoint-3"))
     for folder in ("out", "other"):
         assert all(torch.equal(best[name], value) for name, value in tensors_of(Path(folder)).items())
 

@@ -98,6 +98,35 @@ def test_all_ranks_refuse_a_weight_that_is_not_finite_on_one_of_them(value: floa
     assert "weights of stage(s) 1 are not finite" in first
 
 
+@pytest.mark.parametrize(
+    "options",
+    ["--dtype bf16 --learning_rate 1e-12", "--dtype fp32 --learning_rate 1e-30", "--use_lora --learning_rate 1e-60"],
+)
+def test_a_run_that_changed_no_parameter_says_so(
+    run: Run, workplace: Path, caplog: pytest.LogCaptureFixture, options: str
+) -> None:
+    run(*options.split(), "--num_stages", "2", "--save_params", "none")
+
+    (told,) = (record for record in caplog.records if "no parameter was changed" in record.getMessage())
+    assert told.levelname == "WARNING"
+    assert "by 3 steps" in told.getMessage()
+    card = (workplace / "out" / "README.md").read_text()
+    assert "changed no parameter" in card
+    assert "fine-tuned" not in card
+
+
+@pytest.mark.parametrize(
+    "options", ["--dtype bf16", "--dtype fp16", "--use_lora", "--freeze layers.0-2", "--num_iterations 1"]
+)
+def test_a_run_that_changed_parameters_says_nothing_of_it(
+    run: Run, workplace: Path, caplog: pytest.LogCaptureFixture, options: str
+) -> None:
+    run(*options.split(), "--save_params", "none", "--learning_rate", "1e-3")
+
+    assert not [text for text in caplog.messages if "no parameter was changed" in text]
+    assert "changed no parameter" not in (workplace / "out" / "README.md").read_text()
+
+
 @contextmanager
 def no_file_longer_than(num_bytes: int) -> Iterator[None]:
     """A disk that is full: the system writes up to `num_bytes` of a file and refuses the rest."""

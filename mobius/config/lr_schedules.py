@@ -1,0 +1,140 @@
+"""Courses of the learning rate and the arguments that each takes: names, bounds, and what a run's length allows.
+
+Names are transformers' own: those of `lr_scheduler_type` and of the arguments in `lr_scheduler_kwargs`.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from mobius.config.bounds import Bounds
+from mobius.excerpt import listed, quoted
+
+
+class LrSchedulerType(StrEnum):
+    """Course of the learning rate."""
+
+    LINEAR = "linear"
+    COSINE = "cosine"
+    CONSTANT = "constant"
+    CONSTANT_WITH_WARMUP = "constant_with_warmup"
+    COSINE_WITH_MIN_LR = "cosine_with_min_lr"
+    COSINE_WITH_RESTARTS = "cosine_with_restarts"
+    POLYNOMIAL = "polynomial"
+    INVERSE_SQRT = "inverse_sqrt"
+    WARMUP_STABLE_DECAY = "warmup_stable_decay"
+
+
+_ANY: Final = Bounds()
+
+ArgumentValue = int | float | str
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A number within `bounds`, whole if `is_whole`, or one of `words`."""
+
+    bounds: Bounds = _ANY
+    is_whole: bool = False
+    words: tuple[str, ...] = ()
+
+    def read(self, text: str) -> ArgumentValue:
+        """Value of the argument; raises ValueError if `text` is none."""
+        if self.words:
+            if text in self.words:
+                return text
+            raise ValueError(text)
+        value = int(text) if self.is_whole else float(text)
+        if not self.bounds.allow(value):
+            raise ValueError(text)
+        return value
+
+    def __str__(self) -> str:
+        if self.words:
+            return "one of " + ", ".join(self.words)
+        return f"a {'whole ' if self.is_whole else ''}number {self.bounds}".rstrip()
+
+
+_CYCLES: Final = Argument(Bounds(above=0, ceiling=1001))
+_SHARE: Final = Argument(Bounds(minimum=0, below=1))
+_RATE: Final = Argument(Bounds(minimum=0))
+_STEPS: Final = Argument(Bounds(minimum=1), is_whole=True)
+_FORMS: Final = Argument(words=("linear", "cosine", "1-sqrt"))
+
+SCHEDULE_ARGUMENTS: Final[Mapping[LrSchedulerType, Mapping[str, Argument]]] = {
+    LrSchedulerType.LINEAR: {},
+    LrSchedulerType.COSINE: {"num_cycles": _CYCLES},
+    LrSchedulerType.CONSTANT: {},
+    LrSchedulerType.CONSTANT_WITH_WARMUP: {},
+    LrSchedulerType.COSINE_WITH_MIN_LR: {"min_lr": _RATE, "min_lr_rate": _SHARE, "num_cycles": _CYCLES},
+    LrSchedulerType.COSINE_WITH_RESTARTS: {"num_cycles": Argument(Bounds(minimum=1, ceiling=1001), is_whole=True)},
+    LrSchedulerType.POLYNOMIAL: {"lr_end": _RATE, "power": _CYCLES},
+    LrSchedulerType.INVERSE_SQRT: {"timescale": _STEPS},
+    LrSchedulerType.WARMUP_STABLE_DECAY: {
+        "num_decay_steps": _STEPS,
+        "warmup_type": _FORMS,
+        "decay_type": _FORMS,
+        "min_lr_ratio": _SHARE,
+        "num_cycles": _CYCLES,
+    },
+}
+"""Arguments of each course. Steps that are stable follow from those that decay."""
+
+_NEEDED: Final[Mapping[LrSchedulerType, tuple[str, ...]]] = {
+    LrSchedulerType.COSINE_WITH_MIN_LR: ("min_lr", "min_lr_rate"),
+    LrSchedulerType.WARMUP_STABLE_DECAY: ("num_decay_steps",),
+}
+"""Arguments of which a course needs exactly one."""
+_EXAMPLES: Final = {"min_lr": "1e-6", "num_decay_steps": "100"}
+_POLYNOMIAL_END: Final = 1e-7
+"""`lr_end` where it is not given, as in transformers."""
+
+
+def read_arguments(kind: LrSchedulerType, given: Sequence[tuple[str, str]]) -> dict[str, ArgumentValue]:
+    """Values of the arguments in `given` that `kind` takes and that are allowed."""
+    known, values = SCHEDULE_ARGUMENTS[kind], dict[str, ArgumentValue]()
+    for name, text in given:
+        with contextlib.suppress(KeyError, ValueError):
+            values[name] = known[name].read(text)
+    return values
+
+
+def misfit_arguments(
+    kind: LrSchedulerType, given: Sequence[tuple[str, str]], *, learning_rate: float
+) -> Iterator[tuple[str, str]]:
+    """Options that a broken rule about arguments is about, and the line that says how they break it."""
+    known, values, both = SCHEDULE_ARGUMENTS[kind], read_arguments(kind, given), "lr_scheduler_type lr_scheduler_kwargs"
+    names = [name for name, _ in given]
+    for name, text in given:
+        if name not in known:
+            takes = f"which takes {listed(known)}" if known else "which takes none"
+            others = [other for other, arguments in SCHEDULE_ARGUMENTS.items() if name in arguments]
+            hint = f"; {name} is for {listed(others)}" if others else ""
+            told = f"{quoted(name)} has no effect with `--lr_scheduler_type {kind}`, {takes}{hint}; remove it"
+            yield both, f"`--lr_scheduler_kwargs` {told}"
+        elif name not in values:
+            yield both, f"`--lr_scheduler_kwargs` {name} is {quoted(text)}; it must be {known[name]}"
+    needed = _NEEDED.get(kind, ())
+    if needed and sum(name in names for name in needed) != 1:
+        what = "needs" if not set(needed) & set(names) else "takes one, not both, of"
+        told = f"{what} {' or '.join(needed)}; give --lr_scheduler_kwargs {needed[0]}={_EXAMPLES[needed[0]]}"
+        yield both, f"`--lr_scheduler_type {kind}` {told}, for example"
+    if kind is LrSchedulerType.POLYNOMIAL and "lr_end" not in names:
+        values["lr_end"] = _POLYNOMIAL_END
+    for name in ("min_lr", "lr_end"):
+        end = values.get(name, 0.0)
+        if isinstance(end, float) and end >= learning_rate:
+            told = f"is {end:g}, not below `--learning_rate` {learning_rate:g}; lower it, or raise the learning rate"
+            yield f"{both} learning_rate", f"`--lr_scheduler_kwargs` {name} {told}"
+
+
+def misfit_decay_steps(values: Mapping[str, ArgumentValue], *, num_steps: int, num_warmup_steps: int) -> str | None:
+    """The line about a decay that does not fit after the warm-up in a run of `num_steps`, if there is one."""
+    decay = values.get("num_decay_steps")
+    most = num_steps - max(0, num_warmup_steps - 1)  # a decay begins at the peak rate, with which a warm-up ends
+    if not isinstance(decay, int) or decay <= most:
+        return None
+    room = f"of {num_steps} steps with {num_warmup_steps} of warm-up (--warmup_steps) it can be at most {most}"
+    return f"`--lr_scheduler_kwargs` num_decay_steps is {decay}; {room}"
