@@ -14,6 +14,7 @@ from mobius.config.config import Config
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import CheckpointError
 from mobius.interruption import Standing
+from mobius.messages.meeting import Meeting, meet_at_store
 from mobius.models.adapters.files import AdapterFolder, Base, check_base
 from mobius.models.base_files import BaseFiles, read_json_object
 from mobius.models.text_parts.taken import text_part
@@ -21,11 +22,25 @@ from mobius.output.adapters.merged import base_shapes, check_free
 from mobius.output.output_folder import OutputFolder
 from mobius.planning.blueprint import Blueprint
 from mobius.planning.planned import saved_plan_of
+from mobius.ranks import Ranks
 from mobius.training.export import export_bytes
 from mobius.training.resuming import OPTIONS_FILE, PLAN_FILE, Resume
 from mobius.training.saving import RunTexts
 
 logger = logging.getLogger(__name__)
+
+
+def wait_for_readers(ranks: Ranks) -> Meeting | None:
+    """Return when all ranks have read the files that the user names; collective, before the first rank changes any.
+
+    `--plan`, for instance, may be in the folder of an interrupted run that `prepare_output` removes. The caller keeps
+    the meeting until the ranks meet again: without torchrun the store is the first rank's process.
+    """
+    if ranks.num_ranks == 1:
+        return None
+    meeting = meet_at_store(ranks)
+    meeting.gather(None)
+    return meeting
 
 
 def prepare_output(blueprint: Blueprint, standing: Standing, resume: Resume | None) -> OutputFolder:

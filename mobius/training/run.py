@@ -43,7 +43,7 @@ from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar
 from mobius.training.judging.evaluation import Evaluator, evaluation_samples, make_evaluator
 from mobius.training.loop import Ending, TrainingLoop
 from mobius.training.milestones import log_model, log_stages, log_start
-from mobius.training.opening import base_of, merged_folder, prepare_output, run_texts, tell_plan
+from mobius.training.opening import base_of, merged_folder, prepare_output, run_texts, tell_plan, wait_for_readers
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.records import leave_records, open_log, recordings_of
 from mobius.training.results import Prediction, Timing, finish, save_model, take_best
@@ -143,12 +143,12 @@ def _train_and_save(run: _Opened, standing: Standing, timing: Timing, watchdog: 
     try:
         saver, evaluator = _saver(run) if trains else None, _evaluator(run)
         trainer = _trainer(run, saver)
+        state = resume.trainer_state().continued(config) if resume is not None and is_first else None
         if is_first:
             output.begin()
     except BaseException:
         output.discard()
         raise
-    state = None if resume is None else resume.trainer_state().continued(config)
     log = open_log(session.blueprint, output.training_folder, state)
     loop = _loop(run, trainer, saver, evaluator, log, standing, timing)
     timing.ends_loading()
@@ -219,6 +219,7 @@ def _open(
     check_model_weights(model_folder, sketch.parts, config.model)
     base = base_of(sketch, model_folder, resume) if is_lora else None
     log_model(sketch, model_folder)
+    meeting = wait_for_readers(ranks)
     output = prepare_output(sketch, standing, resume)
     try:
         check_save_dir(adopted.config, ranks, output.partial, everyone)
@@ -245,6 +246,7 @@ def _open(
     except BaseException:
         output.discard()  # nothing is trained yet
         raise
+    del meeting  # the ranks have met again
     log_stages(session)
     return _Opened(
         session=session,
