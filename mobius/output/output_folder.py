@@ -72,7 +72,7 @@ class OutputFolder:
         self._replaced = self.save_dir.with_name(f"{self.save_dir.name}.replaced")
         self._overwrite, self._resumes = overwrite, resumes
         self._is_in_place = keeps_checkpoints or resumes
-        self._has_begun = False
+        self._has_begun = self._has_older = False
         self._files = files
         self._locks: dict[Path, int] = {}
 
@@ -98,9 +98,22 @@ class OutputFolder:
 
     @property
     def older_results(self) -> Path | None:
-        """Where the results are now that this run replaces, if there are any, on the rank that prepared it."""
+        """Where the results are now that this run is to replace, if there are any; None but on the first rank.
+
+        They were in `save_dir` when the run was prepared, and its own are not complete.
+        """
         older = self._replaced if self._has_begun else self.save_dir
-        return older if not self._resumes and is_result(older) else None
+        return older if self._has_older and is_result(older) else None
+
+    @property
+    def told_older_results(self) -> str | None:
+        """The same as a sentence for the end of a run that failed."""
+        older = self.older_results
+        if older is None:
+            return None
+        if older == self.save_dir:
+            return f"The results that were to be replaced are in {older}, as they were."
+        return f"The results that were to be replaced are in {older}; the next start puts them back."
 
     def place(self, path: Path) -> Path:
         """Return where to write what the user wants at `path`: inside `folder` if `path` is inside `save_dir`."""
@@ -134,6 +147,7 @@ class OutputFolder:
         except CheckpointError:
             self.discard()
             raise
+        self._has_older = not self._resumes and is_result(self.save_dir)
 
     def discard(self) -> None:
         """Remove `partial`, if this process made it and has not begun; an older `save_dir` stays as it was."""
@@ -171,6 +185,7 @@ class OutputFolder:
 
         Fast if there are none. What cannot be removed is told, and ends nothing.
         """
+        self._has_older = False
         mark = self.save_dir / REPLACES_MARK
         if not mark.exists():
             return
@@ -230,6 +245,7 @@ class OutputFolder:
             if had_older:
                 self._replaced.rename(self.save_dir)
             raise
+        self._has_older = False
         sync_to_disk(self.save_dir.parent)
         if had_older:
             interrupted.remove_results(self._replaced)

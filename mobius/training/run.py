@@ -128,8 +128,8 @@ def _watched(run: _Opened, ranks: Ranks, standing: Standing, timing: Timing, wat
     except torch.OutOfMemoryError as error:
         raise out_of_memory(error, ranks.rank, run.session.blueprint) from error
     except MobiusError as error:
-        if (older := run.output.older_results) is not None:
-            error.add_note(f"The results that were to be replaced are in {older}; the next start puts them back.")
+        if (older := run.output.told_older_results) is not None:
+            error.add_note(older)
         raise
     finally:
         run.output.close()
