@@ -32,7 +32,7 @@ from mobius.output.run_log import RunLog
 from mobius.output.text_scores import check_scores_installed
 from mobius.output.trackers import check_installed
 from mobius.planning.alike import check_same_data, meet_replicas
-from mobius.planning.blueprint import complete_blueprint, sketch_blueprint
+from mobius.planning.blueprint import Blueprint, complete_blueprint, sketch_blueprint
 from mobius.planning.planned import adopt_plan
 from mobius.planning.same_files import check_same_model, check_save_dir
 from mobius.ranks import Ranks, command_words, seconds_since_launch
@@ -48,7 +48,7 @@ from mobius.training.out_of_memory import out_of_memory
 from mobius.training.records import leave_records, open_log, recordings_of
 from mobius.training.results import Prediction, Timing, finish, save_model, take_best
 from mobius.training.resuming import Resume, find_resume, restoring
-from mobius.training.saving import CheckpointSaver
+from mobius.training.saving import CheckpointSaver, check_room, count_saves
 from mobius.training.session import Session, open_session
 from mobius.training.trainer import Trainer
 from mobius.watchdog import Watchdog
@@ -234,6 +234,7 @@ def _open(
             batches.seek(resume.steps_done)
             config = replace(config, planning=replace(config.planning, plan=None))  # it goes when old ones are removed
         blueprint = complete_blueprint(sketch, config, packed=packed_rows(batches), saved=adopted.saved)
+        _check_room(blueprint, output, batches, resume)
         watchdog.start()
         session = open_session(
             blueprint,
@@ -259,6 +260,20 @@ def _open(
         resume=resume,
         base=base,
     )
+
+
+def _check_room(blueprint: Blueprint, output: OutputFolder, batches: Batches, resume: Resume | None) -> None:
+    """Refuse a run that could save none of the checkpoints that it is asked for."""
+    config = blueprint.config
+    if not (config.saving.is_on and config.evaluation.do_train and blueprint.place.ranks.is_first):
+        return
+    num_saves = count_saves(
+        config,
+        steps_done=0 if resume is None else resume.steps_done,
+        epochs_done=0.0 if resume is None else float(resume.position.get("epoch", 0.0)),
+        epochs=config.optim.num_train_epochs or batches.num_epochs_of(config.optim.num_steps),
+    )
+    check_room(blueprint, output.save_dir, num_saves=num_saves)
 
 
 def _saver(run: _Opened) -> CheckpointSaver | None:
