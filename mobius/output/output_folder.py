@@ -196,6 +196,32 @@ class OutputFolder:
         except OSError as error:
             logger.warning("the older results in %s cannot be removed (%s)", self._replaced, error.strerror)
 
+    def make_anew_if_removed(self) -> bool:
+        """Whether somebody has removed the folder since the run is at it; it is there and locked again then.
+
+        Costs two looks at the disk. Raises CheckpointError where another run is in its place, or it cannot be made.
+        """
+        folder = self.folder
+        if (lock := self._locks.get(folder)) is None or _is_still(folder, lock):
+            return False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"--save_dir {self.save_dir} was removed while the run was at it, and {folder} cannot be made anew "
+                f"({error})."
+            ) from error
+        self._locks[folder] = self._lock_folder(folder)
+        os.close(lock)
+        if self._has_begun and self._has_older:
+            (folder / REPLACES_MARK).touch()
+        logger.warning(
+            "%s was removed while the run was at it, and is made anew: its settings, its logs and what is still to "
+            "come are there; checkpoints before this are lost",
+            folder,
+        )
+        return True
+
     def begin_export(self) -> None:
         """Make `export_folder` for the model, before any rank writes there; raises CheckpointError."""
         if self._is_in_place:
@@ -394,14 +420,20 @@ def _locked(folder: Path) -> int | None:
         descriptor = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
         return None
-    try:
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), folder.stat()):
+        if _is_still(folder, descriptor):
             return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
     os.close(descriptor)
     return None
+
+
+def _is_still(folder: Path, descriptor: int) -> bool:
+    """Whether `folder` is the one that was opened as `descriptor`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _refuse(problems: Iterable[str]) -> None:

@@ -78,6 +78,12 @@ def prepare_output(blueprint: Blueprint, standing: Standing, resume: Resume | No
     return output
 
 
+def restore_folder(output: OutputFolder, blueprint: Blueprint) -> None:
+    """Make the run's folder anew, with its settings, if somebody has removed it meanwhile; the first rank's."""
+    if output.make_anew_if_removed():
+        _write_settings(output, blueprint)
+
+
 def tell_plan(output: OutputFolder, settled: Blueprint) -> None:
     """Put the plan that all ranks agreed on into the folder, and show every rank's actions if that is wanted."""
     if settled.place.ranks.is_first:
@@ -134,9 +140,9 @@ def _write_settings(output: OutputFolder, blueprint: Blueprint) -> None:
     settings = {OPTIONS_FILE: to_yaml(blueprint.config), PLAN_FILE: saved_plan_of(blueprint.answer).to_json()}
     for name, text in settings.items():
         try:
-            (output.partial / name).write_text(text)
+            (output.folder / name).write_text(text)
         except OSError as error:
-            path = output.partial / name
+            path = output.folder / name
             raise CheckpointError(
                 f"--save_dir {output.save_dir}: cannot write {path} ({error.strerror}). Free some space, or choose "
                 "another folder."

@@ -43,7 +43,15 @@ from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar
 from mobius.training.judging.evaluation import Evaluator, evaluation_samples, make_evaluator
 from mobius.training.loop import Ending, TrainingLoop
 from mobius.training.milestones import log_model, log_stages, log_start
-from mobius.training.opening import base_of, merged_folder, prepare_output, run_texts, tell_plan, wait_for_readers
+from mobius.training.opening import (
+    base_of,
+    merged_folder,
+    prepare_output,
+    restore_folder,
+    run_texts,
+    tell_plan,
+    wait_for_readers,
+)
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.records import leave_records, open_log, recordings_of
 from mobius.training.results import Prediction, Timing, finish, save_model, take_best
@@ -175,6 +183,7 @@ def _leave_result(run: _Opened, log: RunLog | None, standing: Standing) -> list[
     """Records and model, each in its place; returns problems with which the run ends once everything is there."""
     session, output, problems = run.session, run.output, list[str]()
     if log is not None:
+        restore_folder(output, session.blueprint)
         session.activity.begins("the picture of the training and the model card")
         problems = leave_records(log, session.blueprint, output.training_folder, model_folder=run.model_folder)
         if output.moves_at_the_end:
@@ -341,6 +350,7 @@ def _loop(
         best_saved=_best(run, BEST_SAVED),
         num_replicas=run.session.blueprint.place.ranks.num_replicas,
         older=None if older is None else f"{run.output.save_dir} is as it was",
+        restore_folder=partial(restore_folder, run.output, run.session.blueprint),
     )
 
 

@@ -195,17 +195,21 @@ class CheckpointSaver:
         self._begun = 0.0
         self.best_step: int | None = None
         """Step of the best checkpoint, which is not to be removed; on the first rank."""
-        self.newest: Path | None = None
-        """The last one that was completed, on the first rank."""
+        self._newest: Path | None = None
         self.newest_step = 0
         self.outcomes: list[SaveOutcome] = []
 
     def continues(self, newest: Path, step: int, best_step: int | None) -> None:
         """Take over what the run had before it was resumed: its checkpoint, and the best one."""
         if newest.resolve().parent == self.save_dir.resolve():
-            self.newest, self.newest_step = newest, step
+            self._newest, self.newest_step = newest, step
             if best_step is not None and checkpoint_path(self.save_dir, best_step).exists():
                 self.best_step = best_step
+
+    @property
+    def newest(self) -> Path | None:
+        """The last one that was completed, on the first rank; None, too, where somebody has removed it."""
+        return self._newest if self._newest is not None and self._newest.is_dir() else None
 
     def before_update(self, stage: int) -> None:
         """For the stepper: return when the state of `stage` may change."""
@@ -355,7 +359,7 @@ class CheckpointSaver:
             if not checkpoint_path(self.save_dir, point.step).exists():
                 discard(partial)
             return False
-        self.newest, self.newest_step = newest, point.step
+        self._newest, self.newest_step = newest, point.step
         if point.is_best:
             self.best_step = point.step
         seconds = time.monotonic() - self._begun
