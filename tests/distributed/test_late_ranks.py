@@ -103,7 +103,7 @@ def test_no_rank_depends_on_how_fast_another_one_is(place: Path, whole: Whole, c
 
     told = re.search(rf"rank {late} was late at (\d+) places", output)
     assert told, output
-    assert int(told[1]) >= 8
+    assert int(told[1]) >= 5
     found = place / save_dir
     assert names(found) == names(expected)
     for path in expected.rglob("*.safetensors"):

@@ -273,6 +273,30 @@ def test_a_damaged_shard_is_refused_and_the_newest_good_checkpoint_named(
     assert re.search(r"newest good checkpoint there is (\S*/)?out/checkpoint-4: --resume_from_checkpoint", text)
 
 
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("training_args.yaml", "seed: 42", "seed: 43"),
+        ("trainer_state.json", '"epoch": 0', '"epoch": 9'),
+        ("plan.json", '"version": 2', '"version": 1'),
+    ],
+)
+def test_a_file_of_a_checkpoint_that_was_edited_is_refused_by_name(
+    run: Run, workplace: Path, file: str, old: str, new: str
+) -> None:
+    run(*EIGHT)
+    path = workplace / "out" / "checkpoint-4" / file
+    text = path.read_text()
+    assert text.replace(old, new) != text, "the edit is one, and leaves the size as it is"
+    path.write_text(text.replace(old, new))
+
+    with pytest.raises(CheckpointError, match=rf"{file} is damaged: it was changed .* checksum") as raised:
+        resume("out/checkpoint-4", "--save_dir", "resumed")
+
+    assert f"--resume_from_checkpoint {workplace / 'out' / 'checkpoint-8'}" in str(raised.value)
+    assert not (workplace / "resumed").exists()
+
+
 def test_true_passes_over_a_torn_checkpoint(run: Run, workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(*EIGHT)
     shutil.copytree("out", "whole")
