@@ -18,7 +18,9 @@ from mobius.messages.meeting import Meeting, meet_at_store
 from mobius.models.adapters.files import AdapterFolder, Base, check_base
 from mobius.models.base_files import BaseFiles, read_json_object
 from mobius.models.text_parts.taken import text_part
+from mobius.models.weights import folder_has_weights
 from mobius.output.adapters.merged import base_shapes, check_free
+from mobius.output.model_card import Origin
 from mobius.output.output_folder import OutputFolder
 from mobius.planning.blueprint import Blueprint
 from mobius.planning.planned import saved_plan_of
@@ -123,7 +125,14 @@ def base_of(sketch: Blueprint, model_folder: Path, resume: Resume | None) -> Bas
     return base
 
 
-def run_texts(blueprint: Blueprint, base_files: BaseFiles, fingerprint: str, base: Base | None = None) -> RunTexts:
+def origin_of(config: Config, model_folder: Path) -> Origin:
+    """The weights that a new run begins with."""
+    return Origin(config.model.model_path, folder_has_weights(model_folder))
+
+
+def run_texts(
+    blueprint: Blueprint, base_files: BaseFiles, fingerprint: str, *, base: Base | None, origin: Origin
+) -> RunTexts:
     """Everything in a run's checkpoints that does not change; options as they were asked for, `auto` as auto."""
     plan = saved_plan_of(blueprint.answer).to_json()
     asked = replace(blueprint.asked, optim=blueprint.config.optim)
@@ -132,6 +141,7 @@ def run_texts(blueprint: Blueprint, base_files: BaseFiles, fingerprint: str, bas
         files={OPTIONS_FILE: to_yaml(asked), PLAN_FILE: plan},
         options=yaml.safe_load(to_yaml(asked)),
         data_fingerprint=fingerprint,
+        origin=origin,
         base=base,
     )
 

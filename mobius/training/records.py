@@ -10,9 +10,8 @@ from pathlib import Path
 import yaml
 
 from mobius.config.yaml_file import to_yaml
-from mobius.models.weights import folder_has_weights
 from mobius.output.curves_picture import draw_training
-from mobius.output.model_card import CardFacts, model_card
+from mobius.output.model_card import CardFacts, Origin, model_card
 from mobius.output.recordings import Recordings
 from mobius.output.run_log import RunLog, TrainerState
 from mobius.output.trackers import TrackedRun, trackers_of
@@ -57,11 +56,11 @@ def ideal_step_seconds(blueprint: Blueprint) -> float | None:
     return answer.mfu * answer.step_seconds
 
 
-def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, model_folder: Path) -> list[str]:
+def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, origin: Origin) -> list[str]:
     """After the last step: results, picture and card into `folder`; returns the problem that the run is to end with.
 
     After training there is none: what fails is told, and the model is still to be saved. Without it results are all
-    that the run was for. `model_folder` is the one that was trained.
+    that the run was for. `origin` is what was trained.
     """
     error = log.finish()
     if not blueprint.config.evaluation.do_train:
@@ -72,7 +71,7 @@ def leave_records(log: RunLog, blueprint: Blueprint, folder: Path, *, model_fold
     title = f"{blueprint.config.output.name}: {log.state.global_step} steps"
     facts = CardFacts(
         config=blueprint.config,
-        is_pretrained=folder_has_weights(model_folder),
+        origin=origin,
         num_parameters=blueprint.shape.num_parameters,
         num_trained=blueprint.shape.num_trained,
         num_active=blueprint.shape.num_active,

@@ -27,6 +27,7 @@ from mobius.models.base_files import BaseFiles, read_base_files
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
+from mobius.output.model_card import Origin
 from mobius.output.output_folder import OutputFolder
 from mobius.output.run_log import RunLog
 from mobius.output.text_scores import check_scores_installed
@@ -46,6 +47,7 @@ from mobius.training.milestones import log_model, log_stages, log_start
 from mobius.training.opening import (
     base_of,
     merged_folder,
+    origin_of,
     prepare_output,
     restore_folder,
     run_texts,
@@ -102,6 +104,7 @@ class _Opened:
     resume: Resume | None
     base: Base | None
     """The model that adapters are for; None where there are none."""
+    origin: Origin
 
     @property
     def config(self) -> Config:
@@ -185,7 +188,7 @@ def _leave_result(run: _Opened, log: RunLog | None, standing: Standing) -> list[
     if log is not None:
         restore_folder(output, session.blueprint)
         session.activity.begins("the picture of the training and the model card")
-        problems = leave_records(log, session.blueprint, output.training_folder, model_folder=run.model_folder)
+        problems = leave_records(log, session.blueprint, output.training_folder, origin=run.origin)
         if output.moves_at_the_end:
             log.close()  # trackers open their files by name
     if run.config.evaluation.do_train:
@@ -227,6 +230,7 @@ def _open(
     sketch = sketch_blueprint(adopted.config, ranks, model_config, saved=adopted.saved, everyone=everyone)
     check_model_weights(model_folder, sketch.parts, config.model)
     base = base_of(sketch, model_folder, resume) if is_lora else None
+    origin = origin_of(config, model_folder) if resume is None else resume.origin
     log_model(sketch, model_folder)
     meeting = wait_for_readers(ranks)
     output = prepare_output(sketch, standing, resume)
@@ -268,6 +272,7 @@ def _open(
         model_folder=model_folder,
         resume=resume,
         base=base,
+        origin=origin,
     )
 
 
@@ -288,7 +293,7 @@ def _check_room(blueprint: Blueprint, output: OutputFolder, batches: Batches, re
 def _saver(run: _Opened) -> CheckpointSaver | None:
     if not run.config.saving.is_on:
         return None
-    texts = run_texts(run.session.blueprint, run.base_files, run.data.fingerprint(), run.base)
+    texts = run_texts(run.session.blueprint, run.base_files, run.data.fingerprint(), base=run.base, origin=run.origin)
     saver = CheckpointSaver(run.session, run.output.save_dir, texts, made_safe=run.output.first_is_safe)
     if run.resume is not None:
         saver.continues(run.resume.reader.path, run.resume.steps_done, _best(run, BEST_SAVED).step)

@@ -58,11 +58,13 @@ from mobius.models.base_files import BaseFiles
 from mobius.optim.stepper import StepCounts
 from mobius.output.adapters.folder import write_adapter
 from mobius.output.hf_folder import write_model_files
+from mobius.output.model_card import Origin
 from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.planning.alike import versions
 from mobius.planning.blueprint import Blueprint
 from mobius.training.export import export_bytes, saved_parameters
+from mobius.training.resuming import ORIGIN
 from mobius.training.session import Session
 from mobius.training.trainer import numbers_of_ranks
 from mobius.units import GIB, bytes_text
@@ -100,6 +102,7 @@ class RunTexts:
     """Texts by file name, such as training_args.yaml and plan.json."""
     options: Mapping[str, Any]
     data_fingerprint: str
+    origin: Origin
     base: Base | None = None
     """The model that adapters are for; None where there are none."""
 
@@ -400,7 +403,12 @@ class CheckpointSaver:
             has_optimizer=self._has_optimizer,
             files=tuple(sorted(records, key=lambda record: record.file_name)),
             training=asdict(point.counts),
-            data={**point.position, "epoch": point.epoch, "fingerprint": self._texts.data_fingerprint},
+            data={
+                **point.position,
+                "epoch": point.epoch,
+                "fingerprint": self._texts.data_fingerprint,
+                ORIGIN: asdict(self._texts.origin),
+            },
             options=self._texts.options,
             versions=versions(),
             metric=point.metric,
