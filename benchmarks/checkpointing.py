@@ -18,7 +18,7 @@ from mobius.models.base_files import read_base_files
 from mobius.models.blocks import ModelParts
 from mobius.optim.stepper import StepCounts
 from mobius.output.metrics import StepMetrics
-from mobius.training.opening import run_texts
+from mobius.training.opening import origin_of, run_texts
 from mobius.training.resuming import restore
 from mobius.training.saving import CheckpointSaver, SavedPoint
 from mobius.training.session import Session
@@ -62,7 +62,8 @@ class Saves:
     def __init__(self, session: Session, model_folder: Path) -> None:
         """Take memory for copies; collective. Whatever is in `--save_dir` stays beside the run's own."""
         config = session.blueprint.config
-        texts = run_texts(session.blueprint, read_base_files(model_folder), "random tokens")
+        origin = origin_of(session.blueprint.config, model_folder)
+        texts = run_texts(session.blueprint, read_base_files(model_folder), "random tokens", base=None, origin=origin)
         self._session = session
         self._begun: list[tuple[int, float]] = []
         self._ended: list[float] = []

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,8 +27,8 @@ def replaced_whole(path: Path, *, has_many_writers: bool = False) -> Iterator[Pa
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no file that could be replaced", str(path))
-    number = f".{os.getpid()}" if has_many_writers else ""
-    temporary = path.with_name(f"{path.name}{number}.partial")
+    own = f".{secrets.token_hex(4)}" if has_many_writers else ""  # processes of two containers have the same numbers
+    temporary = path.with_name(f"{path.name}{own}.partial")
     try:
         yield temporary
         sync_to_disk(temporary)

@@ -156,17 +156,19 @@ def find_checkpoints(save_dir: Path) -> FoundCheckpoints:
 def open_checkpoint(path: Path) -> CheckpointReader:
     """The reader of the checkpoint `path`.
 
-    Raises CheckpointError where it is missing, torn, foreign or of another format, and names the newest good one beside
-    it; so does the reader where a tensor is damaged.
+    Raises CheckpointError where it is missing, torn, foreign, of another format, or has a changed file without tensors,
+    and names the newest good one beside it; so does the reader where a tensor is damaged.
     """
 
     def hint() -> str:
         return _others_text(path)
 
     try:
-        return CheckpointReader(path, _inspected(path), hint=hint)
+        reader = CheckpointReader(path, _inspected(path), hint=hint)
     except CheckpointError as error:
         raise CheckpointError(f"{error} {hint()}") from error
+    reader.verify_texts()
+    return reader
 
 
 def remove_old(save_dir: Path, *, keep: int, protected: Collection[Path]) -> list[Path]:

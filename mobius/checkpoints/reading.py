@@ -82,12 +82,21 @@ class CheckpointReader:
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "verify") as threads:
             for _ in threads.map(self._verify_tensor, self._files):
                 pass
+        self.verify_texts()
+
+    def verify_texts(self) -> None:
+        """Compare all files but those of tensors with their sums. Raises CheckpointError for the first that differs."""
         for other in self.manifest.others:
             path = self.path / other.file_name
             with told_as("read", path):
                 found = zlib.crc32(path.read_bytes())
             if found != other.checksum:
-                raise self._damaged(path, f"its checksum is {found:08x}, saved was {other.checksum:08x}")
+                raise self._damaged(
+                    path,
+                    f"it was changed after it was saved (its checksum is {found:08x}, saved was {other.checksum:08x}). "
+                    "Bring the file back; options of a run that goes on are given at its start, with --resume_changes "
+                    "where they change what is trained",
+                )
 
     def _verify_tensor(self, full_name: str) -> None:
         place = self._place_of(full_name)

@@ -25,7 +25,7 @@ from mobius.data.tokenization import EncodingRules, SampleEncoder
 from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
 from mobius.errors import DataError
 from mobius.excerpt import excerpt
-from mobius.ranks import cpu_share
+from mobius.ranks import cpu_share, seconds_since_launch
 from mobius.units import bytes_text
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class _Preparation:
             chat_template=resolve_template(config.chat_template),
         )
         self._encoder = SampleEncoder(tokenizer, seq_length=config.seq_length, rules=self._rules)
-        self._begun = time.time()
+        self._begun = time.time() - seconds_since_launch()
 
     def find(self, entry: DatasetEntry, option: str) -> Source:
         """Where the records of a dataset are."""
@@ -178,7 +178,8 @@ class _Preparation:
                         show_progress=self._show_progress,
                     )
                 stored = store.load(folder)
-        assert stored is not None
+            assert stored is not None
+            cache_bytes = sum(path.stat().st_size for path in folder.iterdir())
         tokenized, facts = stored
         return PreparedDataset(
             entry=entry,
@@ -188,7 +189,7 @@ class _Preparation:
             is_text=facts["is_text"],
             warnings=tuple(facts["warnings"]),
             cache_folder=folder,
-            cache_bytes=sum(path.stat().st_size for path in folder.iterdir()),
+            cache_bytes=cache_bytes,
         )
 
     def _key(self, source: Source, columns: Mapping[str, str], max_samples: int | None) -> str:

@@ -16,6 +16,7 @@ from mobius.data.blocks import Block, table_blocks
 from mobius.data.readers import SUFFIXES, reader_of
 from mobius.errors import DataError, first_line
 from mobius.excerpt import excerpt, listed, quoted
+from mobius.writing import replaced_whole
 
 KNOWN_DATASETS: Final[Mapping[str, str]] = {"xsum": "EdinburghNLP/xsum"}
 """Names that the user may type instead of a hub id."""
@@ -186,11 +187,10 @@ def _content(path: Path, memory: Path | None) -> tuple[str, int, int]:
     num_lines += not block.endswith(b"\n")
     if note is not None and time.time() - max(facts.st_mtime, facts.st_ctime) > _SETTLED_SECONDS:
         text = json.dumps({"identity": identity, "hash": digest.hexdigest(), "lines": num_lines})
-        partial = note.with_name(f"{note.name}.{os.getpid()}")
         with suppress(OSError):  # then the next run hashes it again
             note.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(text, encoding="utf-8")
-            partial.rename(note)
+            with replaced_whole(note, has_many_writers=True) as temporary:
+                temporary.write_text(text, encoding="utf-8")
     return digest.hexdigest(), num_lines, facts.st_size
 
 

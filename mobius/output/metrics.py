@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -88,8 +89,9 @@ class JsonLines:
     def _write(self) -> None:
         """Write all that waits, or nothing: the part that found room is cut off again."""
         if self._file is None:
-            self._file = FileIO(self._path, "a")
+            self._file = FileIO(self._path, "a+")
             self._num_bytes = self._file.seek(0, os.SEEK_END)
+        self._write_anew_if_removed(self._file)
         text = b"".join(self._waiting)
         try:
             written = 0
@@ -100,6 +102,22 @@ class JsonLines:
             raise
         self._num_bytes += len(text)
         self._waiting.clear()
+
+    def _write_anew_if_removed(self, opened: FileIO) -> None:
+        """Where somebody has removed the file, bring back its lines, which are there until it is closed."""
+        if self._path.exists():
+            return
+        opened.seek(0)
+        with replaced_whole(self._path) as temporary, temporary.open("wb") as file:
+            shutil.copyfileobj(opened, file)
+        self._file = FileIO(self._path, "a+")
+        self._num_bytes = self._file.seek(0, os.SEEK_END)
+        opened.close()
+
+    def complete(self) -> None:
+        """See to it that the file has every line. Raises OSError."""
+        if self._file is not None or self._waiting:
+            self._write()
 
     def close(self) -> None:
         """Close the file; the log cannot be appended to any more."""

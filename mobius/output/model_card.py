@@ -35,14 +35,34 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 """Section -> options that the result depends on."""
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Weights that a run began with, before its first step: also those of a run that goes on from a checkpoint."""
+
+    model_path: str
+    """As it was given."""
+    is_pretrained: bool | None
+    """Whether there were weights; None where a checkpoint does not say so."""
+
+    @classmethod
+    def from_json(cls, value: object, *, model_path: str) -> Origin:
+        """The origin that `asdict` gave; one that is not known, with `model_path`, for anything else."""
+        if (
+            isinstance(value, dict)
+            and type(value.get("is_pretrained")) is bool
+            and type(value.get("model_path")) is str
+        ):
+            return cls(value["model_path"], value["is_pretrained"])
+        return cls(model_path, None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
     """A finished training, as far as a card tells it."""
 
     config: Config
     """With numbers in the place of auto."""
-    is_pretrained: bool
-    """Whether the model had weights before."""
+    origin: Origin
     is_changed: bool = True
     """Whether training changed any parameter."""
     num_parameters: int
@@ -60,10 +80,11 @@ def model_card(facts: CardFacts) -> str:
     """Markdown with the front matter that the Hugging Face Hub reads."""
     config, state, optim = facts.config, facts.state, facts.config.optim
     adapters = config.adapters
-    base, entries = config.model.model_path, config.data.dataset
+    origin, entries = facts.origin, config.data.dataset
+    base = origin.model_path
     library = "peft" if adapters.is_lora else "transformers"
     head: dict[str, object] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["mobius"]}
-    if _is_on_hub(base) and facts.is_pretrained:
+    if _is_on_hub(base) and origin.is_pretrained:
         head["base_model"] = base
     if hub := [entry.name for entry in entries if _is_on_hub(entry.name)]:
         head["datasets"] = hub
@@ -87,12 +108,14 @@ def model_card(facts: CardFacts) -> str:
     versions = {"mobius": mobius.__version__, **{name: metadata.version(name) for name in _PACKAGES}}
     trained = "LoRA adapters of" if adapters.is_lora else "A part of the parameters fine-tuned from"
     trained = trained if adapters.is_lora or adapters.freeze else "All parameters fine-tuned from"
-    start = trained if facts.is_pretrained else "Trained from fresh weights in the shape of"
+    kind = "LoRA adapters of" if adapters.is_lora else "The weights of"
+    if origin.is_pretrained is False:
+        trained, kind = "Trained from fresh weights in the shape of", "Fresh weights in the shape of"
+    elif origin.is_pretrained is None:  # a checkpoint of an older version stores the name alone
+        trained, kind = "Trained in the shape of", "Weights in the shape of"
     data = ", ".join(_shown(entry.name) + (f" x {entry.weight:g}" if entry.weight != 1 else "") for entry in entries)
-    made = f"{start} {_shown(base)} on {data}, with Mobius."
+    made = f"{trained} {_shown(base)} on {data}, with Mobius."
     if not facts.is_changed:
-        kind = "LoRA adapters of" if adapters.is_lora else "The weights of"
-        kind = kind if facts.is_pretrained else "Fresh weights in the shape of"
         made = f"{kind} {_shown(base)} as they were: {state.global_step:,} steps on {data} changed no parameter."
     return "\n\n".join(
         (

@@ -72,7 +72,7 @@ class OutputFolder:
         self._replaced = self.save_dir.with_name(f"{self.save_dir.name}.replaced")
         self._overwrite, self._resumes = overwrite, resumes
         self._is_in_place = keeps_checkpoints or resumes
-        self._has_begun = False
+        self._has_begun = self._has_older = False
         self._files = files
         self._locks: dict[Path, int] = {}
 
@@ -98,9 +98,22 @@ class OutputFolder:
 
     @property
     def older_results(self) -> Path | None:
-        """Where the results are now that this run replaces, if there are any, on the rank that prepared it."""
+        """Where the results are now that this run is to replace, if there are any; None but on the first rank.
+
+        They were in `save_dir` when the run was prepared, and its own are not complete.
+        """
         older = self._replaced if self._has_begun else self.save_dir
-        return older if not self._resumes and is_result(older) else None
+        return older if self._has_older and is_result(older) else None
+
+    @property
+    def told_older_results(self) -> str | None:
+        """The same as a sentence for the end of a run that failed."""
+        older = self.older_results
+        if older is None:
+            return None
+        if older == self.save_dir:
+            return f"The results that were to be replaced are in {older}, as they were."
+        return f"The results that were to be replaced are in {older}; the next start puts them back."
 
     def place(self, path: Path) -> Path:
         """Return where to write what the user wants at `path`: inside `folder` if `path` is inside `save_dir`."""
@@ -134,6 +147,7 @@ class OutputFolder:
         except CheckpointError:
             self.discard()
             raise
+        self._has_older = not self._resumes and is_result(self.save_dir)
 
     def discard(self) -> None:
         """Remove `partial`, if this process made it and has not begun; an older `save_dir` stays as it was."""
@@ -171,6 +185,7 @@ class OutputFolder:
 
         Fast if there are none. What cannot be removed is told, and ends nothing.
         """
+        self._has_older = False
         mark = self.save_dir / REPLACES_MARK
         if not mark.exists():
             return
@@ -180,6 +195,32 @@ class OutputFolder:
             mark.unlink()
         except OSError as error:
             logger.warning("the older results in %s cannot be removed (%s)", self._replaced, error.strerror)
+
+    def make_anew_if_removed(self) -> bool:
+        """Whether somebody has removed the folder since the run is at it; it is there and locked again then.
+
+        Costs two looks at the disk. Raises CheckpointError where another run is in its place, or it cannot be made.
+        """
+        folder = self.folder
+        if (lock := self._locks.get(folder)) is None or _is_still(folder, lock):
+            return False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"--save_dir {self.save_dir} was removed while the run was at it, and {folder} cannot be made anew "
+                f"({error})."
+            ) from error
+        self._locks[folder] = self._lock_folder(folder)
+        os.close(lock)
+        if self._has_begun and self._has_older:
+            (folder / REPLACES_MARK).touch()
+        logger.warning(
+            "%s was removed while the run was at it, and is made anew: its settings, its logs and what is still to "
+            "come are there; checkpoints before this are lost",
+            folder,
+        )
+        return True
 
     def begin_export(self) -> None:
         """Make `export_folder` for the model, before any rank writes there; raises CheckpointError."""
@@ -230,6 +271,7 @@ class OutputFolder:
             if had_older:
                 self._replaced.rename(self.save_dir)
             raise
+        self._has_older = False
         sync_to_disk(self.save_dir.parent)
         if had_older:
             interrupted.remove_results(self._replaced)
@@ -378,14 +420,20 @@ def _locked(folder: Path) -> int | None:
         descriptor = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
         return None
-    try:
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), folder.stat()):
+        if _is_still(folder, descriptor):
             return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
     os.close(descriptor)
     return None
+
+
+def _is_still(folder: Path, descriptor: int) -> bool:
+    """Whether `folder` is the one that was opened as `descriptor`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _refuse(problems: Iterable[str]) -> None:

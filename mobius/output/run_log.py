@@ -250,6 +250,8 @@ class RunLog:
         everything = {key: value for part in self.results.values() for key, value in part.items()}
         everything["epoch"] = self.state.epoch
         try:
+            for lines in (self._metrics, self._lines):
+                lines.complete()
             self.write_state(self._folder)
             if "eval" not in self.results:  # that of the model before, where a run went on behind its end
                 (self._folder / "eval_results.json").unlink(missing_ok=True)

@@ -151,6 +151,7 @@ def export_model(
         (folder / "config.json").rename(folder / _UNCHECKED)
     everyone.barrier()
     write_shards(folder, shards, rank, read)
+    everyone.barrier()  # an adapter's file is made of all ranks' shards
     if rank == 0 and base is None:
         write_index(folder, shards, parameters, itemsize)
     elif rank == 0 and base is not None:

@@ -143,6 +143,8 @@ class TrainingLoop:
     """Best evaluation of those whose weights were to be saved."""
     older: str | None = None
     """Word of an interruption about the results that this run would have replaced, if there are any."""
+    restore_folder: Callable[[], None] = lambda: None
+    """Called after each step on the first rank, which sees to it that the folder of the run is there."""
     steps: StepTotals = field(default_factory=StepTotals)
     evaluated_step: int | None = None
     """Step whose weights were evaluated last."""
@@ -224,6 +226,7 @@ class TrainingLoop:
         self.epoch = metrics.epoch
         self.steps.add(metrics)
         if self.log is not None:
+            self.restore_folder()
             self.log.step(metrics)
         ending = None if is_last else exchange.ending
         evaluation, saving = config.evaluation, config.saving

@@ -14,18 +14,35 @@ from mobius.config.config import Config
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import CheckpointError
 from mobius.interruption import Standing
+from mobius.messages.meeting import Meeting, meet_at_store
 from mobius.models.adapters.files import AdapterFolder, Base, check_base
 from mobius.models.base_files import BaseFiles, read_json_object
 from mobius.models.text_parts.taken import text_part
+from mobius.models.weights import folder_has_weights
 from mobius.output.adapters.merged import base_shapes, check_free
+from mobius.output.model_card import Origin
 from mobius.output.output_folder import OutputFolder
 from mobius.planning.blueprint import Blueprint
 from mobius.planning.planned import saved_plan_of
+from mobius.ranks import Ranks
 from mobius.training.export import export_bytes
 from mobius.training.resuming import OPTIONS_FILE, PLAN_FILE, Resume
 from mobius.training.saving import RunTexts
 
 logger = logging.getLogger(__name__)
+
+
+def wait_for_readers(ranks: Ranks) -> Meeting | None:
+    """Return when all ranks have read the files that the user names; collective, before the first rank changes any.
+
+    `--plan`, for instance, may be in the folder of an interrupted run that `prepare_output` removes. The caller keeps
+    the meeting until the ranks meet again: without torchrun the store is the first rank's process.
+    """
+    if ranks.num_ranks == 1:
+        return None
+    meeting = meet_at_store(ranks)
+    meeting.gather(None)
+    return meeting
 
 
 def prepare_output(blueprint: Blueprint, standing: Standing, resume: Resume | None) -> OutputFolder:
@@ -61,6 +78,12 @@ def prepare_output(blueprint: Blueprint, standing: Standing, resume: Resume | No
     kept = f"{output.save_dir} is as it was" if output.save_dir.exists() else "nothing is left"
     standing.becomes(f"before the first step: nothing was trained, and {kept}", clear=output.discard)
     return output
+
+
+def restore_folder(output: OutputFolder, blueprint: Blueprint) -> None:
+    """Make the run's folder anew, with its settings, if somebody has removed it meanwhile; the first rank's."""
+    if output.make_anew_if_removed():
+        _write_settings(output, blueprint)
 
 
 def tell_plan(output: OutputFolder, settled: Blueprint) -> None:
@@ -102,7 +125,14 @@ def base_of(sketch: Blueprint, model_folder: Path, resume: Resume | None) -> Bas
     return base
 
 
-def run_texts(blueprint: Blueprint, base_files: BaseFiles, fingerprint: str, base: Base | None = None) -> RunTexts:
+def origin_of(config: Config, model_folder: Path) -> Origin:
+    """The weights that a new run begins with."""
+    return Origin(config.model.model_path, folder_has_weights(model_folder))
+
+
+def run_texts(
+    blueprint: Blueprint, base_files: BaseFiles, fingerprint: str, *, base: Base | None, origin: Origin
+) -> RunTexts:
     """Everything in a run's checkpoints that does not change; options as they were asked for, `auto` as auto."""
     plan = saved_plan_of(blueprint.answer).to_json()
     asked = replace(blueprint.asked, optim=blueprint.config.optim)
@@ -111,6 +141,7 @@ def run_texts(blueprint: Blueprint, base_files: BaseFiles, fingerprint: str, bas
         files={OPTIONS_FILE: to_yaml(asked), PLAN_FILE: plan},
         options=yaml.safe_load(to_yaml(asked)),
         data_fingerprint=fingerprint,
+        origin=origin,
         base=base,
     )
 
@@ -119,9 +150,9 @@ def _write_settings(output: OutputFolder, blueprint: Blueprint) -> None:
     settings = {OPTIONS_FILE: to_yaml(blueprint.config), PLAN_FILE: saved_plan_of(blueprint.answer).to_json()}
     for name, text in settings.items():
         try:
-            (output.partial / name).write_text(text)
+            (output.folder / name).write_text(text)
         except OSError as error:
-            path = output.partial / name
+            path = output.folder / name
             raise CheckpointError(
                 f"--save_dir {output.save_dir}: cannot write {path} ({error.strerror}). Free some space, or choose "
                 "another folder."

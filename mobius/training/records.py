@@ -10,9 +10,8 @@ from pathlib import Path
 import yaml
 
 from mobius.config.yaml_file import to_yaml
-from mobius.models.weights import folder_has_weights
 from mobius.output.curves_picture import draw_training
-from mobius.output.model_card import CardFacts, model_card
+from mobius.output.model_card import CardFacts, Origin, model_card
 from mobius.output.recordings import Recordings
 from mobius.output.run_log import RunLog, TrainerState
 from mobius.output.trackers import TrackedRun, trackers_of
@@ -58,12 +57,12 @@ def ideal_step_seconds(blueprint: Blueprint) -> float | None:
 
 
 def leave_records(
-    log: RunLog, blueprint: Blueprint, folder: Path, *, model_folder: Path, is_changed: bool = True
+    log: RunLog, blueprint: Blueprint, folder: Path, *, origin: Origin, is_changed: bool = True
 ) -> list[str]:
     """After the last step: results, picture and card into `folder`; returns the problem that the run is to end with.
 
     After training there is none: what fails is told, and the model is still to be saved. Without it results are all
-    that the run was for. `model_folder` is the one that was trained, `is_changed` whether that changed anything.
+    that the run was for. `origin` is what was trained, `is_changed` whether that changed anything.
     """
     error = log.finish()
     if not blueprint.config.evaluation.do_train:
@@ -74,7 +73,7 @@ def leave_records(
     title = f"{blueprint.config.output.name}: {log.state.global_step} steps"
     facts = CardFacts(
         config=blueprint.config,
-        is_pretrained=folder_has_weights(model_folder),
+        origin=origin,
         is_changed=is_changed,
         num_parameters=blueprint.shape.num_parameters,
         num_trained=blueprint.shape.num_trained,

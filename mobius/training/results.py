@@ -72,7 +72,10 @@ def take_best(session: Session, saver: CheckpointSaver, earlier: Path | None = N
     found = [0.0, 0.0]
     if session.everyone.rank == 0:
         has_earlier = earlier is not None and (earlier / MANIFEST_FILE).is_file()
-        found = [float(saver.best_step or 0), float(not saver.best_step and has_earlier)]
+        best = saver.best_step or 0
+        if not (checkpoint_path(saver.save_dir, best) / MANIFEST_FILE).is_file():
+            best = 0  # somebody has removed it
+        found = [float(best), float(not best and has_earlier)]
     step, is_earlier = map(int, numbers_of_ranks(session.everyone, found).sum(0).tolist())
     if not step and not is_earlier:
         logger.warning(

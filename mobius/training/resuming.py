@@ -32,6 +32,7 @@ from mobius.messages.meeting import Meeting, meet_at_store
 from mobius.models.blocks import ModelParts
 from mobius.models.stored.pieces import Piece
 from mobius.optim.stepper import StepCounts
+from mobius.output.model_card import Origin
 from mobius.output.output_folder import kept_free
 from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.planning.blueprint import Blueprint
@@ -62,6 +63,8 @@ _READERS: Final = 4
 """Threads of a rank that read a checkpoint."""
 LAUNCH: Final = "launch"
 """Key in a checkpoint's position of the launcher's start that saved it (`launch_id`)."""
+ORIGIN: Final = "origin"
+"""Key in a checkpoint's position of the weights that its run began with."""
 REPLICAS: Final = "replicas"
 """Key in a checkpoint's position of the number of pipelines that shared it."""
 _PLANNED_BY: Final = (
@@ -101,6 +104,11 @@ class Resume:
     def position(self) -> Mapping[str, Any]:
         """The loop's own numbers."""
         return self.reader.manifest.data
+
+    @property
+    def origin(self) -> Origin:
+        """The weights that the run began with, as far as the checkpoint tells them."""
+        return Origin.from_json(self.position.get(ORIGIN), model_path=self.config.model.model_path)
 
     def trainer_state(self) -> TrainerState:
         """The records of all steps before. Raises CheckpointError."""

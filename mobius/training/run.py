@@ -27,12 +27,13 @@ from mobius.models.base_files import BaseFiles, read_base_files
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights
+from mobius.output.model_card import Origin
 from mobius.output.output_folder import OutputFolder
 from mobius.output.run_log import METRICS_FILE, RunLog
 from mobius.output.text_scores import check_scores_installed
 from mobius.output.trackers import check_installed
 from mobius.planning.alike import check_same_data, meet_replicas
-from mobius.planning.blueprint import complete_blueprint, sketch_blueprint
+from mobius.planning.blueprint import Blueprint, complete_blueprint, sketch_blueprint
 from mobius.planning.planned import adopt_plan
 from mobius.planning.same_files import check_same_model, check_save_dir
 from mobius.ranks import Ranks, command_words, seconds_since_launch
@@ -43,12 +44,21 @@ from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar
 from mobius.training.judging.evaluation import Evaluator, evaluation_samples, make_evaluator
 from mobius.training.loop import Ending, TrainingLoop
 from mobius.training.milestones import log_model, log_stages, log_start
-from mobius.training.opening import base_of, merged_folder, prepare_output, run_texts, tell_plan
+from mobius.training.opening import (
+    base_of,
+    merged_folder,
+    origin_of,
+    prepare_output,
+    restore_folder,
+    run_texts,
+    tell_plan,
+    wait_for_readers,
+)
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.records import leave_records, open_log, recordings_of
 from mobius.training.results import Prediction, Timing, finish, save_model, take_best
 from mobius.training.resuming import Resume, SavedWeights, find_resume, restoring
-from mobius.training.saving import CheckpointSaver
+from mobius.training.saving import CheckpointSaver, check_room, count_saves
 from mobius.training.session import Session, open_session
 from mobius.training.trainer import Trainer
 from mobius.watchdog import Watchdog
@@ -94,6 +104,7 @@ class _Opened:
     resume: Resume | None
     base: Base | None
     """The model that adapters are for; None where there are none."""
+    origin: Origin
 
     @property
     def config(self) -> Config:
@@ -128,8 +139,8 @@ def _watched(run: _Opened, ranks: Ranks, standing: Standing, timing: Timing, wat
     except torch.OutOfMemoryError as error:
         raise out_of_memory(error, ranks.rank, run.session.blueprint) from error
     except MobiusError as error:
-        if (older := run.output.older_results) is not None:
-            error.add_note(f"The results that were to be replaced are in {older}; the next start puts them back.")
+        if (older := run.output.told_older_results) is not None:
+            error.add_note(older)
         raise
     finally:
         run.output.close()
@@ -143,12 +154,12 @@ def _train_and_save(run: _Opened, standing: Standing, timing: Timing, watchdog: 
     try:
         saver, evaluator = _saver(run) if trains else None, _evaluator(run)
         trainer = _trainer(run, saver)
+        state = resume.trainer_state().continued(config) if resume is not None and is_first else None
         if is_first:
             output.begin()
     except BaseException:
         output.discard()
         raise
-    state = None if resume is None else resume.trainer_state().continued(config)
     log = open_log(session.blueprint, output.training_folder, state)
     loop = _loop(run, trainer, saver, evaluator, log, standing, timing)
     timing.ends_loading()
@@ -176,9 +187,10 @@ def _leave_result(run: _Opened, log: RunLog | None, standing: Standing, *, is_ch
     """Records and model, each in its place; returns problems with which the run ends once everything is there."""
     session, output, problems = run.session, run.output, list[str]()
     if log is not None:
+        restore_folder(output, session.blueprint)
         session.activity.begins("the picture of the training and the model card")
         problems = leave_records(
-            log, session.blueprint, output.training_folder, model_folder=run.model_folder, is_changed=is_changed
+            log, session.blueprint, output.training_folder, origin=run.origin, is_changed=is_changed
         )
         if output.moves_at_the_end:
             log.close()  # trackers open their files by name
@@ -221,7 +233,9 @@ def _open(
     sketch = sketch_blueprint(adopted.config, ranks, model_config, saved=adopted.saved, everyone=everyone)
     check_model_weights(model_folder, sketch.parts, config.model)
     base = base_of(sketch, model_folder, resume) if is_lora else None
+    origin = origin_of(config, model_folder) if resume is None else resume.origin
     log_model(sketch, model_folder)
+    meeting = wait_for_readers(ranks)
     output = prepare_output(sketch, standing, resume)
     try:
         check_save_dir(adopted.config, ranks, output.partial, everyone)
@@ -236,6 +250,7 @@ def _open(
             batches.seek(resume.steps_done)
             config = replace(config, planning=replace(config.planning, plan=None))  # it goes when old ones are removed
         blueprint = complete_blueprint(sketch, config, packed=packed_rows(batches), saved=adopted.saved)
+        _check_room(blueprint, output, batches, resume)
         watchdog.start()
         session = open_session(
             blueprint,
@@ -248,6 +263,7 @@ def _open(
     except BaseException:
         output.discard()  # nothing is trained yet
         raise
+    del meeting  # the ranks have met again
     log_stages(session)
     return _Opened(
         session=session,
@@ -259,13 +275,28 @@ def _open(
         model_folder=model_folder,
         resume=resume,
         base=base,
+        origin=origin,
     )
+
+
+def _check_room(blueprint: Blueprint, output: OutputFolder, batches: Batches, resume: Resume | None) -> None:
+    """Refuse a run that could save none of the checkpoints that it is asked for."""
+    config = blueprint.config
+    if not (config.saving.is_on and config.evaluation.do_train and blueprint.place.ranks.is_first):
+        return
+    num_saves = count_saves(
+        config,
+        steps_done=0 if resume is None else resume.steps_done,
+        epochs_done=0.0 if resume is None else float(resume.position.get("epoch", 0.0)),
+        epochs=config.optim.num_train_epochs or batches.num_epochs_of(config.optim.num_steps),
+    )
+    check_room(blueprint, output.save_dir, num_saves=num_saves)
 
 
 def _saver(run: _Opened) -> CheckpointSaver | None:
     if not run.config.saving.is_on:
         return None
-    texts = run_texts(run.session.blueprint, run.base_files, run.data.fingerprint(), run.base)
+    texts = run_texts(run.session.blueprint, run.base_files, run.data.fingerprint(), base=run.base, origin=run.origin)
     saver = CheckpointSaver(run.session, run.output.save_dir, texts, made_safe=run.output.first_is_safe)
     if run.resume is not None:
         saver.continues(run.resume.reader.path, run.resume.steps_done, _best(run, BEST_SAVED).step)
@@ -327,6 +358,7 @@ def _loop(
         best_saved=_best(run, BEST_SAVED),
         num_replicas=run.session.blueprint.place.ranks.num_replicas,
         older=None if older is None else f"{run.output.save_dir} is as it was",
+        restore_folder=partial(restore_folder, run.output, run.session.blueprint),
     )
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,7 @@ from mobius.checkpoints.files import (
     nearest_folder,
     plan_files,
     space_needed,
+    told_as,
     write_stage,
 )
 from mobius.checkpoints.folders import (
@@ -44,7 +47,8 @@ from mobius.checkpoints.folders import (
 from mobius.checkpoints.manifest import Manifest, file_record
 from mobius.checkpoints.saved_stage import SavedStage
 from mobius.checkpoints.snapshot import SaveOutcome, Snapshots
-from mobius.config.long_runs import ALL_CHECKPOINTS
+from mobius.config.config import Config
+from mobius.config.long_runs import ALL_CHECKPOINTS, SaveStrategy, steps_between
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.machine.available import available_host_bytes
 from mobius.machine.devices import optimizer_threads
@@ -54,10 +58,13 @@ from mobius.models.base_files import BaseFiles
 from mobius.optim.stepper import StepCounts
 from mobius.output.adapters.folder import write_adapter
 from mobius.output.hf_folder import write_model_files
+from mobius.output.model_card import Origin
 from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.planning.alike import versions
-from mobius.training.export import saved_parameters
+from mobius.planning.blueprint import Blueprint
+from mobius.training.export import export_bytes, saved_parameters
+from mobius.training.resuming import ORIGIN
 from mobius.training.session import Session
 from mobius.training.trainer import numbers_of_ranks
 from mobius.units import GIB, bytes_text
@@ -95,8 +102,53 @@ class RunTexts:
     """Texts by file name, such as training_args.yaml and plan.json."""
     options: Mapping[str, Any]
     data_fingerprint: str
+    origin: Origin
     base: Base | None = None
     """The model that adapters are for; None where there are none."""
+
+
+def count_saves(config: Config, *, steps_done: int, epochs_done: float, epochs: float) -> int:
+    """Checkpoints that a run is to save from `steps_done` on; its last step is in epoch `epochs`, about."""
+    saving, total = config.saving, config.optim.num_steps
+    if saving.save_strategy is SaveStrategy.EPOCH:
+        return math.floor(epochs) - math.floor(epochs_done)
+    every = steps_between(saving.save_steps, total)
+    return total // every - steps_done // every
+
+
+def check_room(blueprint: Blueprint, save_dir: Path, *, num_saves: int) -> None:
+    """Refuse a run whose disk has no room for its first checkpoint and its model; warn where later ones do not fit.
+
+    Call it before weights are read, on the first rank. Raises CheckpointError.
+    """
+    config = blueprint.config
+    parameters, limit = saved_parameters(blueprint), config.saving.save_total_limit
+    has_optimizer, model = not config.saving.save_only_model, export_bytes(blueprint)
+    each = space_needed(parameters, blueprint.dtype, has_optimizer)
+    with told_as("write to", save_dir):
+        free = shutil.disk_usage(nearest_folder(save_dir)).free
+    room = (free - model) // each
+    found = f"--save_dir {save_dir}: a checkpoint takes {bytes_text(each)}, the model {bytes_text(model)}; "
+    found += f"{bytes_text(free)} is free"
+    smaller = space_needed(parameters, blueprint.dtype, has_optimizer=False)
+    if num_saves > 0 and room < 1:
+        less = f"save weights only (--save_only_model: {bytes_text(smaller)}), " if has_optimizer else ""
+        raise CheckpointError(
+            f"{found}. Nothing is trained yet. Free some space, choose another --save_dir, {less}or save no "
+            "checkpoints: --save_strategy no."
+        )
+    # An older one is removed when the new one is complete.
+    wanted = num_saves
+    if limit != ALL_CHECKPOINTS:
+        wanted = min(num_saves, max(1, limit + 1 - len(find_checkpoints(save_dir).good)))
+    if room < wanted:
+        logger.warning(
+            "%s, room for %d of the %d further checkpoints that are there at once. Saves that find no room are told "
+            "and left out: free some space, or lower --save_total_limit",
+            found,
+            room,
+            wanted,
+        )
 
 
 class _NotBegunError(CheckpointError):
@@ -146,17 +198,21 @@ class CheckpointSaver:
         self._begun = 0.0
         self.best_step: int | None = None
         """Step of the best checkpoint, which is not to be removed; on the first rank."""
-        self.newest: Path | None = None
-        """The last one that was completed, on the first rank."""
+        self._newest: Path | None = None
         self.newest_step = 0
         self.outcomes: list[SaveOutcome] = []
 
     def continues(self, newest: Path, step: int, best_step: int | None) -> None:
         """Take over what the run had before it was resumed: its checkpoint, and the best one."""
         if newest.resolve().parent == self.save_dir.resolve():
-            self.newest, self.newest_step = newest, step
+            self._newest, self.newest_step = newest, step
             if best_step is not None and checkpoint_path(self.save_dir, best_step).exists():
                 self.best_step = best_step
+
+    @property
+    def newest(self) -> Path | None:
+        """The last one that was completed, on the first rank; None, too, where somebody has removed it."""
+        return self._newest if self._newest is not None and self._newest.is_dir() else None
 
     def before_update(self, stage: int) -> None:
         """For the stepper: return when the state of `stage` may change."""
@@ -306,7 +362,7 @@ class CheckpointSaver:
             if not checkpoint_path(self.save_dir, point.step).exists():
                 discard(partial)
             return False
-        self.newest, self.newest_step = newest, point.step
+        self._newest, self.newest_step = newest, point.step
         if point.is_best:
             self.best_step = point.step
         seconds = time.monotonic() - self._begun
@@ -347,7 +403,12 @@ class CheckpointSaver:
             has_optimizer=self._has_optimizer,
             files=tuple(sorted(records, key=lambda record: record.file_name)),
             training=asdict(point.counts),
-            data={**point.position, "epoch": point.epoch, "fingerprint": self._texts.data_fingerprint},
+            data={
+                **point.position,
+                "epoch": point.epoch,
+                "fingerprint": self._texts.data_fingerprint,
+                ORIGIN: asdict(self._texts.origin),
+            },
             options=self._texts.options,
             versions=versions(),
             metric=point.metric,

@@ -28,7 +28,7 @@ from mobius.planning.blueprint import Blueprint, draw_blueprint
 from mobius.ranks import Ranks
 from mobius.training.data import packed_rows
 from mobius.training.judging.evaluation import EvaluationSamples, Evaluator, make_evaluator
-from mobius.training.opening import run_texts
+from mobius.training.opening import origin_of, run_texts
 from mobius.training.resuming import restore
 from mobius.training.saving import CheckpointSaver, SavedPoint
 from mobius.training.session import Session, open_session
@@ -184,5 +184,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _saver(session: Session, save_dir: Path) -> CheckpointSaver:
-    texts = run_texts(session.blueprint, read_base_files(Path(session.blueprint.config.model.model_path)), "random")
+    folder = Path(session.blueprint.config.model.model_path)
+    origin = origin_of(session.blueprint.config, folder)
+    texts = run_texts(session.blueprint, read_base_files(folder), "random", base=None, origin=origin)
     return CheckpointSaver(session, save_dir, texts)

@@ -16,7 +16,7 @@ from mobius.ranks import Ranks
 from mobius.training.data import RunData, read_data
 from mobius.training.judging.prediction import PromptAndAnswer, prompts_of
 from mobius.training.milestones import log_model
-from mobius.training.opening import prepare_output
+from mobius.training.opening import prepare_output, wait_for_readers
 from mobius.training.results import Prediction
 
 
@@ -40,6 +40,7 @@ def open_prediction(
     sketch = sketch_blueprint(config, ranks, model_config, saved=adopted.saved)
     check_model_weights(model_folder, sketch.parts, config.model)
     log_model(sketch, model_folder)
+    meeting = wait_for_readers(ranks)
     output = prepare_output(sketch, standing, None)
     standing.goes_on_alone()
     try:
@@ -50,6 +51,7 @@ def open_prediction(
     except BaseException:
         output.discard()
         raise
+    del meeting  # what the others still do needs nobody
     if not ranks.is_first:
         return None
     return Prediction(

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 
 from mobius.config.adapters import AdapterConfig, FinetuningType
 from mobius.config.config import Config, DataConfig, DatasetEntry, ModelConfig, OptimConfig, OutputConfig
-from mobius.output.model_card import CardFacts, model_card
+from mobius.output.model_card import CardFacts, Origin, model_card
 from mobius.output.run_log import TrainerState
 
 
@@ -25,7 +25,7 @@ def facts(model: str = "Qwen/Qwen3-0.6B", *datasets: DatasetEntry, name: str = "
     state.global_step, state.epoch, state.num_input_tokens_seen = 20, 1.5, 123_456
     return CardFacts(
         config=config,
-        is_pretrained=True,
+        origin=Origin(model, is_pretrained=True),
         num_parameters=596_049_920,
         num_trained=596_049_920,
         num_active=596_049_920,
@@ -47,7 +47,8 @@ def test_the_hub_reads_base_model_datasets_and_library() -> None:
 
 @pytest.mark.parametrize("is_pretrained", [True, False])
 def test_a_model_that_no_step_has_changed_is_not_called_fine_tuned(is_pretrained: bool) -> None:
-    text = model_card(replace(facts(), is_changed=False, is_pretrained=is_pretrained))
+    origin = Origin("Qwen/Qwen3-0.6B", is_pretrained=is_pretrained)
+    text = model_card(replace(facts(), is_changed=False, origin=origin))
 
     assert "20 steps on `tatsu-lab/alpaca` x 0.5 changed no parameter" in text
     assert "fine-tuned" not in text
@@ -124,7 +125,7 @@ def test_datasets_that_were_evaluated_on_are_told_by_their_last_name_too(tmp_pat
 
 
 def test_a_shape_without_weights_is_no_base_model() -> None:
-    text = model_card(replace(facts(), is_pretrained=False))
+    text = model_card(replace(facts(), origin=Origin("Qwen/Qwen3-0.6B", is_pretrained=False)))
 
     assert "Trained from fresh weights in the shape of `Qwen/Qwen3-0.6B`" in text
     assert ModelCard(text).data.base_model is None
@@ -137,3 +138,14 @@ def test_a_name_opens_neither_code_nor_a_tag_nor_the_front_matter() -> None:
     assert "`a script --- x`" in text
     assert "# x b\n" in text
     assert ModelCard(text).data.library_name == "transformers"
+
+
+def test_a_card_of_a_run_whose_beginning_is_not_known_claims_neither() -> None:
+    origin = Origin.from_json(None, model_path="Qwen/Qwen3-0.6B")
+
+    text = model_card(replace(facts(), origin=origin))
+
+    assert "fine-tuned from" not in text
+    assert "fresh weights" not in text
+    assert "base_model" not in text
+    assert "`Qwen/Qwen3-0.6B`" in text

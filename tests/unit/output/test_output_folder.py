@@ -76,6 +76,19 @@ def test_overwriting_replaces_the_old_model_as_a_whole_and_only_at_the_commit(tm
     assert names(tmp_path / "save") == ["config.json"]
 
 
+def test_older_results_are_told_until_they_are_replaced(tmp_path: Path) -> None:
+    saved_model(tmp_path / "save", "old")
+    output = make(tmp_path / "save", overwrite=True)
+
+    output.prepare({})
+    assert output.older_results == tmp_path / "save"
+    (output.partial / "config.json").write_text("new")
+    (output.partial / "model.safetensors").write_text("new")
+    output.commit()
+
+    assert output.older_results is None
+
+
 def test_overwriting_never_removes_what_is_not_a_saved_model(tmp_path: Path) -> None:
     (tmp_path / "save").mkdir()
     (tmp_path / "save" / "thesis.tex").touch()

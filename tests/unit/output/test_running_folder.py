@@ -222,6 +222,15 @@ def test_older_results_stay_aside_until_the_first_checkpoint(tmp_path: Path) -> 
     assert names(tmp_path / "save") == ["checkpoint-1", *sorted(SETTINGS)]
 
 
+def test_what_the_run_itself_has_saved_is_no_older_result_on_any_rank(tmp_path: Path) -> None:
+    other, first = make(tmp_path / "save"), begun(tmp_path / "save")
+    assert first.older_results is None
+
+    save_checkpoint(first.folder, 1, "one")
+
+    assert (other.older_results, first.older_results) == (None, None)
+
+
 def test_older_results_go_with_the_model_where_no_checkpoint_came(tmp_path: Path) -> None:
     saved_model(tmp_path / "save", "old")
     output = begun(tmp_path / "save", overwrite=True)

@@ -31,6 +31,7 @@ Run = Callable[..., None]
 OPTIONS = """--num_iterations 8 --save_steps 4 --save_total_limit 0 --learning_rate 1e-3 --warmup_steps 1
     --save_params none"""
 EIGHT = OPTIONS.split()
+FREQUENT = ["--save_steps", "1", "--save_total_limit", "1"]
 IN_EPOCHS = """--model_path model --dataset data.jsonl --device cpu --dtype fp32 --num_stages 2 --num_chunks 2
     --batch_size 4 --seq_length 16 --num_train_epochs 3 --save_steps 4 --save_total_limit 0 --learning_rate 1e-3
     --save_params none --val_size 4 --eval_strategy epoch --save_dir out"""
@@ -271,6 +272,48 @@ def test_a_damaged_shard_is_refused_and_the_newest_good_checkpoint_named(
     text = str(raised.value)
     assert shard.name in text
     assert re.search(r"newest good checkpoint there is (\S*/)?out/checkpoint-4: --resume_from_checkpoint", text)
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_the_card_of_a_resumed_run_tells_what_the_run_began_with(run: Run, workplace: Path, has_weights: bool) -> None:
+    if not has_weights:
+        (workplace / "bare").mkdir()
+        for path in (workplace / "model").glob("*.json"):
+            if "index" not in path.name:
+                shutil.copy(path, workplace / "bare" / path.name)
+    run(*EIGHT, "--num_iterations", "4", "--model_path", "model" if has_weights else "bare")
+    expected = "All parameters fine-tuned from `model`" if has_weights else "from fresh weights in the shape of `bare`"
+    assert expected in (workplace / "out" / "README.md").read_text()
+
+    # The checkpoint goes on the way: it is no folder to look at in the end.
+    resume("true", "--save_dir", "out", "--resume_changes", "num_iterations", "--num_iterations", "6", *FREQUENT)
+
+    assert not (workplace / "out" / "checkpoint-4").exists()
+    assert expected in (workplace / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("training_args.yaml", "seed: 42", "seed: 43"),
+        ("trainer_state.json", '"epoch": 0', '"epoch": 9'),
+        ("plan.json", '"version": 2', '"version": 1'),
+    ],
+)
+def test_a_file_of_a_checkpoint_that_was_edited_is_refused_by_name(
+    run: Run, workplace: Path, file: str, old: str, new: str
+) -> None:
+    run(*EIGHT)
+    path = workplace / "out" / "checkpoint-4" / file
+    text = path.read_text()
+    assert text.replace(old, new) != text, "the edit is one, and leaves the size as it is"
+    path.write_text(text.replace(old, new))
+
+    with pytest.raises(CheckpointError, match=rf"{file} is damaged: it was changed .* checksum") as raised:
+        resume("out/checkpoint-4", "--save_dir", "resumed")
+
+    assert f"--resume_from_checkpoint {workplace / 'out' / 'checkpoint-8'}" in str(raised.value)
+    assert not (workplace / "resumed").exists()
 
 
 def test_true_passes_over_a_torn_checkpoint(run: Run, workplace: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,11 +6,12 @@ import json
 import logging
 import re
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from mobius.errors import CheckpointError, MobiusError, NonFiniteLossError, NoRe
 from mobius.interruption import Standing
 from mobius.memory.layout import StageLayout
 from mobius.output.hf_folder import write_params_file
+from mobius.output.metrics import StepMetrics
 from mobius.training.export import check_result
+from mobius.training.loop import TrainingLoop
 from mobius.training.session import Session
 
 Run = Callable[..., None]
@@ -125,6 +128,33 @@ def test_a_run_that_changed_parameters_says_nothing_of_it(
 
     assert not [text for text in caplog.messages if "no parameter was changed" in text]
     assert "changed no parameter" not in (workplace / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("options", ["--save_steps 1 --save_total_limit 0", "--save_steps 9", "--save_strategy no"])
+def test_a_folder_that_is_removed_while_the_run_is_at_it_has_all_results_in_the_end(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: str
+) -> None:
+    after_step = TrainingLoop._after_step
+
+    def removed(loop: TrainingLoop, metrics: StepMetrics, *more: Any) -> Any:
+        if metrics.step == 2:
+            if loop.saver is not None:
+                loop.saver.finish()
+            shutil.rmtree(loop.folder)
+        return after_step(loop, metrics, *more)
+
+    monkeypatch.setattr(TrainingLoop, "_after_step", removed)
+
+    run(*options.split())
+
+    out = workplace / "out"
+    assert {"training_args.yaml", "plan.json", "metrics.jsonl", "trainer_log.jsonl", "trainer_state.json"} <= {
+        path.name for path in out.iterdir()
+    }
+    assert [row["step"] for row in metrics_in(out)] == [1, 2, 3]
+    assert len((out / "trainer_log.jsonl").read_text().splitlines()) == 3
+    assert load_file(out / "model.safetensors")
+    assert "was removed while the run was at it" in caplog.text
 
 
 @contextmanager

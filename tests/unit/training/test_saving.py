@@ -282,3 +282,57 @@ def test_the_disk_that_is_measured_is_the_one_that_checkpoints_go_to(
     Path("link").symlink_to("elsewhere")
     run(*OPTIONS.split(), "--num_iterations", "4", "--save_dir", "link")
     assert measured == [workplace / "elsewhere"]
+
+
+def free_bytes(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=num_bytes))
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_bytes(monkeypatch, 20 * 2**20)
+
+    with pytest.raises(CheckpointError, match=r"a checkpoint takes 5\d\.\d MiB, the model 1.\d MiB; 20.0 MiB is free"):
+        run("--save_steps", "2")
+
+    assert not [path.name for path in workplace.iterdir() if path.name.startswith("out")]
+
+
+def test_a_run_that_is_to_save_no_checkpoint_needs_no_room_for_one(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free_bytes(monkeypatch, 20 * 2**20)
+
+    run("--save_steps", "4")
+
+    assert (workplace / "out" / "config.json").is_file()
+    assert "is free" not in caplog.text
+
+
+def test_room_for_some_checkpoints_only_is_told_at_the_start(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free_bytes(monkeypatch, 120 * 2**20)
+
+    run("--save_steps", "1", "--save_total_limit", "2")
+
+    assert "room for 2 of the 3 further checkpoints" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "done", "expected"),
+    [
+        ("--num_iterations 12 --save_steps 4", (0, 0.0), 3),
+        ("--num_iterations 12 --save_steps 4", (5, 1.0), 2),
+        ("--num_iterations 12 --save_steps 0.5", (0, 0.0), 2),
+        ("--num_iterations 12 --save_steps 13", (0, 0.0), 0),
+        ("--num_iterations 12 --save_strategy epoch", (0, 0.0), 3),
+        ("--num_iterations 12 --save_strategy epoch", (8, 2.5), 1),
+    ],
+)
+def test_saves_of_a_run_are_counted(options: str, done: tuple[int, float], expected: int) -> None:
+    config = parse_args(["--device", "cpu", *options.split()], num_ranks=1)
+
+    assert saving.count_saves(config, steps_done=done[0], epochs_done=done[1], epochs=3.4) == expected
