@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mobius.checkpoints.files import StageParameter
-from mobius.errors import CheckpointError, NoResultError
+from mobius.errors import CheckpointError, MobiusError, NoResultError
 from mobius.interruption import Standing
 from mobius.memory.stage_state import CHUNK_ELEMENTS, StageState
 from mobius.models.adapters.files import Base
@@ -99,11 +99,15 @@ def has_changed(session: Session, before: WeightSource) -> bool:
     """Whether training has changed any parameter from its value in `before`, in the format of the weights; collective.
 
     Each rank reads its smallest parameters first and stops at a difference, so that a usual run reads next to nothing.
+    If `before` can no longer be read, because its files are gone, the parameters count as changed.
     """
     states = [own.state for own in session.stages.memory.values()]
     trained = [(state, name) for state in states for name in state.layout.offsets if state.layout.is_trained(name)]
     trained.sort(key=lambda each: torch.Size(each[0].layout.offsets[each[1]][1]).numel())
-    is_changed = any(_differs(state, name, before) for state, name in trained)
+    try:
+        is_changed = any(_differs(state, name, before) for state, name in trained)
+    except MobiusError:  # a checkpoint is removed when newer ones are saved; the result must not depend on it
+        is_changed = True
     return bool(numbers_of_ranks(session.everyone, [float(is_changed)]).any())
 
 
