@@ -9,7 +9,9 @@ from pathlib import Path
 
 import yaml
 
+from mobius.config.config import OptimConfig
 from mobius.config.yaml_file import to_yaml
+from mobius.optim.lr_schedule import learning_rate_at
 from mobius.output.curves_picture import draw_training
 from mobius.output.model_card import CardFacts, Origin, model_card
 from mobius.output.recordings import Recordings
@@ -29,6 +31,8 @@ def open_log(blueprint: Blueprint, folder: Path, state: TrainerState | None = No
     if not blueprint.place.ranks.is_first:
         return None
     config = blueprint.config
+    if state is not None and not config.saving.changes and (line := other_schedule(state, config.optim)):
+        logger.warning("%s", line)
     first_step = 1 if state is None else state.global_step + 1
     tracked = TrackedRun(config.output.name, folder, yaml.safe_load(to_yaml(config)), first_step)
     return RunLog(
@@ -36,6 +40,23 @@ def open_log(blueprint: Blueprint, folder: Path, state: TrainerState | None = No
         state or TrainerState.at_start(config),
         trackers_of(config.output.trackers, tracked),
         ideal_step_seconds=ideal_step_seconds(blueprint),
+    )
+
+
+def other_schedule(state: TrainerState, optim: OptimConfig) -> str | None:
+    """The line about a run that goes on in another schedule than it was in, though its options are the same.
+
+    A version that begins its warm-up elsewhere has left such checkpoints.
+    """
+    shown = (entry for entry in reversed(state.log_history) if "learning_rate" in entry)
+    if (entry := next(shown, None)) is None or not 0 < entry["step"] <= optim.num_steps:
+        return None
+    was, now = float(entry["learning_rate"]), learning_rate_at(entry["step"] - 1, optim)
+    if math.isclose(was, now, rel_tol=1e-6):
+        return None
+    return (
+        f"step {entry['step']} had a learning rate of {was:.4g}, and in the schedule of this version of Mobius it has "
+        f"{now:.4g}: the run goes on in the latter (see docs/guide.md)"
     )
 
 

@@ -19,11 +19,14 @@ from harness.runs import make_checkpoint
 from mobius.config.cli import given_options, parse_args
 from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
 from mobius.messages.transport import Transport
+from mobius.optim.lr_schedule import learning_rate_at
 from mobius.optim.stepper import Stepper
+from mobius.output.run_log import TrainerState
 from mobius.planning.blueprint import Blueprint
 from mobius.planning.measured_plan import is_host_to_be_measured
 from mobius.ranks import Ranks
 from mobius.runtime.step_sums import StepSums
+from mobius.training.records import other_schedule
 from mobius.training.resuming import find_resume
 from mobius.training.run import run_training
 
@@ -56,6 +59,7 @@ VARIANTS = {
     "packed rows of several samples": "--seq_length 64",
     "evaluated": "--val_size 4 --eval_strategy steps --eval_steps 2",
     "a dropped tail of the schedule": "--lr_scheduler_type cosine --warmup_steps 6",
+    "a schedule with numbers": "--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=5",
 }
 
 
@@ -67,6 +71,22 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, workplace: 
 
     assert_goes_on_exactly(Path("out"), Path("resumed"), step=4)
     assert len({row["loss"] for row in steps_of(Path("out"))}) > 4, "the loss moves"
+
+
+def test_a_checkpoint_of_another_schedule_is_told_with_both_rates() -> None:
+    config = parse_args(["--num_iterations", "8", "--warmup_steps", "4", "--learning_rate", "1e-3"])
+    state = TrainerState.at_start(config)
+    assert other_schedule(state, config.optim) is None
+    state.log_history.append({"step": 4, "learning_rate": learning_rate_at(3, config.optim)})
+    state.log_history.append({"step": 4, "eval_loss": 3.0})
+    assert other_schedule(state, config.optim) is None
+
+    state.log_history.append({"step": 2, "learning_rate": 0.25e-3})  # transformers' own, which begins at zero
+
+    told = other_schedule(state, config.optim)
+    assert told is not None
+    assert "step 2 had a learning rate of 0.00025" in told
+    assert "it has 0.0005" in told
 
 
 def test_epochs_go_on_in_their_middle(workplace: Path) -> None:
