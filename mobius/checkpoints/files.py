@@ -34,7 +34,7 @@ from torch import Tensor
 
 from mobius.errors import CheckpointError
 from mobius.units import bytes_text
-from mobius.writing import sync_to_disk
+from mobius.writing import follow_umask, sync_to_disk
 
 STATE_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "exp_avg": torch.float32,
@@ -221,7 +221,7 @@ def write_stage(
             num_bytes = sum(value.nbytes for value in values.values())
             with told_as("write", path, num_bytes):
                 save_file(values, path, metadata={"format": "pt"})
-                path.chmod(0o644)  # safetensors makes it readable for its owner alone
+                follow_umask(path)  # safetensors makes it readable for its owner alone
                 sync_to_disk(path)
                 size = path.stat().st_size
             progress()

@@ -125,7 +125,6 @@ def complete(
         for folder in (*filter(Path.is_dir, partial.rglob("*")), partial):
             sync_to_disk(folder)
         path.write_text(text, encoding="utf-8")  # torn, it is no JSON or has another checksum
-        path.chmod(0o644)
         sync_to_disk(path)
         sync_to_disk(partial)
     return _give_name(partial)
@@ -321,7 +320,6 @@ def _synced_others(partial: Path, manifest: Manifest) -> Iterator[OtherFile]:
     for path in sorted(partial.rglob("*")):
         name = path.relative_to(partial).as_posix()
         if path.is_file() and name not in recorded:
-            path.chmod(0o644)
             sync_to_disk(path)
             content = path.read_bytes()
             yield OtherFile(name, len(content), zlib.crc32(content))
