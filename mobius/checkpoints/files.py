@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, reason_of
 from mobius.units import bytes_text
 from mobius.writing import follow_umask, sync_to_disk
 
@@ -238,7 +238,7 @@ def told_as(doing: str, path: Path, num_bytes: int | None = None) -> Iterator[No
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason_of(error)
         message = f"cannot {doing} {path}: {reason}"
         is_full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(error)
         if is_full:

@@ -35,7 +35,7 @@ import torch
 from mobius.checkpoints.files import WHOLE_MODEL, FileRecord, StageParameter, plan_files, told_as
 from mobius.checkpoints.manifest import MANIFEST_FILE, Manifest, OtherFile
 from mobius.checkpoints.reading import CheckpointReader
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, reason_of
 from mobius.excerpt import listed
 from mobius.models.base_files import read_json_object
 from mobius.writing import sync_to_disk
@@ -250,7 +250,7 @@ def _give_name(partial: Path) -> Path:
     try:
         _remove(aside)
     except OSError as error:  # the checkpoint is there; the next start removes the rest
-        logger.warning("%s, which was replaced, cannot be removed: %s", aside, error.strerror)
+        logger.warning("%s, which was replaced, cannot be removed: %s", aside, reason_of(error))
     return final
 
 
