@@ -73,6 +73,11 @@ class NoResultError(MobiusError):
     exit_code: ClassVar[int] = 3
 
 
+def reason_of(error: BaseException) -> str:
+    """Words of the system for an error, without number and path; without such words the first line of its message."""
+    return getattr(error, "strerror", None) or first_line(error)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of a message, and the next one where it ends with a colon; the class's name if there is none."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -17,6 +17,19 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def follow_umask(path: Path) -> None:
+    """Give a file the mode that the user's umask asks for, where a library made it readable for its owner alone."""
+    path.chmod(0o666 & ~_umask())
+
+
+def _umask() -> int:
+    """This process's umask; to ask the system for it is to change it, which other threads would see."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o077  # a kernel of before 2017
+
+
 @contextlib.contextmanager
 def replaced_whole(path: Path, *, has_many_writers: bool = False) -> Iterator[Path]:
     """Give a temporary path beside `path` to write to; on success it is synced and takes `path`'s name at once.

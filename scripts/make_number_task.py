@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
             path.write_text("".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8")
             print(f"{len(samples):,} samples written to {path}")
     except OSError as error:
-        print(f"error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"error: cannot write {path}: {error.strerror or error}", file=sys.stderr)
         return 2
     return 0
 

@@ -32,9 +32,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, reason_of
 from mobius.units import bytes_text
-from mobius.writing import sync_to_disk
+from mobius.writing import follow_umask, sync_to_disk
 
 STATE_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "exp_avg": torch.float32,
@@ -221,7 +221,7 @@ def write_stage(
             num_bytes = sum(value.nbytes for value in values.values())
             with told_as("write", path, num_bytes):
                 save_file(values, path, metadata={"format": "pt"})
-                path.chmod(0o644)  # safetensors makes it readable for its owner alone
+                follow_umask(path)  # safetensors makes it readable for its owner alone
                 sync_to_disk(path)
                 size = path.stat().st_size
             progress()
@@ -238,7 +238,7 @@ def told_as(doing: str, path: Path, num_bytes: int | None = None) -> Iterator[No
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason_of(error)
         message = f"cannot {doing} {path}: {reason}"
         is_full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(error)
         if is_full:

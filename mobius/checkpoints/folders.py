@@ -35,7 +35,7 @@ import torch
 from mobius.checkpoints.files import WHOLE_MODEL, FileRecord, StageParameter, plan_files, told_as
 from mobius.checkpoints.manifest import MANIFEST_FILE, Manifest, OtherFile
 from mobius.checkpoints.reading import CheckpointReader
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, reason_of
 from mobius.excerpt import listed
 from mobius.models.base_files import read_json_object
 from mobius.writing import sync_to_disk
@@ -125,7 +125,6 @@ def complete(
         for folder in (*filter(Path.is_dir, partial.rglob("*")), partial):
             sync_to_disk(folder)
         path.write_text(text, encoding="utf-8")  # torn, it is no JSON or has another checksum
-        path.chmod(0o644)
         sync_to_disk(path)
         sync_to_disk(partial)
     return _give_name(partial)
@@ -251,7 +250,7 @@ def _give_name(partial: Path) -> Path:
     try:
         _remove(aside)
     except OSError as error:  # the checkpoint is there; the next start removes the rest
-        logger.warning("%s, which was replaced, cannot be removed: %s", aside, error.strerror)
+        logger.warning("%s, which was replaced, cannot be removed: %s", aside, reason_of(error))
     return final
 
 
@@ -321,7 +320,6 @@ def _synced_others(partial: Path, manifest: Manifest) -> Iterator[OtherFile]:
     for path in sorted(partial.rglob("*")):
         name = path.relative_to(partial).as_posix()
         if path.is_file() and name not in recorded:
-            path.chmod(0o644)
             sync_to_disk(path)
             content = path.read_bytes()
             yield OtherFile(name, len(content), zlib.crc32(content))

@@ -18,7 +18,7 @@ from pathlib import Path
 from mobius.config.cli import read_command_line, resolve
 from mobius.config.config import Config, Device
 from mobius.config.validation import validate
-from mobius.errors import ConfigError
+from mobius.errors import ConfigError, reason_of
 from mobius.log import printable
 from mobius.ranks import device_list, omp_num_threads, told_command, visible_devices
 
@@ -105,7 +105,7 @@ def check_port(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise ConfigError(
-                f"`--master_port` {port} cannot be used ({error.strerror}), perhaps by another run; "
+                f"`--master_port` {port} cannot be used ({reason_of(error)}), perhaps by another run; "
                 f"use --master_port {port + 1 if port < 65_535 else 29_502}"
             ) from None
 

@@ -25,7 +25,7 @@ from mobius.config.options import (
     spellings,
 )
 from mobius.config.words import is_plain
-from mobius.errors import ConfigError, first_line
+from mobius.errors import ConfigError, first_line, reason_of
 from mobius.excerpt import excerpt, quoted
 
 _MOST_BYTES: Final = 1 << 18
@@ -76,7 +76,7 @@ def _read_text(path: str) -> str:
         if len(content) > _MOST_BYTES:
             raise OSError(errno.EFBIG, f"it is too large: options fit into {_MOST_BYTES} bytes")
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason_of(error)
         place = excerpt(str(file.absolute()), _SHOWN_OF_PATH)
         raise ConfigError(
             f"`--config {shown}` cannot be read ({reason}, looked at {place}); give the path of a YAML file of options"

@@ -8,7 +8,7 @@ import difflib
 from pathlib import Path
 from typing import Final
 
-from mobius.errors import DataError
+from mobius.errors import DataError, reason_of
 from mobius.excerpt import excerpt
 
 _MOST_BYTES: Final = 1 << 20
@@ -154,7 +154,7 @@ def resolve_template(given: str | None) -> str | None:
     except (OSError, ValueError) as error:
         near = difflib.get_close_matches(given.lower()[:100], TEMPLATES, n=2, cutoff=0.5)
         meant = f" (did you mean {' or '.join(near)}?)" if near else ""
-        reason = (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)
+        reason = reason_of(error)
         raise DataError(
             f"--chat_template {excerpt(given)}: neither a built-in template{meant} nor a file that can be read "
             f"({reason}). Give a Jinja file, or one of {', '.join(sorted(TEMPLATES))}"

@@ -27,7 +27,7 @@ from mobius.data.blocks import (
     parse_text,
     table_blocks,
 )
-from mobius.errors import DataError, first_line
+from mobius.errors import DataError, reason_of
 from mobius.excerpt import excerpt
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _read(read: Callable[[_File], Iterator[Block]], path: Path) -> Iterator[Bloc
             number = next(number for number, line in lines if line.decode("utf-8", "ignore").encode() != line)
         raise not_utf8(f"{path}, line {number}", error) from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or excerpt(first_line(error), 300)}") from error
+        raise DataError(f"{path}: cannot be read: {excerpt(reason_of(error), 300)}") from error
 
 
 def _read_json(file: _File) -> Iterator[Block]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 from mobius.config.config import DatasetEntry
 from mobius.data.blocks import Block, table_blocks
 from mobius.data.readers import SUFFIXES, reader_of
-from mobius.errors import DataError, first_line
+from mobius.errors import DataError, first_line, reason_of
 from mobius.excerpt import excerpt, listed, quoted
 from mobius.writing import replaced_whole
 
@@ -66,9 +66,7 @@ def open_source(
         if path.exists():
             raise DataError(f"{given}: is neither a file nor a folder but a pipe or device; give a file")
     except (OSError, ValueError) as error:  # no right to look there, or a name that no file can have
-        raise DataError(
-            f"{given}: cannot be looked up: {getattr(error, 'strerror', None) or first_line(error)}"
-        ) from error
+        raise DataError(f"{given}: cannot be looked up: {reason_of(error)}") from error
     hub_id = KNOWN_DATASETS.get(entry.name, entry.name)
     is_hub_id = _HUB_ID.fullmatch(hub_id) and len(hub_id) <= _LONGEST_HUB_ID
     if reader_of(path) is not None or not is_hub_id:
@@ -135,7 +133,7 @@ def _open_files(files: list[Path], place: Path, given: str, memory: Path | None)
             states.append(path.stat())
             content, lines, size = _content(path, memory)
         except OSError as error:
-            raise DataError(f"{given}: cannot read {path.absolute()}: {error.strerror}") from error
+            raise DataError(f"{given}: cannot read {path.absolute()}: {reason_of(error)}") from error
         digest.update(f"{[suffix.lower() for suffix in path.suffixes[-2:]]} {content}\n".encode())
         num_lines, num_bytes = num_lines + lines, num_bytes + size
 

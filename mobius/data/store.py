@@ -25,7 +25,7 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from mobius.errors import DataError, first_line
+from mobius.errors import DataError, first_line, reason_of
 from mobius.units import bytes_text
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,8 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"cannot keep the tokenized dataset in {folder.parent}: {error.strerror}. Make that folder writable, free "
-            "some space, or choose another place with the environment variable XDG_CACHE_HOME"
+            f"cannot keep the tokenized dataset in {folder.parent}: {reason_of(error)}. Make that folder writable, "
+            "free some space, or choose another place with the environment variable XDG_CACHE_HOME"
         ) from error
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from mobius import __version__
+from mobius.errors import reason_of
 from mobius.measuring.measure import MicrobatchShape
 from mobius.messages.transport import Transport, all_have_same
 from mobius.plan.partition import ModelShape
@@ -96,4 +97,4 @@ def _write(path: Path, profile: Profile) -> None:
         with replaced_whole(path, has_many_writers=True) as temporary:
             temporary.write_text(profile.to_json(), encoding="utf-8")
     except OSError as error:
-        logger.warning("the profile cannot be kept in %s, the next run measures again: %s", path, error.strerror)
+        logger.warning("the profile cannot be kept in %s, the next run measures again: %s", path, reason_of(error))

@@ -19,7 +19,7 @@ from typing import Final
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from mobius.errors import TransportError, first_line
+from mobius.errors import TransportError, first_line, reason_of
 from mobius.messages.meeting import read_number, read_told, told_text, told_value
 
 MEETING_SECONDS: Final = 600.0
@@ -132,7 +132,7 @@ class NodeMeeting:
         except TimeoutError:
             return "no answer"
         except OSError as error:
-            return (error.strerror or str(error)).lower()
+            return reason_of(error).lower()
 
     def _check_alone(self, store: Store) -> None:
         """Raise TransportError where another launcher has taken this node's number."""

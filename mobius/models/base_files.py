@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from mobius.errors import CheckpointError, first_line
+from mobius.errors import CheckpointError, first_line, reason_of
 from mobius.excerpt import excerpt
 from mobius.models.text_parts.taken import text_part
 
@@ -66,7 +66,7 @@ def read_base_files(folder: Path) -> BaseFiles:
     try:
         copied = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(f"{error.filename or folder} cannot be read: {reason_of(error)}.") from error
     fields = read_json_object(folder / "config.json")
     part = text_part(fields)
     return BaseFiles(fields if part is None else part.fields, copied)
@@ -89,7 +89,7 @@ def read_json_object(path: Path, *, may_repeat: bool = False) -> dict[str, Any]:
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()  # half a character could not even be shown in a message
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is no UTF-8 text: byte {error.start} is wrong. Get the file anew.") from error
     except RecursionError as error:

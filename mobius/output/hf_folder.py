@@ -25,7 +25,7 @@ from mobius.models.adapters.files import WEIGHTS_FILE
 from mobius.models.base_files import BaseFiles
 from mobius.models.families import changed_fields
 from mobius.models.weights import EMBEDDING, HEAD
-from mobius.writing import replaced_whole, sync_to_disk
+from mobius.writing import follow_umask, replaced_whole, sync_to_disk
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -96,7 +96,7 @@ def write_shards(folder: Path, shards: Sequence[Shard], rank: int, read: Callabl
         path = folder / shard.file_name
         with told_as("write", path):
             save_file({name: read(name) for name in shard.names}, path, metadata={"format": "pt"})
-            path.chmod(0o644)  # safetensors makes it readable for its owner alone
+            follow_umask(path)  # safetensors makes it readable for its owner alone
             sync_to_disk(path)
 
 

@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final, overload
 
+from mobius.errors import reason_of
 from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class JsonLines:
         except OSError as error:
             if not self._has_warned:
                 then = "the run goes on, and the file is completed when there is space again"
-                logger.warning("cannot write %s (%s); %s", self._path, error.strerror, then)
+                logger.warning("cannot write %s (%s); %s", self._path, reason_of(error), then)
             self._has_warned = True
 
     def _write(self) -> None:

@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, reason_of
 from mobius.output.run_folder import final_weights, interrupted
 from mobius.output.run_folder.contents import (
     REPLACES_MARK,
@@ -107,7 +107,7 @@ class OutputFolder:
 
     @property
     def told_older_results(self) -> str | None:
-        """The same as a sentence for the end of a run that failed."""
+        """Sentence about `older_results` for the end of a run that failed."""
         older = self.older_results
         if older is None:
             return None
@@ -139,7 +139,7 @@ class OutputFolder:
         except OSError as error:
             self.close()
             raise CheckpointError(
-                f"--save_dir {self.save_dir}: cannot write there ({error.strerror}). Choose another folder."
+                f"--save_dir {self.save_dir}: cannot write there ({reason_of(error)}). Choose another folder."
             ) from error
         try:
             _refuse(self._unwritable_files())
@@ -194,7 +194,7 @@ class OutputFolder:
                 interrupted.remove_results(self._replaced)
             mark.unlink()
         except OSError as error:
-            logger.warning("the older results in %s cannot be removed (%s)", self._replaced, error.strerror)
+            logger.warning("the older results in %s cannot be removed (%s)", self._replaced, reason_of(error))
 
     def make_anew_if_removed(self) -> bool:
         """Whether somebody has removed the folder since the run is at it; it is there and locked again then.
@@ -376,7 +376,7 @@ class OutputFolder:
                 with tempfile.TemporaryFile(dir=folder):
                     pass
             except OSError as error:
-                yield f"{option} {path}: cannot write to {folder} ({error.strerror}). Choose another place."
+                yield f"{option} {path}: cannot write to {folder} ({reason_of(error)}). Choose another place."
 
     def _space_problems(self, needed_bytes: Mapping[str, int]) -> Iterator[str]:
         folders = {option: self.place(path).parent for option, path in self._files.items()}

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from mobius.config.config import Config
+from mobius.errors import reason_of
 from mobius.memory.spans import NO_SPANS, SpanRecorder, Spans
 from mobius.messages.transport import Transport
 from mobius.output.timeline_picture import draw_timeline
@@ -68,7 +69,7 @@ class Recordings:
         try:
             write()
         except OSError as error:
-            logger.warning("--trace: cannot write into %s (%s); the trace is left out", self._folder, error.strerror)
+            logger.warning("--trace: cannot write into %s (%s); the trace is left out", self._folder, reason_of(error))
             return False
         return True
 
@@ -97,5 +98,5 @@ class StepProfiler:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._profiler.export_chrome_trace(str(self._path))
             except OSError as error:  # a full disk; the training is worth more
-                logger.warning("--profile_steps: cannot write %s (%s); it is left out", self._path, error.strerror)
+                logger.warning("--profile_steps: cannot write %s (%s); it is left out", self._path, reason_of(error))
             self._profiler = None

@@ -23,7 +23,7 @@ from types import NoneType
 from typing import Any, Final, get_args, get_type_hints
 
 from mobius.config.config import Config
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, reason_of
 from mobius.excerpt import listed, quoted
 from mobius.output.metrics import (
     History,
@@ -258,7 +258,7 @@ class RunLog:
             for name, own in {**self.results, "all": everything}.items():
                 _write_whole(self._folder / f"{name}_results.json", json_text(own, indent=2))
         except OSError as error:
-            logger.warning("cannot write all results of the run to %s (%s)", self._folder, error.strerror)
+            logger.warning("cannot write all results of the run to %s (%s)", self._folder, reason_of(error))
             return error
         return None
 
@@ -331,8 +331,8 @@ class RunLog:
                 num_lines = cut_lines(path, keeps)
             except OSError as error:
                 raise CheckpointError(
-                    f"cannot cut {path} to the {last} steps of the checkpoint ({error.strerror}). Free some space, or "
-                    "move it away."
+                    f"cannot cut {path} to the {last} steps of the checkpoint ({reason_of(error)}). Free some space, "
+                    "or move it away."
                 ) from error
             if num_lines:
                 logger.info("%s: %d lines behind step %d are removed; the run goes on there", path, num_lines, last)

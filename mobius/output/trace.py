@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mobius.errors import ConfigError
+from mobius.errors import ConfigError, reason_of
 from mobius.plan.simulation import Prediction
 from mobius.schedule.lanes import Lane, LaneSpan
 from mobius.schedule.schedule import Schedule
@@ -135,7 +135,7 @@ def read_trace(path: Path) -> Trace:
                 span = LaneSpan(Lane(event["cat"]), event["name"], args["step"], start, end, args.get("peer"))
                 spans[event["pid"]].append(span)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path}: {reason_of(error)}") from error
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise ConfigError(f"{path} is not a trace.json of Mobius (--trace writes one)") from error
     return Trace(facts, tuple(map(tuple, spans)))

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from mobius.config.config import Dtype
 from mobius.config.options import options
-from mobius.errors import PlanError, first_line
+from mobius.errors import PlanError, first_line, reason_of
 from mobius.excerpt import excerpt, quoted
 from mobius.plan.partition import ModelShape, StageCut
 from mobius.plan.plan import KeptLevel, Plan
@@ -109,7 +109,7 @@ def _read_fields(path: Path, shown: str) -> Any:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason_of(error)
         raise PlanError(f"--plan {shown} cannot be read: {reason}. Name a plan.json.") from error
     if len(content) > _MOST_BYTES:
         raise PlanError(f"--plan {shown} is too large for a plan, over {_MOST_BYTES} bytes. Name a plan.json.")

@@ -14,7 +14,7 @@ import torch
 
 from mobius.config.config import Config, Device, Packing
 from mobius.config.validation import validate
-from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
+from mobius.errors import GpuMemoryError, HostMemoryError, PlanError, reason_of
 from mobius.machine.available import available_host_bytes
 from mobius.machine.cpu_dtype import settle_on_cpus
 from mobius.machine.device_order import device_names, order_devices
@@ -191,5 +191,5 @@ def _save(found: Answer) -> None:
         with replaced_whole(path) as temporary:
             temporary.write_text(saved_plan_of(found).to_json(), encoding="utf-8")
     except OSError as error:
-        raise PlanError(f"--plan_output {path} cannot be written: {error.strerror}. Name another file.") from error
+        raise PlanError(f"--plan_output {path} cannot be written: {reason_of(error)}. Name another file.") from error
     logger.info("plan saved to %s; train by it with --plan %s", path, path)

@@ -24,7 +24,7 @@ from mobius.checkpoints.folders import open_checkpoint
 from mobius.checkpoints.manifest import MANIFEST_FILE
 from mobius.checkpoints.reading import CheckpointReader
 from mobius.config.config import Config
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, reason_of
 from mobius.messages.meeting import Meeting, read_all
 from mobius.models.adapters.files import weights_fingerprint
 from mobius.models.base_files import read_json_object
@@ -130,7 +130,7 @@ def _look_around(made: Path, everyone: Meeting) -> Sequence[object]:
                 mark.write_text(name)
             except OSError as error:
                 raise CheckpointError(
-                    f"{mark} cannot be written ({error.strerror}). Use another --save_dir."
+                    f"{mark} cannot be written ({reason_of(error)}). Use another --save_dir."
                 ) from error
         everyone.gather(None)  # from here on it is there
         sees = is_first or _is_seen(mark)

@@ -12,7 +12,7 @@ import yaml
 from mobius.checkpoints.folders import remove_leftovers
 from mobius.config.config import Config
 from mobius.config.yaml_file import to_yaml
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, reason_of
 from mobius.interruption import Standing
 from mobius.messages.meeting import Meeting, meet_at_store
 from mobius.models.adapters.files import AdapterFolder, Base, check_base
@@ -154,6 +154,6 @@ def _write_settings(output: OutputFolder, blueprint: Blueprint) -> None:
         except OSError as error:
             path = output.folder / name
             raise CheckpointError(
-                f"--save_dir {output.save_dir}: cannot write {path} ({error.strerror}). Free some space, or choose "
+                f"--save_dir {output.save_dir}: cannot write {path} ({reason_of(error)}). Free some space, or choose "
                 "another folder."
             ) from error

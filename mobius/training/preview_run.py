@@ -18,6 +18,7 @@ from mobius.data.batches import Batches
 from mobius.data.datasets import PreparedDataset
 from mobius.data.preview import Line, Tone, sample_lines
 from mobius.data.statistics import concerns, count_samples, keep_one_in, num_repeated
+from mobius.errors import reason_of
 from mobius.log import drop, printable
 from mobius.models.base_files import read_json_object
 from mobius.models.families import locate_model
@@ -234,6 +235,6 @@ def _draw(look: _Look) -> None:
         with replaced_whole(path) as temporary:
             draw_lengths(temporary, counts, seq_length=look.config.data.seq_length)
     except OSError as error:
-        logger.warning("the picture of the lengths cannot be written to %s: %s", path.absolute(), error.strerror)
+        logger.warning("the picture of the lengths cannot be written to %s: %s", path.absolute(), reason_of(error))
         return
     logger.info("picture of the lengths: %s", path.absolute())

@@ -11,6 +11,7 @@ import yaml
 
 from mobius.config.config import OptimConfig
 from mobius.config.yaml_file import to_yaml
+from mobius.errors import reason_of
 from mobius.optim.lr_schedule import learning_rate_at
 from mobius.output.curves_picture import draw_training
 from mobius.output.model_card import CardFacts, Origin, model_card
@@ -89,7 +90,7 @@ def leave_records(
     if not blueprint.config.evaluation.do_train:
         where = f"--save_dir {blueprint.config.output.save_dir}"
         told = "the results cannot be written", "Free some space, or choose another folder, and start again."
-        return [] if error is None else [f"{where}: {told[0]} ({error.strerror}). {told[1]}"]
+        return [] if error is None else [f"{where}: {told[0]} ({reason_of(error)}). {told[1]}"]
     history = log.state.log_history
     title = f"{blueprint.config.output.name}: {log.state.global_step} steps"
     facts = CardFacts(

@@ -15,7 +15,7 @@ import torch
 from mobius.checkpoints.folders import checkpoint_path, open_checkpoint
 from mobius.checkpoints.manifest import MANIFEST_FILE
 from mobius.config.yaml_file import to_yaml
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, reason_of
 from mobius.interruption import Standing
 from mobius.machine.devices import MemoryMeter
 from mobius.models.adapters.files import AdapterFolder, Base
@@ -120,7 +120,7 @@ class Prediction:
         try:
             leave_results(self.output, "predict", numbers)
         except OSError as error:
-            raise CheckpointError(f"cannot write the scores to {self.output}: {error.strerror}.") from error
+            raise CheckpointError(f"cannot write the scores to {self.output}: {reason_of(error)}.") from error
         shown = {name: number for name, number in numbers.items() if name not in ("runtime", "samples_per_second")}
         text = ", ".join(f"{name} {number:.4g}" for name, number in shown.items())
         logger.info("answers to %d samples in %s: %s", len(self.samples), self.output, text)

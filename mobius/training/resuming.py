@@ -26,7 +26,7 @@ from mobius.config.config import Config
 from mobius.config.options import OptionValue, config_from, option_values, options
 from mobius.config.validation import ALTERNATIVES, validate
 from mobius.config.yaml_file import read_yaml, to_yaml
-from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError
+from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError, reason_of
 from mobius.memory.stage_state import StageState
 from mobius.messages.meeting import Meeting, meet_at_store
 from mobius.models.blocks import ModelParts
@@ -116,7 +116,7 @@ class Resume:
         try:
             return TrainerState.from_json(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+            raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
 
     def check_steps(self, config: Config) -> None:
         """Raise ConfigError where the run, whose steps are counted now, would be shorter than what is done."""

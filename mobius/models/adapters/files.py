@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, reason_of
 from mobius.excerpt import listed
 from mobius.models.adapters.lora import Values, adapted_linear
 from mobius.models.base_files import read_json_object, shown
@@ -211,6 +211,6 @@ def weights_fingerprint(folder: Path) -> str | None:
                     file.seek(start)
                     value = zlib.crc32(file.read(_SAMPLED_BYTES), value)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+            raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
         value = zlib.crc32(f"{path.name} {size}".encode(), value)
     return f"{value:08x}"

@@ -22,7 +22,7 @@ from mobius.models.adapters.files import (
 from mobius.models.blocks import ModelParts
 from mobius.models.weights import read_header
 from mobius.output.hf_folder import difference, told_as
-from mobius.writing import sync_to_disk
+from mobius.writing import follow_umask, sync_to_disk
 
 
 def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: Base) -> None:
@@ -31,7 +31,7 @@ def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: 
     stored = [tensor for file in files for tensor in read_header(file)]
     with told_as("write", path):
         save_file({file_name_of(each.name): each.read() for each in stored}, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # safetensors makes it readable for its owner alone
+        follow_umask(path)  # safetensors makes it readable for its owner alone
         sync_to_disk(path)
     for name, fields in ((CONFIG_FILE, config_fields(parts, base)), (BASE_FILE, base_fields(base))):
         with told_as("write", folder / name):

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from mobius.config.config import DataConfig
 from mobius.data.datasets import PreparedDataset
 from mobius.data.store import Row
-from mobius.errors import CheckpointError, ConfigError, DataError
+from mobius.errors import CheckpointError, ConfigError, DataError, reason_of
 from mobius.excerpt import quoted
 from mobius.output.text_scores import is_by_character, text_scores
 from mobius.training.judging.generation import Answer, Answerer, TokenIds
@@ -185,8 +185,8 @@ def _write(path: Path, texts: Iterable[_Texts]) -> None:
                 file.write(json.dumps(text.fields, ensure_ascii=False).translate(_LINE_ENDS) + "\n")
     except OSError as error:
         raise CheckpointError(
-            f"cannot write the answers to {path}: {error.strerror}. Make room or make the folder writable, and answer "
-            "again with --no_do_train --do_predict."
+            f"cannot write the answers to {path}: {reason_of(error)}. Make room or make the folder writable, and "
+            "answer again with --no_do_train --do_predict."
         ) from error
 
 

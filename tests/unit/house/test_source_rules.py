@@ -153,6 +153,17 @@ def test_only_ranks_touches_the_environment() -> None:
     assert set(breaches(touched)) == {"mobius/ranks.py"}
 
 
+def test_words_of_the_system_come_by_one_function() -> None:
+    """Its `strerror` is None for an error that was made with a message alone, or with nothing."""
+
+    def asks_itself(path: Path) -> list[int]:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [number for number, line in enumerate(lines, start=1) if "strerror" in line]
+
+    modules = [path for path in MODULES if path != ROOT / "mobius" / "errors.py"]
+    assert breaches(asks_itself, modules) == {}, "ask errors.reason_of"
+
+
 def test_nothing_is_unpickled() -> None:
     """What comes from a file or another process is data; `multiprocessing` alone pickles, between its own processes."""
     assert breaches(lambda path: [*unpickling(syntax_tree(path))], [*MODULES, *SCRIPTS]) == {}

@@ -76,6 +76,18 @@ def test_overwriting_replaces_the_old_model_as_a_whole_and_only_at_the_commit(tm
     assert names(tmp_path / "save") == ["config.json"]
 
 
+def test_an_error_of_the_disk_without_a_number_is_told_in_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("the quota is used up")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+
+    with pytest.raises(CheckpointError, match=r"cannot write there \(the quota is used up\)"):
+        make(tmp_path / "save").prepare({})
+
+
 def test_older_results_are_told_until_they_are_replaced(tmp_path: Path) -> None:
     saved_model(tmp_path / "save", "old")
     output = make(tmp_path / "save", overwrite=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import resource
 import shutil
@@ -155,6 +156,25 @@ def test_a_folder_that_is_removed_while_the_run_is_at_it_has_all_results_in_the_
     assert len((out / "trainer_log.jsonl").read_text().splitlines()) == 3
     assert load_file(out / "model.safetensors")
     assert "was removed while the run was at it" in caplog.text
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o022], ids=oct)
+@pytest.mark.parametrize("options", ["--val_size 4 --do_predict --max_new_tokens 2 --trace", "--use_lora --merge"])
+def test_all_that_a_run_leaves_follows_the_umask(run: Run, workplace: Path, mask: int, options: str) -> None:
+    before = os.umask(mask)
+    try:
+        run("--save_steps", "1", "--report_to", "tensorboard", *options.split())
+    finally:
+        os.umask(before)
+
+    left = [path for path in workplace.parent.rglob("*") if not path.is_symlink() and path != workplace]
+    assert sum(path.suffix == ".safetensors" for path in left) > 3
+    wrong = {
+        path.relative_to(workplace.parent).as_posix(): oct(path.stat().st_mode)
+        for path in left
+        if path.stat().st_mode & 0o666 != 0o666 & ~mask
+    }
+    assert wrong == {}
 
 
 @contextmanager
