@@ -12,7 +12,7 @@ import numpy as np
 from mobius.data.chat_template import Chat
 from mobius.data.formats import Completion, Conversation, Document, Sample
 from mobius.data.store import Row
-from mobius.data.turns import Role, Turn, called_names, function_of
+from mobius.data.turns import Role, Turn, called_names, function_of, reasoning_of
 from mobius.errors import DataError
 from mobius.excerpt import listed
 
@@ -24,6 +24,12 @@ _PIECE_CHARACTERS: Final = 1 << 19
 """A tokenizer takes some 160 bytes for each byte of a text; one of more than twice so many is tokenized in pieces."""
 _SEAMS: Final = (re.compile(r"\n(?=\S)"), re.compile(r"\S(?= \S)"))
 """Where pieces end, the best first: tokenizers begin a token at the first word of a line, and at one space."""
+
+
+_REASONING: Final = (
+    "Give a template that writes it with --chat_template, write it into the content, or remove the field"
+    " (reasoning_content, thinking or reasoning) to train on answers without it"
+)
 
 
 class Note(StrEnum):
@@ -135,6 +141,14 @@ class SampleEncoder:
             return Encoded((), is_unanswered=True)
         if self._rules.mask_history:
             del answered[:-1]
+        if self._rules.train_on_prompt and not all(turn.is_trained for turn in turns if turn.role is Role.ASSISTANT):
+            raise DataError(
+                f"{where}: an answer is excluded from training (`weight` 0 or `train` false), and --train_on_prompt "
+                "trains on every token. Leave out the option, or the field"
+            )
+        answered = [index for index in answered if turns[index].is_trained]
+        if not answered:
+            return Encoded(())
         conversation = replace(conversation, turns=turns[: answered[-1] + 1])
         if self._rules.chat_template is None and self._tokenizer.chat_template is None:
             return self._encode_plain(conversation, answered, where)
@@ -146,6 +160,10 @@ class SampleEncoder:
             raise DataError(
                 f"{where}: the tokenizer has no chat template, so tool calls cannot be written. Give one with "
                 "--chat_template, such as the built-in chatml"
+            )
+        if any(reasoning_of(conversation.turns[index]) for index in answered):
+            raise DataError(
+                f"{where}: the tokenizer has no chat template, so an answer's reasoning cannot be written. {_REASONING}"
             )
         headings = {Role.SYSTEM: "", Role.USER: "### Instruction:\n", Role.TOOL: "### Tool:\n"}
         exchanges, prompt = list[Exchange](), ""
@@ -186,6 +204,10 @@ class SampleEncoder:
                 raise DataError(
                     f"{where}: the chat template leaves out the tool calls of turn {index + 1} ({listed(lost)}). Give "
                     "one that writes them with --chat_template, such as the built-in chatml"
+                )
+            if (reasoning := reasoning_of(conversation.turns[index])) and _squeezed(reasoning) not in _squeezed(target):
+                raise DataError(
+                    f"{where}: the chat template leaves out the reasoning of turn {index + 1}. {_REASONING}"
                 )
         return self._encode_rows(conversations, [], notes)
 
@@ -312,6 +334,11 @@ def share_length(num_prompt: int, num_target: int, seq_length: int) -> tuple[int
     """
     num_target = min(num_target, max(seq_length - seq_length // 2, seq_length - num_prompt))
     return seq_length - num_target, num_target
+
+
+def _squeezed(text: str) -> str:
+    """The text without white space, which templates change at the ends of reasoning and around its lines."""
+    return "".join(text.split())
 
 
 def cut_document(row: Row, seq_length: int) -> list[Row]:

@@ -3,6 +3,7 @@ import resource
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -717,3 +718,66 @@ def test_reasoning_reaches_a_template_that_writes_it(tokenizer: PreTrainedTokeni
     assert marked(tokenizer, encode(tokenizer, Conversation((Turn(Role.USER, "2 + 2"), answer)))) == [
         "<user>2 + 2<|im_end|><assistant>【(2 + 2)4<|im_end|>】"
     ]
+
+
+def untrained(conversation: Conversation, *numbers: int) -> Conversation:
+    turns = (replace(turn, is_trained=index not in numbers) for index, turn in enumerate(conversation.turns))
+    return replace(conversation, turns=tuple(turns))
+
+
+@pytest.mark.parametrize("is_plain", [False, True], ids=["a template", "no template"])
+def test_an_answer_that_is_not_trained_on_is_context(tokenizer: PreTrainedTokenizerBase, is_plain: bool) -> None:
+    if is_plain:
+        tokenizer.chat_template = None
+    (whole,) = encode(tokenizer, TWO_EXCHANGES).rows
+    (second,) = encode(tokenizer, untrained(TWO_EXCHANGES, 2)).rows
+    assert second[0].tolist() == whole[0].tolist()
+    assert tokenizer.decode(whole[0][whole[1]].tolist()) == f"Red.{EOS}Blue.{EOS}"
+    assert tokenizer.decode(second[0][second[1]].tolist()) == f"Blue.{EOS}"
+    (first,) = encode(tokenizer, untrained(TWO_EXCHANGES, 4)).rows
+    assert tokenizer.decode(first[0][first[1]].tolist()) == f"Red.{EOS}"
+    assert "Blue" not in tokenizer.decode(first[0].tolist()), "nothing is learned from what follows the last target"
+
+
+def test_answers_that_are_not_trained_on_get_no_row_of_their_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ 'old ' if not loop.last }}{{ m.content }}<|im_end|>{% endfor %}"
+        "{{ '<assistant>' if add_generation_prompt }}"
+    )
+    assert len(encode(tokenizer, TWO_EXCHANGES).rows) == 2
+    ((ids, is_target),) = encode(tokenizer, untrained(TWO_EXCHANGES, 2)).rows
+    assert tokenizer.decode(ids[is_target].tolist()) == f"Blue.{EOS}"
+
+
+def test_a_conversation_without_a_trained_answer_has_no_row(tokenizer: PreTrainedTokenizerBase) -> None:
+    for encoded in (
+        encode(tokenizer, untrained(TWO_EXCHANGES, 2, 4)),
+        encode(tokenizer, untrained(TWO_EXCHANGES, 4), 64, EncodingRules(mask_history=True)),
+    ):
+        assert encoded.rows == ()
+        assert not encoded.is_empty
+        assert not encoded.is_unanswered
+
+
+def test_training_on_prompts_contradicts_an_answer_that_is_not_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match=r"line 5: an answer is excluded from training .*--train_on_prompt"):
+        encode(tokenizer, untrained(TWO_EXCHANGES, 2), 64, EncodingRules(train_on_prompt=True))
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_that_a_template_leaves_out_is_refused(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    asked, answer = Turn(Role.USER, "2 + 2"), Turn(Role.ASSISTANT, "4", {name: "2 + 2\n is 4"})
+    with pytest.raises(DataError, match="line 5: the chat template leaves out the reasoning of turn 2"):
+        encode(tokenizer, Conversation((asked, answer)))
+    assert encode(tokenizer, untrained(Conversation((asked, answer, asked, Turn(Role.ASSISTANT, "4"))), 1)).rows
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"line 5: .* reasoning cannot be written"):
+        encode(tokenizer, Conversation((asked, answer)))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content | default('') | replace('\n', '\n> ') }}"
+        "{{ m.content }}<|im_end|>{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
+    )
+    with pytest.raises(DataError, match="leaves out the reasoning"):
+        encode(tokenizer, Conversation((asked, answer)))
+    tokenizer.chat_template = tokenizer.chat_template.replace("\n> ", "\n  ")
+    assert encode(tokenizer, Conversation((asked, answer))).rows
