@@ -118,9 +118,9 @@ def _check_preference(record: Mapping[str, object], mapping: Mapping[str, str]) 
     if found:
         raise DataError(
             f"{listed(f'`{name}`' for name in found)} next to the answer: preference data (DPO, KTO), of which a "
-            "run would learn bad answers like good ones. Leave out the records with bad answers and remove the column, or "
-            "name the column that holds the answers to learn: --columns messages=chosen, --columns completion=chosen, "
-            "or --columns completion=completion where all are good"
+            "run would learn bad answers like good ones. Leave out the records with bad answers and remove the column, "
+            "or name the column that holds the answers to learn: --columns messages=chosen, --columns "
+            "completion=chosen, or --columns completion=completion where all are good"
         )
 
 

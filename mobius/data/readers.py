@@ -265,6 +265,8 @@ def _pyarrow(path: Path) -> Any:
 
 
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSED: Final = tuple(_COMPRESSIONS)
+"""Suffixes of compressed files."""
 _READERS: Mapping[str, Callable[[_File], Iterator[Block]]] = {
     ".json": _read_json,
     ".jsonl": _read_json_lines,
