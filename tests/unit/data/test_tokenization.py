@@ -397,6 +397,48 @@ def test_exchanges_behind_the_cut_are_not_tokenized(tokenizer: PreTrainedTokeniz
     assert expected.is_cut
 
 
+LONG = " ".join(f"word{number}" for number in range(2000))
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        Completion(f"First {LONG} last:", " An answer."),
+        Completion("A question:", f" {LONG}"),
+        Completion(f"First {LONG} last:", f" {LONG}"),
+        Conversation((Turn(Role.USER, LONG), Turn(Role.ASSISTANT, "Yes."))),
+        Conversation((*ONE_EXCHANGE.turns, Turn(Role.USER, LONG), Turn(Role.ASSISTANT, LONG))),
+    ],
+    ids=["prompt", "answer", "both", "conversation", "second exchange"],
+)
+def test_the_middle_of_a_long_text_that_is_cut_is_not_tokenized(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, sample: Sample
+) -> None:
+    (whole,) = encode(tokenizer, sample, 64).rows
+    monkeypatch.setattr(tokenization, "_PIECE_CHARACTERS", 250)
+    counting: Any = CountingTokenizer(tokenizer)
+    encoded = encode(counting, sample, 64)
+    ((ids, is_target),) = encoded.rows
+    assert encoded.is_cut
+    assert (ids.tolist(), is_target.tolist()) == (whole[0].tolist(), whole[1].tolist())
+    assert counting.num_characters < len(LONG) // 2
+
+
+@pytest.mark.parametrize("word", ["x", "\n", " ", "ab1", "字"])
+def test_a_word_without_an_end_is_refused_at_once(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    monkeypatch.setattr(tokenization, "_PIECE_CHARACTERS", 100)
+    counting: Any = CountingTokenizer(tokenizer)
+    text = "Look: " + word * 2000 + "!"
+    turns = (Turn(Role.USER, text), Turn(Role.ASSISTANT, "Yes."))
+    for sample in (Document(text), Completion(text, "Yes."), Completion("Say:", text), Conversation(turns)):
+        with pytest.raises(DataError, match=r"line 5: 800 characters in a row without the end of a word"):
+            encode(counting, sample)
+    assert counting.num_characters < 100
+    encode(tokenizer, Document("Look: " + word * (600 // len(word))))
+
+
 def test_a_cut_target_does_not_pretend_to_end(tokenizer: PreTrainedTokenizerBase) -> None:
     (row,) = encode(tokenizer, Completion("Count:", " one" * 50), seq_length=20).rows
     assert row[0][-1] != tokenizer.eos_token_id
