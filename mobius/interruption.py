@@ -46,6 +46,9 @@ _ERROR_SECONDS: Final = 0.3
 _PRESS_SECONDS: Final = 2.0
 """Longest time between the ways that one press takes to a rank, however busy the launcher's cores are: a second press
 that is taken for the first costs a third one, but a first one taken for two costs the work since the last save."""
+_HEARING_SECONDS: Final = 0.3
+"""Longest time until the thread has read a signal's number."""
+_ENDING_SECONDS: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
 
 _being_started: Final = threading.Lock()
@@ -169,7 +172,7 @@ class Interruption:
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._watched = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         for number in self._watched:  # a job in the background of a script ignores Ctrl-C
-            signal.signal(number, lambda *_: None)  # without a handler Python would not write the number to the socket
+            signal.signal(number, self._release_interpreter)
         os.register_at_fork(after_in_child=self.stand_down)  # a signal for a fork is not one for this process
         threading.Thread(target=self._heed_signals, args=(receiver,), name="interruption", daemon=True).start()
 
@@ -201,8 +204,20 @@ class Interruption:
             time.sleep(_FIRST_RANK_SECONDS)
         os._exit(EXIT_CODE)
 
+    def _release_interpreter(self, *_: object) -> None:
+        """Wait in the main thread until the other has decided: arithmetic on huge numbers never releases the lock."""
+        asked, start = self._standing.stop_requested, time.monotonic()
+        while not self._has_come.is_set() and self._standing.stop_requested == asked:
+            if time.monotonic() - start > _HEARING_SECONDS:
+                return
+            time.sleep(0.001)
+        while self._has_come.is_set() and time.monotonic() - start < _ENDING_SECONDS:  # it may want a lock held here
+            time.sleep(0.01)
+
     def _heed_signals(self, receiver: socket.socket) -> None:
         while received := receiver.recv(1):  # nothing when it is closed: the watch is over
+            if received[0] not in self._watched:  # of every signal that has a handler in Python, such as a timer's
+                continue
             name = signal.Signals(received[0]).name
             if received[0] == signal.SIGHUP:
                 leave_terminal()

@@ -5,11 +5,14 @@ broken, which is not.
 """
 
 import json
+import resource
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from mobius.data.formats import Conversation
@@ -20,14 +23,22 @@ from mobius.excerpt import excerpt, listed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_SECONDS: Final = 20.0
+MOST_SECONDS: Final = 10.0
 """CPU time for one conversation; a template takes milliseconds."""
+_MORE_SECONDS: Final = 5.0
+"""CPU time after which the system ends a process that is in a call of C which no signal interrupts."""
+_MOST_BYTES: Final = 4 << 30
+"""Memory that one conversation may take while it is rendered; a template takes some times its text."""
 _MOST_CHARACTERS: Final = 1 << 20
 """Longest rendered text, beside a hundred times its turns."""
 
 
 class _UnusableError(Exception):
     """The reason why a template had to be stopped, or its text cannot be used."""
+
+
+class _OverTimeError(BaseException):
+    """Raised by the timer. Jinja catches every Exception of a constant expression and computes it once more."""
 
 
 class Chat:
@@ -86,7 +97,7 @@ class Chat:
             raise DataError(f"{self._where}: {self._complaint(error, messages, add_generation_prompt)}") from error
 
     def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        with _limited_time():
+        with _limited_time(), _limited_memory():
             text = str(
                 self._tokenizer.apply_chat_template(
                     messages,
@@ -198,13 +209,33 @@ def _limited_time() -> Iterator[None]:
         return
 
     def stop(number: int, frame: object) -> NoReturn:
-        raise _UnusableError(f"it had not ended after {MOST_SECONDS:g} seconds")
+        raise _OverTimeError
 
     # CPU time, and not the clock: the process may have to wait, and the clock's timer may be another's.
     earlier = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS, 1.0)  # again, where the first was swallowed
+    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS + _MORE_SECONDS)  # nothing handles it: it ends the process
+    try:
+        yield
+    except _OverTimeError:
+        raise _UnusableError(f"it had not ended after {MOST_SECONDS:g} seconds") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGVTALRM, earlier)
+
+
+@contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Make what a template wants beyond `_MOST_BYTES` a MemoryError, before the system ends the process for it."""
+    if sys.platform != "linux":
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    data_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
+    limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([data_bytes + _MOST_BYTES, *limits]), hard))
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, earlier)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

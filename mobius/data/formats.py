@@ -1,6 +1,7 @@
 """Owns the record formats: which columns make which format, and how a record of it becomes a `Sample`."""
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +13,7 @@ from mobius.excerpt import excerpt, listed, quoted
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, of which every assistant's is a target but those of a prompt."""
+    """Turns, of which every assistant's is a target but those of a prompt and those that are not trained on."""
 
     turns: tuple[Turn, ...]
     tools: tuple[Mapping[str, object], ...] = ()
@@ -86,6 +87,8 @@ def parse_record(record_format: RecordFormat, record: Mapping[str, object], wher
     """The sample of a record; raises DataError that names `where` if a column is missing or of another kind."""
     mapping = record_format.mapping
     try:
+        if not record_format.is_text and _ANSWERS.isdisjoint(mapping):
+            _check_preference(record, mapping)
         columns = (mapping.get(name, name) for name in record_format.required)
         if missing := [column for column in columns if column not in record]:
             raise DataError(
@@ -96,6 +99,36 @@ def parse_record(record_format: RecordFormat, record: Mapping[str, object], wher
     except DataError as error:
         told = f" (--columns {_written(mapping)})" if mapping else ""
         raise DataError(f"{where}: {error}{told}") from error
+
+
+_ANSWERS = frozenset({"messages", "conversations", "output", "completion", "summary"})
+"""Names of columns that hold answers: a user who maps one has chosen what is trained on."""
+_VERDICTS = ("label", "kto_tag")
+_PREFERENCES = ("chosen", "rejected", "chosen_response", "rejected_response", "chosen_messages", "rejected_messages")
+
+
+def _check_preference(record: Mapping[str, object], mapping: Mapping[str, str]) -> None:
+    """Refuse preference data (DPO, KTO), of which supervised training would learn the bad answers too.
+
+    A label that is text, such as a topic, is no verdict; nor is a column that is read as something else.
+    """
+    others = {name: value for name, value in record.items() if value is not None and name not in mapping.values()}
+    found = [name for name in _PREFERENCES if others.get(name) not in (None, "", [], {})]
+    found += [name for name in _VERDICTS if _is_verdict(others.get(name))]
+    if found:
+        raise DataError(
+            f"{listed(f'`{name}`' for name in found)} next to the answer: preference data (DPO, KTO), of which a "
+            "run would learn bad answers like good ones. Leave out the records with bad answers and remove the column, "
+            "or name the column that holds the answers to learn: --columns messages=chosen, --columns "
+            "completion=chosen, or --columns completion=completion where all are good"
+        )
+
+
+def _is_verdict(value: object) -> bool:
+    """Whether the value is true, false, or a number, also as the text of one: a CSV file has text only."""
+    if isinstance(value, str):
+        return re.fullmatch(r"(?i)true|false|[-+]?\d+(\.\d*)?", value.strip()) is not None
+    return isinstance(value, int | float)
 
 
 def _renamed(record: Mapping[str, object], mapping: Mapping[str, str]) -> dict[str, object]:

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +37,7 @@ SUFFIXES: Final = ".json, .jsonl, .csv, .parquet, .arrow, each also with .gz or 
 """Names of files that can be read, for messages."""
 _LONGEST_LINE = 1 << 28
 _LONGEST_FIELD = 1 << 26  # characters; the csv module's default of 128 KiB is shorter than a long document
+_MOST_BLANK = 1 << 22  # bytes between two records: a compressed file of some kilobytes can hold hours of them
 _READ_CHARACTERS = 1 << 20
 
 
@@ -117,13 +118,24 @@ def _read_json_lines(file: _File) -> Iterator[Block]:
 
 
 def _lines(file: _File) -> Iterator[tuple[bytes, int, str]]:
+    num_blank = 0
     for number, line in enumerate(iter(partial(file.stream.readline, _LONGEST_LINE), b""), start=1):
         if len(line) == _LONGEST_LINE:
             size = f"{_LONGEST_LINE >> 20} MiB"
             raise DataError(f"{file.path}, line {number}: is longer than {size}; each line must hold one JSON object")
         content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
         if content.strip():
+            num_blank = 0
             yield content, len(content), f"{file.path}, line {number}"
+        elif (num_blank := num_blank + len(line)) > _MOST_BLANK:
+            raise _too_blank(file.path, number)
+
+
+def _too_blank(path: Path, line: int) -> DataError:
+    size = f"{_MOST_BLANK >> 20} MiB"
+    return DataError(
+        f"{path}, line {line}: ends more than {size} of empty lines; is the file damaged? Remove them, or make it anew"
+    )
 
 
 class _JsonArray:
@@ -156,10 +168,14 @@ class _JsonArray:
 
     def _skip(self) -> str:
         """The next character that is no white space, now behind the position; nothing at the end of the file."""
+        num_blank = 0
         while True:
             space = self._SPACE.match(self._buffer, self._position)
             assert space is not None
+            num_blank += space.end() - self._position
             self._position = space.end()
+            if num_blank > _MOST_BLANK:
+                raise _too_blank(self._path, self._lines_before + self._buffer.count("\n", 0, self._position) + 1)
             if self._position < len(self._buffer):
                 self._position += 1
                 return self._buffer[self._position - 1]
@@ -209,10 +225,22 @@ def _read_csv(file: _File) -> Iterator[Block]:
     rows = csv.reader(file.text(), strict=True)
     try:
         header = next(rows, [])
-        places = ((row, sum(map(len, row)), f"{file.path}, line {rows.line_num}") for row in rows if row)
+        filled = _filled_rows(rows, file.path)
+        places = ((row, sum(map(len, row)), f"{file.path}, line {rows.line_num}") for row in filled)
         yield from item_blocks(places, partial(parse_row, header), file.advance)
     except csv.Error as error:
         raise DataError(f"{file.path}, line {rows.line_num}: broken CSV: {error}") from error
+
+
+def _filled_rows(rows: Iterable[list[str]], path: Path) -> Iterator[list[str]]:
+    """Rows without those of empty lines."""
+    num_blank = 0
+    for number, row in enumerate(rows, start=2):
+        num_blank = 0 if row else num_blank + 1
+        if num_blank > _MOST_BLANK:
+            raise _too_blank(path, number)
+        if row:
+            yield row
 
 
 def _read_parquet(file: _File) -> Iterator[Block]:
@@ -265,6 +293,8 @@ def _pyarrow(path: Path) -> Any:
 
 
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSED: Final = tuple(_COMPRESSIONS)
+"""Suffixes of compressed files."""
 _READERS: Mapping[str, Callable[[_File], Iterator[Block]]] = {
     ".json": _read_json,
     ".jsonl": _read_json_lines,

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any, Final
 
 from mobius.config.config import DatasetEntry
 from mobius.data.blocks import Block, table_blocks
-from mobius.data.readers import SUFFIXES, reader_of
+from mobius.data.readers import COMPRESSED, SUFFIXES, reader_of
 from mobius.errors import DataError, first_line, reason_of
 from mobius.excerpt import excerpt, listed, quoted
 from mobius.writing import replaced_whole
+
+logger = logging.getLogger(__name__)
 
 KNOWN_DATASETS: Final[Mapping[str, str]] = {"xsum": "EdinburghNLP/xsum"}
 """Names that the user may type instead of a hub id."""
@@ -24,7 +27,15 @@ KNOWN_DATASETS: Final[Mapping[str, str]] = {"xsum": "EdinburghNLP/xsum"}
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _LIKE_A_WEIGHT: Final = re.compile(r"\s*[-+]?[.,]?\d[\d.,_/e+-]*\s*[%x]?\s*", re.ASCII | re.IGNORECASE)
 _LONGEST_HUB_ID: Final = 96  # the Hub's own limit
-_SPLIT_NAMES: Final = {"train": "train(ing)?", "validation": "validation|valid|val|dev", "test": "test(ing)?"}
+_SPLIT_NAMES: Final = {
+    "train": "train(?:ing)?",
+    "validation": "validation|valid|val|dev|eval(?:uation)?",
+    "test": "test(?:ing)?",
+}
+_WORD: Final = r"(?<![^\W\d_])(?:{})(?![^\W\d_])"
+"""A word with no letter next to it."""
+_TRAIN_ALONE: Final = re.compile(r"train(ing)?([-_. ]?\d+([-_. ]of[-_. ]\d+)?)?", re.IGNORECASE)
+"""A name that is the split's and nothing else, perhaps with the number of a shard: the folder is one of splits."""
 # Dataset cards and their companions are JSON too, but hold no records.
 _NOT_RECORDS: Final = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 _REMEMBERED_BYTES: Final = 1 << 26
@@ -62,7 +73,8 @@ def open_source(
                     f"{given}: subset {excerpt(entry.subset)} is for datasets of the Hugging Face Hub, and this is a "
                     "local file or folder; leave it out, or give the subset's own folder"
                 )
-            return _open_files(_files_of(path, entry.split, given), path, given, memory)
+            files = _files_of(path, entry.split, given, is_evaluated=option == "--eval_dataset")
+            return _open_files(files, path, given, memory)
         if path.exists():
             raise DataError(f"{given}: is neither a file nor a folder but a pipe or device; give a file")
     except (OSError, ValueError) as error:  # no right to look there, or a name that no file can have
@@ -80,7 +92,7 @@ def open_source(
     return _open_hub(entry, hub_id, f"{given}: there is no file or folder {path.absolute()}, and", show_progress)
 
 
-def _files_of(place: Path, split: str, given: str) -> list[Path]:
+def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> list[Path]:
     """A file alone, or the data files of a folder that belong to the split, in order."""
     if place.is_file():
         if split != "train":
@@ -104,15 +116,47 @@ def _files_of(place: Path, split: str, given: str) -> list[Path]:
     ]
     if not inside:
         raise DataError(f"{given}: no data files in {place.absolute()}; looked for {SUFFIXES} at any depth")
-    names = _SPLIT_NAMES.get(split, re.escape(split))
-    of_split = re.compile(rf"(^|[^a-z])({names})([^a-z]|$)", re.IGNORECASE)
-    chosen = [path for path in inside if of_split.search(str(path.with_suffix("")))]
-    if not chosen and split != "train":
+    chosen = _of_split(inside, split)
+    if not chosen and is_evaluated:
+        chosen = _of_split(inside, "validation") or _of_split(inside, "test")
+    if not chosen:
+        asked = "that a run could be trained on" if split == "train" else f"of the split {excerpt(split)}"
         raise DataError(
-            f"{given}: no file in {place.absolute()} has the split {excerpt(split)} in its name or folder; "
-            f"there are {listed(map(str, inside))}"
+            f"{given}: no file {asked} in {place.absolute()}, by the names of files and folders; there are "
+            f"{listed(map(str, inside))}. Name the file itself, as in --dataset {place / inside[0]}, rename it, or "
+            "choose a split in a YAML file"
         )
-    return [place / path for path in chosen or inside]
+    unused = [path for path in inside if path not in set(chosen)]
+    left_out = f"; not used, by the names of splits: {listed(map(str, unused))}" if unused else ""
+    logger.info("%s: files used: %s%s", given, listed(map(str, chosen)), left_out)
+    return [place / path for path in chosen]
+
+
+def _of_split(paths: Sequence[Path], split: str) -> list[Path]:
+    """The files of a split, by its name as a whole word in their own names, or else in their folders'.
+
+    For training also files without the name of a split, unless one is called `train` alone.
+    """
+    splits = {path: _splits_of(path, split) for path in paths}
+    has_train = any(_TRAIN_ALONE.fullmatch(part) for path in paths for part in (*path.parent.parts, _stem(path)))
+    takes_unnamed = split == "train" and not has_train
+    return [path for path in paths if split in splits[path] or (takes_unnamed and not splits[path])]
+
+
+def _splits_of(path: Path, asked: str) -> set[str]:
+    """The splits named by the file, or else by the nearest folder that names one."""
+    for name in (_stem(path), *reversed(path.parent.parts)):
+        known = {asked: re.escape(asked)} | _SPLIT_NAMES
+        found = {split for split, words in known.items() if re.search(_WORD.format(words), name, re.IGNORECASE)}
+        if found:
+            return found
+    return set()
+
+
+def _stem(path: Path) -> str:
+    """The file's name without the suffixes that tell its kind."""
+    name = path.stem if path.suffix.lower() in COMPRESSED else path.name
+    return Path(name).stem
 
 
 def _saved_files(place: Path) -> list[Path]:

@@ -154,9 +154,8 @@ def concerns(dataset: PreparedDataset, found: SampleStatistics) -> list[str]:
     for reason, number in counts.dropped_by_reason.items():
         tell(number, counts.read, f"records {reason} were dropped")
     tell(counts.cut, counts.read, "records are longer than seq_length: they were cut, and tokens of them are lost")
-    about = "" if found.is_exact else "about "
     if found.num_duplicates:
-        texts.append(f"{about}{found.num_duplicates:,} of {found.num_samples:,} samples repeat an earlier one exactly")
+        texts.append(duplicates_text(found))
     tell(found.num_bare, found.num_samples, "samples have one token alone as their target: answers without words?")
     if not found.num_eos_targets:
         texts.append("no target is the end-of-sequence token: the model would not learn to stop")
@@ -171,6 +170,12 @@ def concerns(dataset: PreparedDataset, found: SampleStatistics) -> list[str]:
         share = found.num_unknown / found.num_tokens
         texts.append(f"{100 * share:.2g} % of the tokens are unknown to the tokenizer: is it made for other text?")
     return texts
+
+
+def duplicates_text(found: SampleStatistics) -> str:
+    """Words for the samples that repeat an earlier one of their dataset."""
+    about = "" if found.is_exact else "about "
+    return f"{about}{found.num_duplicates:,} of {found.num_samples:,} samples repeat an earlier one exactly"
 
 
 def num_repeated(fingerprints: Fingerprints, earlier: Fingerprints) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from mobius.data.chat_template import Chat
 from mobius.data.formats import Completion, Conversation, Document, Sample
 from mobius.data.store import Row
-from mobius.data.turns import Role, Turn, called_names, function_of
+from mobius.data.turns import Role, Turn, called_names, function_of, reasoning_of
 from mobius.errors import DataError
 from mobius.excerpt import listed
 
@@ -22,8 +22,16 @@ if TYPE_CHECKING:
 
 _PIECE_CHARACTERS: Final = 1 << 19
 """A tokenizer takes some 160 bytes for each byte of a text; one of more than twice so many is tokenized in pieces."""
+_MOST_SEAMLESS: Final = 4
+"""Pieces in a row that end anywhere: a tokenizer takes seconds for each, and such text is no language."""
 _SEAMS: Final = (re.compile(r"\n(?=\S)"), re.compile(r"\S(?= \S)"))
 """Where pieces end, the best first: tokenizers begin a token at the first word of a line, and at one space."""
+
+
+_REASONING: Final = (
+    "Give a template that writes it with --chat_template, write it into the content, or remove the field"
+    " (reasoning_content, thinking or reasoning) to train on answers without it"
+)
 
 
 class Note(StrEnum):
@@ -45,6 +53,15 @@ class Note(StrEnum):
         "the chat template leaves out the `tools`, so the model is trained without seeing them; of the built-in "
         "templates (--chat_template) chatml writes tools"
     )
+
+
+class _EndlessWordError(Exception):
+    def __str__(self) -> str:
+        most = 2 * _MOST_SEAMLESS * _PIECE_CHARACTERS
+        return (
+            f"{most:,} characters in a row without the end of a word or line, as in binary data written as text; a "
+            "tokenizer would take minutes for them. Leave the record out, or cut it"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +120,15 @@ class SampleEncoder:
 
     def encode(self, sample: Sample, where: str) -> Encoded:
         """The rows of a sample; raises DataError that names `where` if the chat template refuses it or is broken."""
+        try:
+            return self._encode(sample, where)
+        except _EndlessWordError as error:
+            raise DataError(f"{where}: {error}") from None
+
+    def _encode(self, sample: Sample, where: str) -> Encoded:
         match sample:
             case Document(text) if text.strip():
-                pieces = [np.array(ids, dtype=np.int32) for ids in self._tokenized_pieces(text)]
+                pieces = [np.array(ids, dtype=np.int32) for ids in map(self._tokenize, list(pieces_of(text)))]
                 ids = np.concatenate(
                     [np.array(self._start, dtype=np.int32), *pieces, np.array([self._eos_id], dtype=np.int32)]
                 )
@@ -135,6 +158,14 @@ class SampleEncoder:
             return Encoded((), is_unanswered=True)
         if self._rules.mask_history:
             del answered[:-1]
+        if self._rules.train_on_prompt and not all(turn.is_trained for turn in turns if turn.role is Role.ASSISTANT):
+            raise DataError(
+                f"{where}: an answer is excluded from training (`weight` 0 or `train` false), and --train_on_prompt "
+                "trains on every token. Leave out the option, or the field"
+            )
+        answered = [index for index in answered if turns[index].is_trained]
+        if not answered:
+            return Encoded(())
         conversation = replace(conversation, turns=turns[: answered[-1] + 1])
         if self._rules.chat_template is None and self._tokenizer.chat_template is None:
             return self._encode_plain(conversation, answered, where)
@@ -146,6 +177,10 @@ class SampleEncoder:
             raise DataError(
                 f"{where}: the tokenizer has no chat template, so tool calls cannot be written. Give one with "
                 "--chat_template, such as the built-in chatml"
+            )
+        if any(reasoning_of(conversation.turns[index]) for index in answered):
+            raise DataError(
+                f"{where}: the tokenizer has no chat template, so an answer's reasoning cannot be written. {_REASONING}"
             )
         headings = {Role.SYSTEM: "", Role.USER: "### Instruction:\n", Role.TOOL: "### Tool:\n"}
         exchanges, prompt = list[Exchange](), ""
@@ -186,6 +221,10 @@ class SampleEncoder:
                 raise DataError(
                     f"{where}: the chat template leaves out the tool calls of turn {index + 1} ({listed(lost)}). Give "
                     "one that writes them with --chat_template, such as the built-in chatml"
+                )
+            if (reasoning := reasoning_of(conversation.turns[index])) and _squeezed(reasoning) not in _squeezed(target):
+                raise DataError(
+                    f"{where}: the chat template leaves out the reasoning of turn {index + 1}. {_REASONING}"
                 )
         return self._encode_rows(conversations, [], notes)
 
@@ -246,10 +285,15 @@ class SampleEncoder:
         text, before = "", list[int]()
         result: list[ExchangeIds] = []
         for prompt, target in exchanges:
-            through_prompt = self._tokenize(text + prompt)
-            through_target = self._tokenize(text + prompt + target)
+            through_prompt, is_whole = self._tokenize_ends(text + prompt)
+            through_target, is_whole = self._tokenize_ends(text + prompt + target) if is_whole else ([], False)
+            if not is_whole:
+                result.append((self._tokenize_ends(prompt)[0], self._tokenize_ends(target)[0]))
+                break
             if through_prompt[: len(before)] != before or through_target[: len(through_prompt)] != through_prompt:
-                result = [(self._tokenize(prompt), self._tokenize(target)) for prompt, target in exchanges]
+                result = [
+                    (self._tokenize_ends(prompt)[0], self._tokenize_ends(target)[0]) for prompt, target in exchanges
+                ]
                 break
             result.append((through_prompt[len(before) :], through_target[len(through_prompt) :]))
             text, before = text + prompt + target, through_target
@@ -260,13 +304,25 @@ class SampleEncoder:
         result[0][0][:0] = start
         return result
 
-    def _tokenize(self, text: str) -> list[int]:
-        return [token for ids in self._tokenized_pieces(text) for token in ids]
+    def _tokenize_ends(self, text: str) -> tuple[list[int], bool]:
+        """Token ids, and whether they are all: of a long text those in the middle, which `fit` would cut, are not made.
 
-    def _tokenized_pieces(self, text: str) -> Iterator[list[int]]:
+        Then at least seq_length of them are from either end.
+        """
+        pieces = list(pieces_of(text))
+        head, tail, first, last = list[int](), list[int](), 0, len(pieces)
+        while first < last and len(head) < self.seq_length:
+            head += self._tokenize(pieces[first])
+            first += 1
+        while first < last and len(tail) < self.seq_length:
+            last -= 1
+            tail[:0] = self._tokenize(pieces[last])
+        return head + tail, first == last
+
+    def _tokenize(self, piece: str) -> list[int]:
         # verbose=False: no warning that the text is longer than the model's window; `fit` cuts it.
-        for piece in pieces_of(text):
-            yield self._tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
+        ids: list[int] = self._tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
+        return ids
 
 
 def pieces_of(text: str) -> Iterator[str]:
@@ -274,12 +330,17 @@ def pieces_of(text: str) -> Iterator[str]:
 
     A piece ends with a line, else before a space, else anywhere. So a token that would span two pieces becomes two, and
     a tokenizer that puts a space before a text does it once for each piece: some tokens in a million characters.
+    Raises _EndlessWordError at several pieces in a row that end anywhere.
     """
-    start = 0
+    start, num_seamless = 0, 0
     while len(text) - start > 2 * _PIECE_CHARACTERS:
         first, last = start + _PIECE_CHARACTERS, start + 2 * _PIECE_CHARACTERS
         found = (seam.search(text, first, last) for seam in _SEAMS)
-        end = next((match.end() for match in found if match), last)
+        seam = next(filter(None, found), None)
+        num_seamless = 0 if seam else num_seamless + 1
+        if num_seamless == _MOST_SEAMLESS:
+            raise _EndlessWordError
+        end = seam.end() if seam else last
         yield text[start:end]
         start = end
     yield text[start:]
@@ -312,6 +373,11 @@ def share_length(num_prompt: int, num_target: int, seq_length: int) -> tuple[int
     """
     num_target = min(num_target, max(seq_length - seq_length // 2, seq_length - num_prompt))
     return seq_length - num_target, num_target
+
+
+def _squeezed(text: str) -> str:
+    """The text without white space, which templates change at the ends of reasoning and around its lines."""
+    return "".join(text.split())
 
 
 def cut_document(row: Row, seq_length: int) -> list[Row]:

@@ -27,6 +27,8 @@ class Turn:
     content: str
     fields: Mapping[str, object] = field(default_factory=dict)
     """Further fields of the message that chat templates read, such as tool_calls, a list of mappings."""
+    is_trained: bool = True
+    """False for an assistant's turn that the data excludes from training: it is context for later turns."""
 
     @property
     def has_calls(self) -> bool:
@@ -48,7 +50,10 @@ _ROLES: Final = {
 _CALL_ROLE: Final = "function_call"
 """Speaker of a turn whose text is the JSON of the assistant's tool calls."""
 _KEYS: Final = (("role", "content"), ("from", "value"))
-_TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "thinking")
+_REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
+_TEXT_FIELDS: Final = ("name", "tool_call_id", *_REASONING_FIELDS)
+_TRAINED_FIELDS: Final = ("weight", "train", "training", "loss")
+"""Fields of a message that say whether it is trained on: OpenAI's (0, 1), Axolotl's and ms-swift's (true, false)."""
 _MOST_LEVELS: Final = 40
 """Depth of a tool's JSON; a schema has some ten levels."""
 
@@ -68,6 +73,11 @@ def called_names(turn: Turn) -> list[str]:
     calls = turn.fields.get("tool_calls", ())
     assert isinstance(calls, Sequence)
     return [str(function_of(call)["name"]) for call in calls]
+
+
+def reasoning_of(turn: Turn) -> str:
+    """Thoughts before the answer, a field of their own; empty if there are none."""
+    return next((text for name in _REASONING_FIELDS if (text := str(turn.fields.get(name) or "").strip())), "")
 
 
 def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -99,7 +109,8 @@ def _parse_turn(item: object, place: str) -> Turn:
         calls = [
             call if "function" in call else {"function": call} for call in _calls(content, f"{place}.{content_key}")
         ]
-        return Turn(Role.ASSISTANT, "", {**fields, "tool_calls": [{"type": "function", **call} for call in calls]})
+        fields["tool_calls"] = [{"type": "function", **call} for call in calls]
+        return Turn(Role.ASSISTANT, "", fields, _is_trained(item, Role.ASSISTANT, place))
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         known = listed([*_ROLES, _CALL_ROLE])
@@ -111,7 +122,28 @@ def _parse_turn(item: object, place: str) -> Turn:
             f"{place}.{content_key} is null; only an assistant's turn with `tool_calls` may be without text. Write an "
             "empty text, or leave the turn out"
         )
-    return Turn(role, _content_text(content, f"{place}.{content_key}"), fields)
+    return Turn(role, _content_text(content, f"{place}.{content_key}"), fields, _is_trained(item, role, place))
+
+
+def _is_trained(item: Mapping[object, object], role: Role, place: str) -> bool:
+    """Whether the message is trained on, by what it says of itself; a null says nothing, tables fill in such."""
+    if item.get("train_detail"):
+        raise DataError(
+            f"{place}.train_detail is not empty; a message is trained on as a whole or not at all. Split it into "
+            'messages, and give those that are only context "train": false'
+        )
+    said = {name: value for name in _TRAINED_FIELDS if (value := item.get(name)) is not None}
+    for name, value in said.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise DataError(f"{place}.{name} must be 0 (context only) or 1 (trained on), not {quoted(value)}")
+        if value and role is not Role.ASSISTANT:
+            raise DataError(
+                f"{place}.{name} is {quoted(value)}, and its role is {role.value}; only an assistant's messages are "
+                "trained on. Remove the field there, or train on all tokens with --train_on_prompt"
+            )
+    if len({bool(value) for value in said.values()}) > 1:
+        raise DataError(f"{place} contradicts itself: {', '.join(f'{name} is {said[name]!r}' for name in said)}")
+    return all(said.values())
 
 
 def _parse_fields(item: Mapping[object, object], place: str) -> dict[str, object]:

@@ -18,13 +18,19 @@ from mobius.data.batches import Batches
 from mobius.data.datasets import PreparedData, PreparedDataset, prepare_data
 from mobius.data.mixture import WeightedSamples, hold_out
 from mobius.data.preview import describe_sample
+from mobius.data.statistics import count_samples, duplicates_text, keep_one_in, num_repeated
 from mobius.log import SAID_ONCE
 from mobius.models.tokenizer import pad_token_id
+from mobius.output.data_report import LookedAt
 from mobius.plan.request import PackedRows
 from mobius.ranks import Ranks, cache_folder
 
 logger = logging.getLogger(__name__)
 
+_COUNTED_TOKENS: Final = 1 << 30
+"""Most tokens in which a run looks for repeated samples, some seconds of work."""
+_MANY_DUPLICATES: Final = 0.05
+"""Share of a dataset's samples from which on a run warns of those that repeat an earlier one."""
 _LOOKED_AT: Final = 256
 """Samples of each dataset whose tokens are in its fingerprint."""
 
@@ -103,12 +109,74 @@ def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) 
     logger.info("%s", describe_sample(data.prepared.training[0], tokenizer))
     batches = data.batches(config, tokenizer, is_packed=data.prepared.is_packed)
     logger.info("%s", batches.describe((config.pipeline.num_chunks or 1) * ranks.num_replicas))
+    if ranks.is_first and config.evaluation.do_train:
+        for warning in _repeats(config, data, batches, tokenizer):
+            logger.warning("%s", warning)
     if batches.num_steps is not None:
         config = resolve_epochs(config, batches.num_steps)
         logger.info("--num_train_epochs %g: steps to run: %d", config.optim.num_train_epochs, batches.num_steps)
     elif config.evaluation.do_train:
         logger.info("%d steps make %.3g epochs", config.optim.num_steps, batches.num_epochs_of(config.optim.num_steps))
     return config, data, batches
+
+
+def _repeats(config: Config, data: RunData, batches: Batches, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Sentences about samples that are trained on several times in a step or an epoch, or trained and evaluated on."""
+    yield from repeats_in_steps(batches, config.pipeline.batch_size)
+    every = (*data.prepared.training, *data.prepared.evaluation)
+    if sum(int(dataset.tokenized.lengths.sum(dtype=np.int64)) for dataset in every) > _COUNTED_TOKENS:
+        logger.info("the data is too large to look for repeated samples now: --preview does it")
+        return
+    training, evaluation = count_data(data, tokenizer)
+    for each in training:
+        if each.found.num_duplicates >= _MANY_DUPLICATES * each.found.num_samples:
+            yield f"{each.name}: {duplicates_text(each.found)}"
+    yield from repeats_of_datasets(data, training, evaluation)
+
+
+def count_data(data: RunData, tokenizer: PreTrainedTokenizerBase) -> tuple[list[LookedAt], list[LookedAt]]:
+    """What is counted in the datasets that are trained on, and in those that are evaluated on."""
+    every = (*data.prepared.training, *data.prepared.evaluation)
+    kept_one_in = keep_one_in(sum(len(dataset.tokenized) for dataset in every))
+    eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
+    assert isinstance(eos, int), "without one the data would have been refused"
+
+    def counted(dataset: PreparedDataset, num_trained: int) -> LookedAt:
+        found = count_samples(
+            dataset.tokenized,
+            eos_token_id=eos,
+            unknown_token_id=unknown if isinstance(unknown, int) else None,
+            kept_one_in=kept_one_in,
+        )
+        return LookedAt(dataset, found, num_trained)
+
+    training = list(map(counted, data.prepared.training, map(len, data.trained)))
+    return training, [counted(dataset, 0) for dataset in data.prepared.evaluation]
+
+
+def repeats_in_steps(batches: Batches, batch_size: int) -> Iterator[str]:
+    """A sentence where a step takes more than an epoch."""
+    if (epochs := batches.num_epochs_of(1)) > 1:
+        advice = f"Lower --batch_size {batch_size}, or give more data"
+        yield f"a step takes {epochs:.3g} epochs: samples repeat in it. {advice}"
+
+
+def repeats_of_datasets(data: RunData, training: Sequence[LookedAt], evaluation: Sequence[LookedAt]) -> Iterator[str]:
+    """Sentences about samples of two datasets, which count twice, and of the validation, which make it too good."""
+    trained, held = (
+        [each.found.fingerprints_of(indices) for each, indices in zip(training, chosen, strict=True)]
+        for chosen in (data.trained, data.held_out)
+    )
+    held += [each.found.fingerprints for each in evaluation]
+    pairs = [
+        (f"samples of {each.name} are in an earlier dataset too", trained[number], trained[:number])
+        for number, each in enumerate(training)
+        if number
+    ]
+    found = training[0].found
+    for text, own, others in [*pairs, ("samples of the validation are trained on too", np.concatenate(held), trained)]:
+        if repeated := found.kept_one_in * num_repeated(own, np.concatenate(others)):
+            yield f"{'' if found.is_exact else 'about '}{repeated:,} {text}, the same to the token"
 
 
 def packed_rows(batches: Batches) -> PackedRows | None:

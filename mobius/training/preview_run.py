@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mobius.config.config import Config
 from mobius.data.batches import Batches
-from mobius.data.datasets import PreparedDataset
 from mobius.data.preview import Line, Tone, sample_lines
-from mobius.data.statistics import concerns, count_samples, keep_one_in, num_repeated
+from mobius.data.statistics import concerns
 from mobius.errors import reason_of
 from mobius.log import drop, printable
 from mobius.models.base_files import read_json_object
@@ -27,7 +26,7 @@ from mobius.output.data_report import LookedAt, dataset_table, step_table
 from mobius.output.lengths_picture import added, describe_lengths, draw_lengths, histogram_lines
 from mobius.planning.planned import adopt_plan
 from mobius.ranks import Ranks, allows_colour
-from mobius.training.data import RunData
+from mobius.training.data import RunData, count_data, repeats_in_steps, repeats_of_datasets
 from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
@@ -72,30 +71,12 @@ def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) ->
     folder = folder if folder.is_dir() else locate_model(config.model.model_path, with_weights=False)
     # A tokenizer with more tokens than the model has rows is told below, beside what it makes of the data.
     tokenizer = load_tokenizer(folder, sys.maxsize)
-    look = _look_at(config, tokenizer, RunData.of(config, tokenizer, is_first=True))
+    data = RunData.of(config, tokenizer, is_first=True)
+    look = _Look(config, tokenizer, data, *count_data(data, tokenizer))
     blocks = [_samples(look), _datasets(look), _lengths(look, sys.stdout), _steps(look), _warnings(look, folder)]
     lines = [line for block in blocks for line in [*block, Line("")]]  # all, as one may still find a mistake
     _show(lines, sys.stdout)
     _draw(look)
-
-
-def _look_at(config: Config, tokenizer: PreTrainedTokenizerBase, data: RunData) -> _Look:
-    every = (*data.prepared.training, *data.prepared.evaluation)
-    kept_one_in = keep_one_in(sum(len(dataset.tokenized) for dataset in every))
-    eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
-    assert isinstance(eos, int), "without one the data would have been refused"
-
-    def counted(dataset: PreparedDataset, num_trained: int) -> LookedAt:
-        found = count_samples(
-            dataset.tokenized,
-            eos_token_id=eos,
-            unknown_token_id=unknown if isinstance(unknown, int) else None,
-            kept_one_in=kept_one_in,
-        )
-        return LookedAt(dataset, found, num_trained)
-
-    training = list(map(counted, data.prepared.training, map(len, data.trained)))
-    return _Look(config, tokenizer, data, training, [counted(dataset, 0) for dataset in data.prepared.evaluation])
 
 
 def _samples(look: _Look) -> Iterator[Line]:
@@ -163,34 +144,11 @@ def _warnings(look: _Look, folder: Path) -> Iterator[Line]:
         for each in every
         for text in concerns(each.dataset, each.found)
     ]
-    texts += [*_of_steps(look), *_of_repeats(look), *_of_tokenizer(look, folder)]
+    texts += repeats_in_steps(look.own, look.config.pipeline.batch_size)
+    texts += [*repeats_of_datasets(look.data, look.training, look.evaluation), *_of_tokenizer(look, folder)]
     yield from (Line(f"  warning: {text}", Tone.WARNING) for text in texts)
     if not texts:
         yield Line("  no warnings")
-
-
-def _of_steps(look: _Look) -> Iterator[str]:
-    if (epochs := look.own.num_epochs_of(1)) > 1:
-        size = look.config.pipeline.batch_size
-        yield f"a step takes {epochs:.3g} epochs: samples repeat in it. Lower --batch_size {size}, or give more data"
-
-
-def _of_repeats(look: _Look) -> Iterator[str]:
-    """Samples of two datasets count twice; those that are evaluated on, too, make an evaluation too good."""
-    trained, held = (
-        [each.found.fingerprints_of(indices) for each, indices in zip(look.training, chosen, strict=True)]
-        for chosen in (look.data.trained, look.data.held_out)
-    )
-    held += [each.found.fingerprints for each in look.evaluation]
-    pairs = [
-        (f"samples of {each.name} are in an earlier dataset too", trained[number], trained[:number])
-        for number, each in enumerate(look.training)
-        if number
-    ]
-    found = look.training[0].found
-    for text, own, others in [*pairs, ("samples of the validation are trained on too", np.concatenate(held), trained)]:
-        if repeated := found.kept_one_in * num_repeated(own, np.concatenate(others)):
-            yield f"{'' if found.is_exact else 'about '}{repeated:,} {text}, the same to the token"
 
 
 def _of_tokenizer(look: _Look, folder: Path) -> Iterator[str]:

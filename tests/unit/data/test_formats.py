@@ -377,3 +377,83 @@ def test_a_wrong_turn_or_tool_is_named_with_its_place(record: dict[str, object],
     assert str(caught.value).startswith("here: ")
     assert complaint in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+SAID = {"role": "assistant", "content": "b"}
+ANSWERED = [
+    {"messages": [ASKED, SAID]},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    {"instruction": "a", "output": "b"},
+    {"prompt": "a", "completion": "b"},
+    {"prompt": [ASKED], "completion": [SAID]},
+]
+
+
+@pytest.mark.parametrize("record", ANSWERED, ids=["messages", "sharegpt", "alpaca", "text pair", "message pair"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("label", False),
+        ("label", True),
+        ("label", 0),
+        ("label", "False"),
+        ("kto_tag", True),
+        ("chosen", "good"),
+        ("rejected", [SAID]),
+        ("rejected_response", "bad"),
+    ],
+)
+def test_preference_data_is_refused_by_the_name_of_its_column(
+    record: dict[str, object], name: str, value: object
+) -> None:
+    with pytest.raises(DataError, match=rf"here: `{name}` .*DPO, KTO.*--columns"):
+        parsed({**record, name: value})
+
+
+def test_a_column_that_decides_nothing_or_is_chosen_by_name_is_no_preference() -> None:
+    pair = {"prompt": "a", "completion": "b"}
+    for name, value in (("label", "chemistry"), ("label", None), ("rejected", None), ("rejected", ""), ("score", 3)):
+        assert parsed({**pair, name: value})[1] == Completion("a", "b")
+    assert parsed({"text": "a", "label": 1})[1] == Document("a")
+    preference = {"prompt": "a", "chosen": "good", "rejected": "bad"}
+    assert parsed(preference, {"completion": "chosen"})[1] == Completion("a", "good")
+    assert parsed({**pair, **preference}, {"completion": "completion"})[1] == Completion("a", "b")
+    assert parsed({"sentence": "fine", "label": "1"}, {"prompt": "sentence", "completion": "label"})[1] == Completion(
+        "fine", "1"
+    )
+    with pytest.raises(DataError, match="`label` next to the answer"):
+        parsed({"question": "a", "completion": "b", "label": False}, {"prompt": "question"})
+
+
+def test_a_message_says_whether_it_is_trained_on() -> None:
+    def trained(**fields: object) -> bool:
+        (_, sample) = parsed({"messages": [ASKED, {**SAID, **fields}]})
+        assert isinstance(sample, Conversation)
+        return sample.turns[1].is_trained
+
+    for fields in ({"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"weight": 0, "train": False}):
+        assert not trained(**fields)
+    for fields in ({}, {"weight": 1}, {"weight": None}, {"train": True}, {"weight": 1, "train": True}):
+        assert trained(**fields)
+    sharegpt = [{"from": "human", "value": "a", "weight": 0.0}, {"from": "gpt", "value": "b", "train": False}]
+    (_, sample) = parsed({"conversations": sharegpt})
+    assert isinstance(sample, Conversation)
+    assert not sample.turns[1].is_trained
+
+
+@pytest.mark.parametrize(
+    ("turn", "complaint"),
+    [
+        ({**SAID, "weight": 0.5}, "`messages[0]`.weight must be 0 (context only) or 1 (trained on), not 0.5"),
+        ({**SAID, "weight": -1}, "weight must be 0"),
+        ({**SAID, "weight": "0"}, "weight must be 0 (context only) or 1 (trained on), not '0'"),
+        ({**SAID, "train": "no"}, "train must be 0"),
+        ({**SAID, "weight": 0, "train": True}, "contradicts itself: weight is 0, train is True"),
+        ({**ASKED, "weight": 1}, "`messages[0]`.weight is 1, and its role is user; only an assistant's"),
+        ({**SAID, "train_detail": [{"begin_offset": 0}]}, "train_detail is not empty"),
+    ],
+)
+def test_what_a_message_may_not_say_of_its_training_is_named(turn: dict[str, object], complaint: str) -> None:
+    with pytest.raises(DataError) as caught:
+        parsed({"messages": [turn]})
+    assert complaint in str(caught.value)

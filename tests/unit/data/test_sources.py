@@ -1,4 +1,6 @@
+import gzip
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -21,6 +23,8 @@ def write(path: Path, records: list[dict[str, object]] = RECORDS) -> Path:
     match path.name.partition(".")[2].lower():
         case "jsonl" | "lines.json":
             path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress(json.dumps(records[0]).encode()))
         case "json":
             path.write_text("\n " + json.dumps(records, indent=1), encoding="utf-8")
         case "csv":
@@ -80,8 +84,50 @@ def test_a_folder_gives_the_split_that_is_asked_for(tmp_path: Path, split: str, 
     for path in ("train-00000.parquet", name, "other.jsonl"):
         write(tmp_path / "data" / path, [{"text": path}])
     assert fields(tmp_path, split=split) == [{"text": name}]
-    with pytest.raises(DataError, match=r"has the split missing in its name or folder; there are .*other.jsonl"):
+    with pytest.raises(DataError, match=r"no file of the split missing .*other.jsonl"):
         fields(tmp_path, split="missing")
+
+
+@pytest.mark.parametrize(
+    ("names", "used"),
+    [
+        ("a.jsonl test.jsonl validation.jsonl b-dev.jsonl c_eval_2.jsonl val.jsonl.gz TEST/d.jsonl", "a.jsonl"),
+        ("train_extra.jsonl a.jsonl b.jsonl test-1.jsonl", "a.jsonl b.jsonl train_extra.jsonl"),
+        ("train.jsonl train_extra.jsonl notes.jsonl test.jsonl", "train.jsonl train_extra.jsonl"),
+        ("train/a.jsonl test/a.jsonl notes.jsonl", "train/a.jsonl"),
+        (
+            "data/train-0-of-2.jsonl data/train-1-of-2.jsonl more.jsonl",
+            "data/train-0-of-2.jsonl data/train-1-of-2.jsonl",
+        ),
+        ("test/train.jsonl train/test.jsonl", "test/train.jsonl"),
+        ("train_val.jsonl val.jsonl", "train_val.jsonl"),
+        (
+            "contest.jsonl latest.jsonl devices.jsonl values.jsonl",
+            "contest.jsonl devices.jsonl latest.jsonl values.jsonl",
+        ),
+    ],
+)
+def test_files_of_other_splits_are_left_out_of_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: str, used: str
+) -> None:
+    for name in names.split():
+        write(tmp_path / name, [{"text": name}])
+    expected = used.split()
+    with caplog.at_level(logging.INFO, "mobius.data.sources"):
+        assert fields(tmp_path) == [{"text": name} for name in expected]
+    (line,) = caplog.messages
+    taken, _, left_out = line.partition("; not used, by the names of splits: ")
+    assert taken.rpartition(": ")[2].split(", ") == expected
+    assert sorted(filter(None, left_out.split(", "))) == sorted(set(names.split()) - set(expected))
+
+
+def test_a_folder_of_other_splits_alone_is_evaluated_on_but_not_trained_on(tmp_path: Path) -> None:
+    for name in ("test.jsonl", "validation.jsonl"):
+        write(tmp_path / name, [{"text": name}])
+    with pytest.raises(DataError, match=r"no file that a run could be trained on .* test.jsonl, validation.jsonl"):
+        open_source(entry(tmp_path))
+    blocks = open_source(entry(tmp_path), option="--eval_dataset").read()
+    assert [record.fields for block in blocks for record in block.records()] == [{"text": "validation.jsonl"}]
 
 
 def test_split_and_subset_are_refused_where_they_choose_nothing(tmp_path: Path) -> None:

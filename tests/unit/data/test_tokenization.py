@@ -1,7 +1,9 @@
 import pickle
+import resource
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -238,15 +240,32 @@ def test_no_line_is_told_where_jinja_knows_only_that_of_the_code_it_made(tokeniz
     assert "of the template)" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "template",
+    ["{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, "{{ 9**(9**9) }}", "{{ 1 | round(-2000000000) }}"],
+    ids=["loops", "a constant that Jinja computes twice", "a number of a billion digits"],
+)
 def test_a_template_that_does_not_end_is_stopped(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.2)
-    rounds = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-    tokenizer.chat_template = rounds
+    tokenizer.chat_template = template
     with pytest.raises(DataError, match=r"chat template is broken: it had not ended after 0\.2 seconds"):
         encode(tokenizer, ONE_EXCHANGE)
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    for timer in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+        assert signal.getitimer(timer) == (0.0, 0.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_template_gets_no_more_memory_than_its_limit(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    monkeypatch.setattr(chat_template, "_MOST_BYTES", 1 << 26)
+    tokenizer.chat_template = "{{ 'x' * 500000000 }}"
+    with pytest.raises(DataError, match="chat template is broken: MemoryError"):
+        encode(tokenizer, ONE_EXCHANGE)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
 def test_a_choice_of_templates_without_a_default_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -376,6 +395,48 @@ def test_exchanges_behind_the_cut_are_not_tokenized(tokenizer: PreTrainedTokeniz
     expected = encode(tokenizer, short, seq_length=100)
     assert row[0].tolist() == expected.rows[0][0].tolist()
     assert expected.is_cut
+
+
+LONG = " ".join(f"word{number}" for number in range(2000))
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        Completion(f"First {LONG} last:", " An answer."),
+        Completion("A question:", f" {LONG}"),
+        Completion(f"First {LONG} last:", f" {LONG}"),
+        Conversation((Turn(Role.USER, LONG), Turn(Role.ASSISTANT, "Yes."))),
+        Conversation((*ONE_EXCHANGE.turns, Turn(Role.USER, LONG), Turn(Role.ASSISTANT, LONG))),
+    ],
+    ids=["prompt", "answer", "both", "conversation", "second exchange"],
+)
+def test_the_middle_of_a_long_text_that_is_cut_is_not_tokenized(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, sample: Sample
+) -> None:
+    (whole,) = encode(tokenizer, sample, 64).rows
+    monkeypatch.setattr(tokenization, "_PIECE_CHARACTERS", 250)
+    counting: Any = CountingTokenizer(tokenizer)
+    encoded = encode(counting, sample, 64)
+    ((ids, is_target),) = encoded.rows
+    assert encoded.is_cut
+    assert (ids.tolist(), is_target.tolist()) == (whole[0].tolist(), whole[1].tolist())
+    assert counting.num_characters < len(LONG) // 2
+
+
+@pytest.mark.parametrize("word", ["x", "\n", " ", "ab1", "字"])
+def test_a_word_without_an_end_is_refused_at_once(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    monkeypatch.setattr(tokenization, "_PIECE_CHARACTERS", 100)
+    counting: Any = CountingTokenizer(tokenizer)
+    text = "Look: " + word * 2000 + "!"
+    turns = (Turn(Role.USER, text), Turn(Role.ASSISTANT, "Yes."))
+    for sample in (Document(text), Completion(text, "Yes."), Completion("Say:", text), Conversation(turns)):
+        with pytest.raises(DataError, match=r"line 5: 800 characters in a row without the end of a word"):
+            encode(counting, sample)
+    assert counting.num_characters < 100
+    encode(tokenizer, Document("Look: " + word * (600 // len(word))))
 
 
 def test_a_cut_target_does_not_pretend_to_end(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -699,3 +760,66 @@ def test_reasoning_reaches_a_template_that_writes_it(tokenizer: PreTrainedTokeni
     assert marked(tokenizer, encode(tokenizer, Conversation((Turn(Role.USER, "2 + 2"), answer)))) == [
         "<user>2 + 2<|im_end|><assistant>【(2 + 2)4<|im_end|>】"
     ]
+
+
+def untrained(conversation: Conversation, *numbers: int) -> Conversation:
+    turns = (replace(turn, is_trained=index not in numbers) for index, turn in enumerate(conversation.turns))
+    return replace(conversation, turns=tuple(turns))
+
+
+@pytest.mark.parametrize("is_plain", [False, True], ids=["a template", "no template"])
+def test_an_answer_that_is_not_trained_on_is_context(tokenizer: PreTrainedTokenizerBase, is_plain: bool) -> None:
+    if is_plain:
+        tokenizer.chat_template = None
+    (whole,) = encode(tokenizer, TWO_EXCHANGES).rows
+    (second,) = encode(tokenizer, untrained(TWO_EXCHANGES, 2)).rows
+    assert second[0].tolist() == whole[0].tolist()
+    assert tokenizer.decode(whole[0][whole[1]].tolist()) == f"Red.{EOS}Blue.{EOS}"
+    assert tokenizer.decode(second[0][second[1]].tolist()) == f"Blue.{EOS}"
+    (first,) = encode(tokenizer, untrained(TWO_EXCHANGES, 4)).rows
+    assert tokenizer.decode(first[0][first[1]].tolist()) == f"Red.{EOS}"
+    assert "Blue" not in tokenizer.decode(first[0].tolist()), "nothing is learned from what follows the last target"
+
+
+def test_answers_that_are_not_trained_on_get_no_row_of_their_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ 'old ' if not loop.last }}{{ m.content }}<|im_end|>{% endfor %}"
+        "{{ '<assistant>' if add_generation_prompt }}"
+    )
+    assert len(encode(tokenizer, TWO_EXCHANGES).rows) == 2
+    ((ids, is_target),) = encode(tokenizer, untrained(TWO_EXCHANGES, 2)).rows
+    assert tokenizer.decode(ids[is_target].tolist()) == f"Blue.{EOS}"
+
+
+def test_a_conversation_without_a_trained_answer_has_no_row(tokenizer: PreTrainedTokenizerBase) -> None:
+    for encoded in (
+        encode(tokenizer, untrained(TWO_EXCHANGES, 2, 4)),
+        encode(tokenizer, untrained(TWO_EXCHANGES, 4), 64, EncodingRules(mask_history=True)),
+    ):
+        assert encoded.rows == ()
+        assert not encoded.is_empty
+        assert not encoded.is_unanswered
+
+
+def test_training_on_prompts_contradicts_an_answer_that_is_not_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match=r"line 5: an answer is excluded from training .*--train_on_prompt"):
+        encode(tokenizer, untrained(TWO_EXCHANGES, 2), 64, EncodingRules(train_on_prompt=True))
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_that_a_template_leaves_out_is_refused(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    asked, answer = Turn(Role.USER, "2 + 2"), Turn(Role.ASSISTANT, "4", {name: "2 + 2\n is 4"})
+    with pytest.raises(DataError, match="line 5: the chat template leaves out the reasoning of turn 2"):
+        encode(tokenizer, Conversation((asked, answer)))
+    assert encode(tokenizer, untrained(Conversation((asked, answer, asked, Turn(Role.ASSISTANT, "4"))), 1)).rows
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match=r"line 5: .* reasoning cannot be written"):
+        encode(tokenizer, Conversation((asked, answer)))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content | default('') | replace('\n', '\n> ') }}"
+        "{{ m.content }}<|im_end|>{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
+    )
+    with pytest.raises(DataError, match="leaves out the reasoning"):
+        encode(tokenizer, Conversation((asked, answer)))
+    tokenizer.chat_template = tokenizer.chat_template.replace("\n> ", "\n  ")
+    assert encode(tokenizer, Conversation((asked, answer))).rows

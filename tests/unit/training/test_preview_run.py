@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from harness.runs import TOKENIZER
+from transformers import AutoTokenizer
 
 from mobius.config.cli import parse_args
 from mobius.errors import DataError
 from mobius.ranks import Ranks, allows_colour
+from mobius.training.data import read_data
 from mobius.training.preview_run import run_preview
 
 Preview = Callable[..., str]
@@ -151,6 +153,48 @@ def test_held_out_samples_are_not_trained_on_and_repeats_are_told(preview: Previ
     assert "samples of the validation are trained on too" in text
     text = preview("--dataset", write("b.jsonl", *records), "--val_size", "10")
     assert "trained on too" not in text
+
+
+RECORDS = [qa(f"Is {number} so?", "Yes.") for number in range(100, 140)]
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluation", "options", "told"),
+    [
+        ([RECORDS[:20]], [], "", []),
+        ([RECORDS[:20]], RECORDS[20:], "", []),
+        ([RECORDS[:20]], RECORDS[:20], "", ["20 samples of the validation are trained on too"]),
+        ([RECORDS[:20]], RECORDS[19:30], "", ["1 samples of the validation are trained on too"]),
+        (
+            [RECORDS * 2],
+            [],
+            "--val_size 40",
+            ["t0.jsonl: 40 of 80 samples repeat", "samples of the validation are trained on too"],
+        ),
+        ([RECORDS, RECORDS], [], "", ["40 samples of t1.jsonl are in an earlier dataset too"]),
+        ([RECORDS[:10]], [], "--packing off --batch_size 30", ["a step takes 3 epochs: samples repeat in it"]),
+        ([[*RECORDS, RECORDS[0]]], [], "", []),
+    ],
+)
+def test_a_run_warns_of_repeated_samples_without_a_preview(
+    training: list[list[dict[str, str]]],
+    evaluation: list[dict[str, str]],
+    options: str,
+    told: list[str],
+    workplace: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names = [write(f"t{number}.jsonl", *records) for number, records in enumerate(training)]
+    chosen = ["--eval_dataset", write("e.jsonl", *evaluation), "--eval_strategy", "epoch"] if evaluation else []
+    given = ["--model_path", "model", "--seq_length", "64", "--batch_size", "4", "--num_chunks", "2", *options.split()]
+    config, tokenizer = parse_args([*given, "--dataset", *names, *chosen]), AutoTokenizer.from_pretrained(TOKENIZER)
+    read_data(config, Ranks(0, 2, 0), tokenizer)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == len(told)
+    assert all(text in warning for text, warning in zip(told, warnings, strict=True))
+    caplog.clear()
+    read_data(config, Ranks(1, 2, 1), tokenizer)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"], "the first rank says it for all"
 
 
 def test_a_dataset_to_evaluate_on_is_counted_by_itself(preview: Preview) -> None:
