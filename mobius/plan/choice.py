@@ -349,7 +349,7 @@ def choose(request: PlanRequest, *, measured: Profile | None = None) -> Setting:
                 tried.append(_simulated(each.request, measured))
                 bar.update()
     else:  # many microbatches, whose steps take long to simulate
-        tried = [_simulated(each, measured, is_quick=True) for each in _from_all_numbers(request)]
+        tried = [_simulated(each, measured, is_quick=True) for each in from_all_numbers(request)]
     tried = _that_fit_host(tried) or tried
     fastest = min(setting.seconds for setting in tried)
     alike = [setting for setting in tried if setting.seconds <= fastest * (1 + NOTICEABLE)]
@@ -378,7 +378,7 @@ def quick_settings(request: PlanRequest, *, measured: Profile | None = None) -> 
     return found
 
 
-def _from_all_numbers(request: PlanRequest) -> list[PlanRequest]:
+def from_all_numbers(request: PlanRequest) -> list[PlanRequest]:
     """Requests that fit GPUs and host among all numbers of chunks and rounds, which take the fewest rounds possible.
 
     If none fits, the one that takes the least of the host. Microbatches of one row leave most room on the GPUs; where

@@ -304,7 +304,7 @@ def _draw(
 
 def _blueprint(place: Place, parts: ModelParts, found: Answer, *, is_given: bool) -> Blueprint:
     """The blueprint of an answer whose stages fit into the host's memory. Raises HostMemoryError."""
-    _check_host(found, place.sharing)
+    _check_host(found, place.sharing, parts)
     plan = found.plan
     schedule = build_schedule(
         plan.num_ranks,
@@ -320,12 +320,12 @@ def _blueprint(place: Place, parts: ModelParts, found: Answer, *, is_given: bool
     return Blueprint(place=place, parts=parts, answer=found, schedule=schedule, is_given=is_given)
 
 
-def _check_host(found: Answer, sharing: int) -> None:
+def _check_host(found: Answer, sharing: int, parts: ModelParts) -> None:
     """Raise HostMemoryError if there is less than the plan needs for stages."""
     if found.request.machine.on_cpu or found.plan.num_slots is not None or found.plan.stashed:
         limit = found.request.config.pipeline.host_memory_limit
         whole = available_host_bytes() if limit is None else int(limit * GIB)
-        remedies = host_remedies(found)
+        remedies = host_remedies(found, whole // sharing, parts.config)
         check_host_memory(found.host, available_bytes=whole // sharing, remedies=remedies)
 
 

@@ -8,8 +8,8 @@ from harness.plan_requests import known_shape
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mobius.models.shapes.experts import count_experts
 from mobius.models.shapes import known
+from mobius.models.shapes.experts import count_experts
 from mobius.models.shapes.known import PUBLISHED, SHORT_NAMES
 from mobius.plan.partition import ModelShape
 
