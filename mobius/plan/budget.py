@@ -415,5 +415,6 @@ def check_gpu_memory(
         advice = f"To fit: {'; '.join(general)}.{largest}"
     raise GpuMemoryError(
         f"rank {need.rank} needs {bytes_text(need.total)} of GPU memory ({need.describe()}), "
-        f"{bytes_text(available_bytes)} is available. {advice}"
+        f"{bytes_text(available_bytes)} is available. {advice}",
+        has_remedies=bool(remedies),
     )

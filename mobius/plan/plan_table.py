@@ -166,8 +166,8 @@ def describe_step(found: Answer) -> str:
     waits = ", ".join(f"{cause} {found.prediction.worst_wait(cause):.3f}" for cause in WaitCause)
     return "\n".join(
         [
-            f"the step is limited by {found.forecast.limit} ({100 * found.forecast.gain:.1f} % shorter if it were 1.1 times as "
-            f"fast); bubble {100 * found.prediction.bubble:.0f} %; the worst rank waits, s: {waits}",
+            f"the step is limited by {found.forecast.limit} ({100 * found.forecast.gain:.1f} % shorter if it were 1.1 "
+            f"times as fast); bubble {100 * found.prediction.bubble:.0f} %; the worst rank waits, s: {waits}",
             *([] if found.plan.num_rounds == 1 else [f"  {_describe_rounds(found, found.profile)}"]),
             f"  {found.profile.describe()}",
         ]

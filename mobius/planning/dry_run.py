@@ -23,7 +23,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import unseen_positions
 from mobius.models.families import load_planned_config
 from mobius.models.weights import check_model_weights
-from mobius.plan.budget import Remedy, check_host_memory, estimated_layer, list_remedies
+from mobius.plan.budget import check_host_memory, estimated_layer, list_remedies
 from mobius.plan.cards import CARDS, find_card
 from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.plan.choice import Answer, answer, settle
@@ -85,7 +85,9 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
         found = planned(config, shape, machine)
     except GpuMemoryError as error:
         logger.info("the run does not fit")
-        remedies = _gpu_remedies(request, available, model.config)
+        has_numbers = request.num_stages is not None and request.num_chunks is not None  # auto has tried all
+        is_open = has_numbers and not error.has_remedies
+        remedies = list(gpu_remedies(request, available, model.config)) if is_open else []
         logger.error("does not fit: %s%s", error, list_remedies(remedies))
         return False
     logger.info("%s", describe_verdict(found, available))
@@ -184,13 +186,6 @@ def _check_host(found: Answer, available: int | None, model: PretrainedConfig) -
         logger.error("does not fit: %s", error)
         return False
     return True
-
-
-def _gpu_remedies(request: PlanRequest, available: int | None, model: PretrainedConfig) -> list[Remedy]:
-    """What fits in place of a run that takes too much of the GPUs; nothing for auto, which has tried all numbers."""
-    if request.num_stages is None or request.num_chunks is None:
-        return []
-    return list(gpu_remedies(request, available, model))
 
 
 def _host_bytes(request: PlanRequest) -> int | None:
