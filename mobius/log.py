@@ -6,7 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import IO, Final
+from typing import IO, Final, NoReturn
 
 from tqdm import tqdm
 
@@ -15,6 +15,9 @@ _NOISY_LIBRARIES: Final = (
     *("transformers", "torch", "datasets", "huggingface_hub", "tokenizers", "safetensors", "pyarrow", "urllib3"),
     *("httpx", "httpcore", "filelock", "fsspec", "matplotlib", "PIL", "asyncio"),
 )
+
+SILENT_SECONDS: Final = 2.0
+"""Seconds of work that need no bar."""
 
 SAID_ONCE: Final[Mapping[str, object]] = {"is_said_once": True}
 """`extra` of a record that all ranks make alike, of the model or the data: only the first one says it."""
@@ -38,6 +41,13 @@ def setup_logging(rank: int) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module=rf"{re.escape(name)}(\.|$)")
     logging.captureWarnings(True)
+
+
+def progress_bar(desc: str, unit: str, total: int | None = None) -> "tqdm[NoReturn]":
+    """A bar on rank 0's terminal for work that takes more than `SILENT_SECONDS`; it vanishes when it is closed."""
+    speaks = any(isinstance(each, _BarSafeHandler) and each.is_first for each in logging.getLogger().handlers)
+    disable = None if speaks else True  # None: shown where standard error is a terminal
+    return tqdm(desc=desc, unit=unit, total=total, delay=SILENT_SECONDS, leave=False, disable=disable)
 
 
 def drop(stream: IO[str]) -> None:
@@ -64,6 +74,7 @@ class _BarSafeHandler(logging.Handler):
     def __init__(self, rank: int) -> None:
         super().__init__(logging.WARNING if rank else logging.INFO)
         self._stream = sys.stderr if rank else sys.stdout
+        self.is_first = rank == 0
         self._prefix = f"[rank {rank}] " if rank else ""
 
     def format(self, record: logging.LogRecord) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mobius.models.shapes.known import KNOWN_SHAPES, known_fields
+from mobius.models.shapes.known import PUBLISHED, SHORT_NAMES
 
 _TINY = {
     "hidden_size": 64,
@@ -41,17 +41,17 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Shapes that nobody has published."""
-SIZES = ("tiny", *KNOWN_SHAPES, "tiny-experts")
+SIZES = ("tiny", *SHORT_NAMES, "tiny-experts")
 TOKENIZER = Path(__file__).parents[1] / "assets" / "tiny-llama"
-_ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
+_ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 
 
 def fields_of(size: str, num_layers: int | None = None) -> dict[str, Any]:
     """Fields of such a model's config.json."""
-    fields: dict[str, Any] = dict(TINY[size] if size in TINY else known_fields(size))
+    fields: dict[str, Any] = dict(TINY[size] if size in TINY else PUBLISHED[SHORT_NAMES[size]])
     architecture = f"{_ARCHITECTURES[fields['model_type']]}ForCausalLM"
     fields["num_hidden_layers"] = num_layers or fields["num_hidden_layers"]
-    return fields | {"architectures": [architecture], "tie_word_embeddings": False, "dtype": "bfloat16"}
+    return {"tie_word_embeddings": False, **fields, "architectures": [architecture], "dtype": "bfloat16"}
 
 
 def num_parameters(size: str, num_layers: int | None = None) -> int:
@@ -74,9 +74,10 @@ def _count(fields: Mapping[str, Any], *, experts_of_token: int | None) -> int:
     width = fields.get("moe_intermediate_size", fields["intermediate_size"])
     if fields["model_type"] == "qwen2":
         attention += head_width * (heads + 2 * fields["num_key_value_heads"])
-    norms = 2 * hidden + (2 * head_width if fields["model_type"] == "qwen3_moe" else 0)
+    norms = 2 * hidden + (2 * head_width if fields["model_type"].startswith("qwen3") else 0)
     per_layer = attention + 3 * hidden * width * counted + number * hidden + norms
-    return int(fields["num_hidden_layers"] * per_layer + 2 * tokens * hidden + hidden)
+    matrices = 1 if fields["tie_word_embeddings"] else 2
+    return int(fields["num_hidden_layers"] * per_layer + matrices * tokens * hidden + hidden)
 
 
 def write_config(folder: Path, size: str, num_layers: int | None = None) -> None:

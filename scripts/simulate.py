@@ -30,7 +30,7 @@ from mobius.errors import GpuMemoryError, MobiusError, PlanError
 from mobius.log import drop, printable
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
-from mobius.models.shapes.known import KNOWN_SHAPES
+from mobius.models.shapes.known import SHORT_NAMES
 from mobius.output.timeline_picture import draw_timeline
 from mobius.output.trace import predicted_trace, write_trace
 from mobius.plan.budget import estimated_layer, fullest
@@ -71,7 +71,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     )
     parser.add_argument(
         "--model_path", "--model", nargs="+",
-        help=f"{', '.join(KNOWN_SHAPES)}, or a model as main.py takes it (default: 7b)",
+        help=f"{', '.join(SHORT_NAMES)}, or a model as main.py takes it (default: 7b)",
     )  # fmt: skip
     parser.add_argument("--gpu_memory_limit", nargs="+", help="GiB of each GPU (default: all of it)")
     parser.add_argument("--cores", type=int, default=16, help="CPU cores per GPU (default: %(default)s)")

@@ -18,7 +18,7 @@ from mobius.log import SAID_ONCE
 from mobius.models.base_files import read_json_object, shown, told
 from mobius.models.by_plan.checked import checked_families
 from mobius.models.config_rules import disagreements, wrong_fields
-from mobius.models.shapes.known import KNOWN_SHAPES, SHAPES_ON_HUB, known_fields
+from mobius.models.shapes.known import KnownShape, known_shape
 from mobius.models.text_parts.taken import checked_text_parts, is_taken, text_part
 from mobius.models.weights import HEAD, folder_has_weights, has_own_head
 
@@ -56,10 +56,12 @@ def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
             raise CheckpointError(f"{given}: the folder has no config.json, so it is no Hugging Face model.")
         return folder
     advice = "Give a folder with a config.json, or an id such as meta-llama/Llama-2-7b-hf."
-    if model_path in KNOWN_SHAPES:
+    known = known_shape(model_path)
+    if known is not None and not known.is_on_hub:
+        name = f", or {known.model}" if "/" in known.model else ""
         raise CheckpointError(
             f"{given}: that is a shape to plan for (--dry_run, scripts/simulate.py), without weights, and there is no "
-            f"folder {folder.absolute()}. {advice}"
+            f"folder {folder.absolute()}. {advice.removesuffix('.')}{name}."
         )
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
@@ -324,25 +326,28 @@ class PlannedModel(NamedTuple):
     """Its files, if there are any."""
     unseen_bytes: int = 0
     """Weights of a model of the hub that were not downloaded."""
+    name: str | None = None
+    """What a shape without files is called, and whose it is."""
 
 
 def load_planned_config(options: ModelConfig) -> PlannedModel:
     """The model that a plan is for, shape options applied as in a run.
 
-    A folder goes before a short name (`7b`); the shape of a model of the hub is taken where it is known and the model
-    cannot be had, and a line says so. Weights of the hub are downloaded only where their index does not tell what a
-    plan needs of them. Raises CheckpointError like `locate_model` and `load_model_config`.
+    A folder goes before a short name (`7b`, `Qwen3-8B`); the shape of a model of the hub is taken where it is known and
+    the model cannot be had, and a line says so. Weights of the hub are downloaded only where their index does not tell
+    what a plan needs of them. Raises CheckpointError like `locate_model` and `load_model_config`.
     """
     name = options.model_path
-    if name in KNOWN_SHAPES and not Path(name).is_dir():
-        return PlannedModel(_config_of_shape(name, options, has_weights=False))
+    known = None if Path(name).expanduser().is_dir() else known_shape(name)
+    if known is not None and not known.is_on_hub:
+        return _of_shape(known, options)
     try:
         folder = locate_model(name, with_weights=False)
     except CheckpointError:
-        if name not in SHAPES_ON_HUB:
+        if known is None:
             raise
         logger.info("%s cannot be had here: the plan is for its shape, which is known (training needs the model)", name)
-        return PlannedModel(_config_of_shape(SHAPES_ON_HUB[name], options, has_weights=True))
+        return _of_shape(known, options)
     if not Path(name).expanduser().is_dir():
         if (unseen := _by_index(folder, options)) is not None:
             return unseen
@@ -371,9 +376,8 @@ def _by_index(folder: Path, options: ModelConfig) -> PlannedModel | None:
     return PlannedModel(config, folder, size)
 
 
-def _config_of_shape(name: str, options: ModelConfig, *, has_weights: bool) -> PretrainedConfig:
-    """As of a folder with or without weights, which decides what the shape options may change."""
-    fields = known_fields(name)
-    config: PretrainedConfig = CONFIG_MAPPING[str(fields["model_type"])].from_dict(fields)
-    _apply_options(config, options, has_weights=has_weights)
-    return config
+def _of_shape(known: KnownShape, options: ModelConfig) -> PlannedModel:
+    """As of a folder with weights, which decides what the shape options may change, or without, for a short name."""
+    config: PretrainedConfig = CONFIG_MAPPING[str(known.fields["model_type"])].from_dict(dict(known.fields))
+    _apply_options(config, options, has_weights=known.is_on_hub)
+    return PlannedModel(config, name=known.describe(options.model_path))

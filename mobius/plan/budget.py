@@ -53,6 +53,10 @@ class Remedy:
 
     options: str
     num_bytes: int
+    details: str = ""
+    """What else is known of the run with it."""
+    host_bytes: int | None = None
+    """Host memory that there must be for it; None: what is there."""
 
 
 @dataclass(frozen=True)
@@ -137,28 +141,44 @@ def host_need(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostNe
 def check_host_memory(need: HostNeed, *, available_bytes: int, remedies: Iterable[Remedy] = ()) -> None:
     """Raise HostMemoryError, with the arithmetic, if `need` exceeds `available_bytes` of the machine.
 
-    `remedies` are single changes, from the least on; the first that fits is named.
+    `remedies` are single changes, those of one option from the least on; the first of each that fits is listed.
     """
     if need.total <= available_bytes:
         return
+    fitting = dict[str, Remedy]()
+    for each in remedies:
+        if each.num_bytes <= (each.host_bytes or available_bytes):
+            fitting.setdefault(each.options.split()[0], each)
     others = need.total - need.stash
-    if others < available_bytes:
+    if fitting:
+        advice = ""
+    elif others < available_bytes:
         share = (available_bytes - others) / need.stash
         recompute = f"--recompute full (frees {bytes_text(need.attention)}), " if need.attention else ""
         advice = (
-            f"Without the activations {bytes_text(others)} is needed: use {recompute}{1 / share:.2g} times as many "
+            f" Without the activations {bytes_text(others)} is needed: use {recompute}{1 / share:.2g} times as many "
             f"--num_rounds, {share:.2g} of the tokens in a step (--batch_size, --seq_length), "
-            "--activation_offloading off, or a host with more memory"
+            "--activation_offloading off, or a host with more memory."
         )
     else:
-        advice = "Use a smaller model or a host with more memory"
-    if (found := next((each for each in remedies if each.num_bytes <= available_bytes), None)) is not None:
-        advice = f"Use {found.options} (needs {bytes_text(found.num_bytes)}). {advice}"
+        advice = " Use a smaller model or a host with more memory."
     raise HostMemoryError(
         f"{need.num_ranks} rank(s) need {bytes_text(need.total)} of host memory ({need.describe()}), "
-        f"{bytes_text(available_bytes)} is available. {advice}; if this host's memory grows on demand, state how much "
-        "may be used with --host_memory_limit."
+        f"{bytes_text(available_bytes)} is available.{advice} If this host's memory grows on demand, state how much "
+        f"may be used with --host_memory_limit.{list_remedies(list(fitting.values()))}"
     )
+
+
+def list_remedies(remedies: Sequence[Remedy]) -> str:
+    """A line for each change that fits the host, behind a head; empty without any."""
+    if not remedies:
+        return ""
+    width = max(len(each.options) for each in remedies)
+    lines = []
+    for each in remedies:
+        details = f", {each.details}" if each.details else ""
+        lines.append(f"  {each.options.ljust(width)}  {bytes_text(each.num_bytes)} of host memory{details}")
+    return "\n".join(["\nEach of these alone fits:", *lines])
 
 
 @dataclass(frozen=True)
@@ -395,5 +415,6 @@ def check_gpu_memory(
         advice = f"To fit: {'; '.join(general)}.{largest}"
     raise GpuMemoryError(
         f"rank {need.rank} needs {bytes_text(need.total)} of GPU memory ({need.describe()}), "
-        f"{bytes_text(available_bytes)} is available. {advice}"
+        f"{bytes_text(available_bytes)} is available. {advice}",
+        has_remedies=bool(remedies),
     )

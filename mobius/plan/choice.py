@@ -6,15 +6,25 @@ The number of stages and microbatches is chosen by simulating what fits.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mobius.config.config import PipelineConfig, Recompute
-from mobius.errors import GpuMemoryError, PlanError, ScheduleError
+from mobius.errors import GpuMemoryError, PlanError
+from mobius.log import progress_bar
 from mobius.plan.budget import GpuNeed, HostNeed, estimated_layer, gpu_needs, host_need
 from mobius.plan.cards import GIGA, TERA, LayerEstimate, attending, estimate_profile, memory_rate
-from mobius.plan.fit import LEAST_SLICE, check_given_plan, fit_plan, most_attention_kept, numbers_of_rounds
+from mobius.plan.fit import (
+    LEAST_SLICE,
+    check_given_plan,
+    fit_plan,
+    fits_gpus,
+    least_host_bytes,
+    most_attention_kept,
+    numbers_of_rounds,
+)
 from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.memory_use import by_score, closed_form, fits_host
 from mobius.plan.partition import most_stages
@@ -281,23 +291,27 @@ def _with_rounds(request: PlanRequest, measured: Profile | None) -> PlanRequest:
     like_all = replace(request, machine=replace(request.machine, free_bytes=None))
     num_chunks = like_all.plan.num_chunks
     numbers = numbers_of_rounds(like_all) or [num_chunks]
-    streamed = replace(like_all, num_rounds=numbers[-1])
-    has_rates = request.card is not None or measured is not None
-    if not has_rates or (len(numbers) == 1 and fits_host(streamed, streamed.plan)):
+    fewest = [replace(like_all, num_rounds=number) for number in numbers]
+    if like_all.gpu_bytes is None or (len(numbers) == 1 and fits_host(fewest[0], fewest[0].plan)):
         return replace(request, num_rounds=numbers[-1])
-    settings = [_simulated(replace(like_all, num_rounds=number), measured, is_quick=True) for number in numbers]
-    for number in range(numbers[-1] + 1, num_chunks + 1):
-        if _that_fit_host(settings):
-            break
-        if num_chunks % number == 0:
-            with suppress(GpuMemoryError):  # sums of streamed stages take memory in rounds
-                settings.append(_simulated(replace(like_all, num_rounds=number), measured, is_quick=True))
-    fitting = _that_fit_host(settings)
-    if fitting:
-        best = min(fitting, key=lambda setting: setting.seconds)
-    else:  # what is refused tells the least that there is
-        best = min(settings, key=lambda setting: host_need(setting.request, setting.plan).total)
-    return replace(request, num_rounds=best.plan.num_rounds)
+    fitting = [each for each in fewest if _fits(each)]
+    if not fitting:
+        divisors = [number for number in range(numbers[-1] + 1, num_chunks + 1) if num_chunks % number == 0]
+        more = [replace(like_all, num_rounds=number) for number in divisors]
+        fitting = [each for each in more if _fits(each)][:1]
+        fitting = fitting or [min((*fewest, *more), key=least_host_bytes)]  # what is refused tells the least there is
+    best = fitting[-1]
+    if len(fitting) > 1 and (request.card is not None or measured is not None):
+        settings = [_simulated(each, measured, is_quick=True) for each in fitting]
+        best = min(settings, key=lambda setting: setting.seconds).request
+    return replace(request, num_rounds=best.num_rounds)
+
+
+def _fits(request: PlanRequest) -> bool:
+    """Whether some plan of these numbers fits GPUs and host, by estimated bytes."""
+    if request.host_bytes is None:
+        return fits_gpus(request, estimated_layer(request))
+    return least_host_bytes(request) <= request.host_bytes
 
 
 def _that_fit_host(settings: Iterable[Setting]) -> list[Setting]:
@@ -325,10 +339,17 @@ def choose(request: PlanRequest, *, measured: Profile | None = None) -> Setting:
     """The fastest setting by prediction of those that fit the host; numbers that are not None stay as given.
 
     Between settings that are alike within `NOTICEABLE`, the one with fewer stages and chunks is taken. Raises
-    GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
+    GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried. Where no
+    usual numbers fit the host, all numbers of chunks and rounds are searched for some that do.
     """
-    quick = quick_settings(request, measured=measured)
-    tried = [_simulated(each.request, measured) for each in _best_of_each(_that_fit_host(quick) or quick)]
+    tried = list[Setting]()
+    if quick := quick_settings(request, measured=measured):
+        with progress_bar("planning", " plans") as bar:
+            for each in _best_of_each(quick):
+                tried.append(_simulated(each.request, measured))
+                bar.update()
+    else:  # many microbatches, whose steps take long to simulate
+        tried = [_simulated(each, measured, is_quick=True) for each in from_all_numbers(request)]
     tried = _that_fit_host(tried) or tried
     fastest = min(setting.seconds for setting in tried)
     alike = [setting for setting in tried if setting.seconds <= fastest * (1 + NOTICEABLE)]
@@ -336,22 +357,55 @@ def choose(request: PlanRequest, *, measured: Profile | None = None) -> Setting:
 
 
 def quick_settings(request: PlanRequest, *, measured: Profile | None = None) -> list[Setting]:
-    """All numbers of stages and chunks that fit, with a quick use of memory; errors as `choose`."""
-    tried: list[Setting] = []
-    refusal: GpuMemoryError | ScheduleError | None = None
-    for chunks in _chunk_numbers(request):
-        for stages in _stage_numbers(request):
-            try:
-                setting = replace(request, num_stages=stages, num_chunks=chunks)
-                tried.append(_simulated(setting, measured, is_quick=True))
-            except GpuMemoryError as error:
-                refusal = error
-    if not tried:
-        raise refusal or PlanError(
+    """The usual numbers of stages and chunks that fit GPUs and host, with a quick use of memory; there may be none.
+
+    Raises PlanError if there are no such numbers.
+    """
+    pairs = [(chunks, stages) for chunks in _chunk_numbers(request) for stages in _stage_numbers(request)]
+    if not pairs:
+        raise PlanError(
             f"no number of stages and chunks is possible: {request.shape.num_layers} layers on "
             f"{request.machine.num_ranks} ranks, --batch_size {request.config.pipeline.batch_size}."
         )
-    return tried
+    found: list[Setting] = []
+    with progress_bar("planning", " plans", len(pairs)) as bar:
+        for chunks, stages in pairs:
+            asked = replace(request, num_stages=stages, num_chunks=chunks)
+            asked = _with_rounds(_with_slices(asked, is_quick=True), measured)
+            if _fits(asked):
+                found.append(_simulated(asked, measured, is_quick=True))
+            bar.update()
+    return found
+
+
+def from_all_numbers(request: PlanRequest) -> list[PlanRequest]:
+    """Requests that fit GPUs and host among all numbers of chunks and rounds, which take the fewest rounds possible.
+
+    If none fits, the one that takes the least of the host. Microbatches of one row leave most room on the GPUs; where
+    they fit, so may larger ones, which take less time.
+    """
+    divisors = [number for number in range(1, request.rows + 1) if request.rows % number == 0]
+    all_chunks = divisors if request.num_chunks is None else [request.num_chunks]
+    all_rounds = divisors if request.num_rounds is None else [request.num_rounds]
+    least = list[PlanRequest]()
+    with progress_bar("planning", " plans") as bar:
+
+        def fits(asked: PlanRequest) -> bool:
+            bar.update()
+            return _fits(asked)
+
+        for rounds in all_rounds:
+            found = []
+            chunks = [number for number in all_chunks if number % rounds == 0]
+            for stages in _stage_numbers(request) if chunks else ():
+                asked = [replace(request, num_stages=stages, num_chunks=each, num_rounds=rounds) for each in chunks]
+                asked = [_with_slices(each, is_quick=True) for each in asked]
+                least = [min((*least, asked[-1]), key=least_host_bytes)]
+                if fits(asked[-1]):
+                    found.append(asked[bisect_left(asked, True, hi=len(asked) - 1, key=fits)])
+            if found:
+                return found
+    return least
 
 
 def _simulated(request: PlanRequest, measured: Profile | None, *, is_quick: bool = False) -> Setting:
@@ -375,7 +429,7 @@ def _best_of_each(tried: Sequence[Setting]) -> list[Setting]:
     return chosen + [each for each in ordered if each.plan.num_stages == chosen[0].plan.num_stages][1:2]
 
 
-def _stage_numbers(request: PlanRequest) -> Iterable[int]:
+def _stage_numbers(request: PlanRequest) -> Sequence[int]:
     """Multiples of the ranks, up to a layer per stage with embedding and head apart.
 
     Of those that leave the largest stage as large, the fewest, and the next, which makes those with embedding and head

@@ -19,10 +19,11 @@ streamed stages the last `num_slots` stay.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, PlanError
@@ -37,11 +38,12 @@ from mobius.plan.budget import (
     fullest,
     gpu_need,
     gpu_needs,
+    host_need,
     state_bytes,
     tile_tokens,
 )
 from mobius.plan.gpu_peak import LayerBytes
-from mobius.plan.memory_use import Choose, by_score, closed_form, fits_host, within_host
+from mobius.plan.memory_use import Choose, by_score, closed_form, fits_host, lightest, within_host
 from mobius.plan.plan import KeptLevel, MemoryUse, Plan
 from mobius.plan.replicas.told import more_nodes
 from mobius.plan.request import PlanRequest
@@ -79,6 +81,26 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None, choose: C
     _refuse_what_cannot_fit(request, layer, request.gpu_bytes)
     fitting = [_fitting(request, rank, layer, request.gpu_bytes) for rank in range(plan.num_ranks)]
     return plan.using(within_host(choose or by_score(closed_form(request)))(request, fitting))
+
+
+def fits_gpus(request: PlanRequest, layer: LayerBytes | None) -> bool:
+    """Whether the least that is asked for fits the fullest rank; arguments as in `fit_plan`."""
+    available = request.gpu_bytes
+    return available is None or _fullest_need(request, request.num_resident or 0, layer).total <= available
+
+
+@lru_cache(maxsize=1024)  # asked for again when numbers of rounds have been found
+def least_host_bytes(request: PlanRequest) -> float:
+    """The least host memory of all plans of `request` that fit the GPUs, by estimates; infinite where none does.
+
+    It takes a small part of `fit_plan`'s time, since stages keep no activations but what is asked for.
+    """
+    layer, available = estimated_layer(request), request.gpu_bytes
+    if available is None or not fits_gpus(request, layer):
+        return math.inf
+    ranks = range(request.plan.num_ranks)
+    least = lightest(request, [_fitting(request, rank, layer, available, keeps=False) for rank in ranks])
+    return host_need(request, request.plan.using(least)).total
 
 
 def may_keep_products(request: PlanRequest) -> bool:
@@ -209,8 +231,13 @@ def _uses(request: PlanRequest, *, knows_layer: bool) -> Iterator[MemoryUse]:
                 yield from (MemoryUse(num_resident, num_kept, s) for s in {min(w, num_streamed) for w in wanted})
 
 
-def _fitting(request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_bytes: int) -> list[MemoryUse]:
-    """The uses that fit, each with as few stages that stash as it takes; the least if no other does."""
+def _fitting(
+    request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_bytes: int, *, keeps: bool = True
+) -> list[MemoryUse]:
+    """The uses that fit, each with as few stages that stash as it takes; the least if no other does.
+
+    Without `keeps` stages keep no more activations than is asked for.
+    """
     usable = int(gpu_bytes * FILLED_SHARE) - request.mailbox_bytes
 
     @cache
@@ -224,7 +251,7 @@ def _fitting(request: PlanRequest, rank: int, layer: LayerBytes | None, gpu_byte
         return need.total - need.states
 
     fitting = []
-    for use in _uses(request, knows_layer=layer is not None):
+    for use in _uses(request, knows_layer=keeps and layer is not None):
         rest = usable - states_take(use.num_resident, use.num_slots)
         numbers = _stash_numbers(request, use.num_kept)
         fewest = next((number for number in numbers if rest_takes(use.num_kept, number) <= rest), None)
@@ -303,10 +330,17 @@ def find_remedies(request: PlanRequest, need: Callable[[PlanRequest], int], avai
     ):
         for options, changed in changes(request):
             num_bytes = need(changed)
-            if num_bytes <= available_bytes:
+            if num_bytes <= available_bytes and _has_host_room(changed):
                 found.append(Remedy(options, num_bytes))
                 break
     return found
+
+
+def _has_host_room(request: PlanRequest) -> bool:
+    """Whether the host can hold what the GPUs do not, as far as is known; alike on all ranks."""
+    if request.host_bytes is None:
+        return True
+    return least_host_bytes(request) <= request.host_bytes
 
 
 def _stashes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
+from mobius.log import progress_bar
 from mobius.plan.budget import host_need
 from mobius.plan.plan import MemoryUse, Plan
 from mobius.plan.profile import Profile
@@ -165,16 +166,27 @@ def fits_host(request: PlanRequest, plan: Plan) -> bool:
     return request.host_bytes is None or host_need(request, plan).total <= request.host_bytes
 
 
-def _light(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> list[list[MemoryUse]]:
-    """The uses of each rank that fit the host whatever the others take: what the least leaves is shared evenly."""
-    assert request.host_bytes is not None
+def lightest(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> list[MemoryUse]:
+    """Of what fits on each rank, the use with the least host memory."""
+    total = _host_bytes(request, fitting)
+    return [min(uses, key=partial(total, rank)) for rank, uses in enumerate(fitting)]
+
+
+def _host_bytes(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> Callable[[int, MemoryUse], int]:
+    """Host bytes of all ranks if one does this, and every other one the first of what fits there."""
     first = [uses[0] for uses in fitting]
 
     @cache
     def total(rank: int, use: MemoryUse) -> int:
         return host_need(request, request.plan.using([*first[:rank], use, *first[rank + 1 :]])).total
 
-    least = [min(uses, key=partial(total, rank)) for rank, uses in enumerate(fitting)]
+    return total
+
+
+def _light(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> list[list[MemoryUse]]:
+    """The uses of each rank that fit the host whatever the others take: what the least leaves is shared evenly."""
+    assert request.host_bytes is not None
+    total, least = _host_bytes(request, fitting), lightest(request, fitting)
     left = request.host_bytes - host_need(request, request.plan.using(least)).total
     more = max(0, left) // len(fitting)
     return [
@@ -193,14 +205,17 @@ class _Search:
 
     @without_collector()
     def run(self) -> tuple[MemoryUse, ...]:
-        for chosen in self._alike():
-            self._simulate(chosen)
-        best = self._best()
-        for rank, uses in enumerate(self._worth):
-            for use in uses:
-                if use != best[rank] and abs(use.num_resident - best[rank].num_resident) <= 1:
-                    self._simulate((*best[:rank], use, *best[rank + 1 :]))
+        with progress_bar("simulating", " steps") as bar:
+            for chosen in self._alike():
+                self._simulate(chosen)
+                bar.update()
             best = self._best()
+            for rank, uses in enumerate(self._worth):
+                for use in uses:
+                    if use != best[rank] and abs(use.num_resident - best[rank].num_resident) <= 1:
+                        self._simulate((*best[:rank], use, *best[rank + 1 :]))
+                        bar.update()
+                best = self._best()
         return best
 
     def _best(self) -> tuple[MemoryUse, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, HostNeed, host_need, tile_tokens
+from mobius.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, HostNeed, fullest, host_need, tile_tokens
 from mobius.plan.choice import Answer
 from mobius.plan.partition import ModelShape, StageCut
 from mobius.plan.plan import KeptLevel, Plan
@@ -38,32 +39,47 @@ def format_columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def describe_stages(plan: Plan, shape: ModelShape) -> str:
-    """One line per stage: its rank, layers, parameters, whether it is streamed, what backward runs again.
+    """A line for each run of stages that are alike: ranks, layers, parameters of each stage, and where these are.
 
     Where layers have experts, also the parameters that compute for a token.
     """
     has_experts = shape.experts is not None
     active = ["active"] if has_experts else []
-    rows = [["stage", "rank", "layers", "parameters", *active, "weights", "activations"]]
-    for cut in plan.cuts:
-        parts = ["embedding"] if cut.is_first else []
-        parts += [f"{cut.first_layer}-{cut.end_layer - 1}"] if cut.layers else []
-        parts += ["head"] if cut.is_last else []
-        holds_nothing = not parts
+    rows = [["stages", "ranks", "layers", "parameters", *active, "weights", "activations"]]
+    for _, alike in itertools.groupby(plan.cuts, key=lambda cut: (len(cut.layers), *_stage_cells(plan, cut, shape))):
+        cuts = list(alike)
+        first, last, ranks = cuts[0], cuts[-1], sorted({cut.stage % plan.num_ranks for cut in cuts})
+        parts = ["embedding"] if first.is_first else []
+        parts += [_numbers(first.first_layer, last.end_layer - 1)] if first.layers else []
+        parts += ["head"] if last.is_last else []
         rows.append(
             [
-                str(cut.stage),
-                str(cut.stage % plan.num_ranks),
+                _numbers(first.stage, last.stage),
+                _numbers(ranks[0], ranks[-1]) if len(ranks) == ranks[-1] - ranks[0] + 1 else ",".join(map(str, ranks)),
                 ", ".join(parts) or "none",
-                f"{cut.num_parameters(shape) / 1e6:.1f}M",
-                *([f"{cut.num_active(shape) / 1e6:.1f}M"] if has_experts else []),
-                "-" if holds_nothing else "resident" if cut.stage in plan.resident else "streamed",
-                _activations(plan, cut, shape),
+                *_stage_cells(plan, first, shape)[1:],
             ]
         )
     slots = plan.describe_slots() if plan.num_slots is None else f"{plan.describe_slots()} per rank"
     head = f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.describe_microbatches()}, {slots}"
     return f"{head}\n{format_columns(rows)}"
+
+
+def _stage_cells(plan: Plan, cut: StageCut, shape: ModelShape) -> list[str]:
+    """What tells stages apart: which end of the model they hold, parameters, weights and activations."""
+    holds_nothing = not (cut.is_first or cut.layers or cut.is_last)
+    return [
+        f"{cut.is_first}{cut.is_last}",
+        f"{cut.num_parameters(shape) / 1e6:.1f}M",
+        *([f"{cut.num_active(shape) / 1e6:.1f}M"] if shape.experts is not None else []),
+        "-" if holds_nothing else "resident" if cut.stage in plan.resident else "streamed",
+        _activations(plan, cut, shape),
+    ]
+
+
+def _numbers(first: int, last: int) -> str:
+    """`3`, or `3-5`."""
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _activations(plan: Plan, cut: StageCut, shape: ModelShape) -> str:
@@ -86,15 +102,17 @@ def describe_gpus(found: Answer) -> str:
     assert machine.card is not None
     has_keys = any(need.keys for need in found.needs)
     categories = [each for each in _CATEGORIES if has_keys or each[1] != "keys"]
-    rows = [["rank", *(title for title, _ in categories), "= torch", "+ driver, mailboxes"]]
+    rows = [["ranks", *(title for title, _ in categories), "= torch", "+ driver, mailboxes"]]
     # An estimate: context, mailboxes, communicators of a rank's edges and of all ranks; and two for each other replica,
     # of sums and of weights.
     edges = {1: 0, 2: 2}.get(machine.num_ranks, 4)
     pairs = edges + 2 * (machine.num_replicas - 1)
     beside = (pairs + (pairs > 0)) * COMMUNICATOR_BYTES + (found.request.mailbox_bytes if edges else 0)
-    for need in found.needs:
-        values = [gib_cell(getattr(need, name)) for _, name in categories]
-        rows.append([str(need.rank), *values, gib_cell(need.total), gib_cell(CONTEXT_BYTES + beside)])
+    cells = [[*(gib_cell(getattr(need, name)) for _, name in categories), gib_cell(need.total)] for need in found.needs]
+    first = 0
+    for alike in (list(group) for _, group in itertools.groupby(cells)):
+        rows.append([_numbers(first, first + len(alike) - 1), *alike[0], gib_cell(CONTEXT_BYTES + beside)])
+        first += len(alike)
     memory = (machine.gpu_bytes or 0) / GIB
     available = memory if limit is None else min(limit, memory)
     tile = tile_tokens(found.request)
@@ -102,16 +120,29 @@ def describe_gpus(found: Answer) -> str:
     return f"GPU memory in GiB, {available:g} of {machine.card.name} may be used\n{format_columns(rows)}{in_tiles}"
 
 
-def describe_host(need: HostNeed, available_bytes: int | None) -> str:
-    """The host's bytes of all ranks, with their arithmetic; None: it is not known how many there are."""
-    if available_bytes is None:
-        return (
-            f"host memory: {bytes_text(need.total)} ({need.describe()})\n  not compared with this machine's, since the "
-            "plan is for another one: --host_memory_limit says how much there is"
+def describe_verdict(found: Answer, available_bytes: int | None) -> str:
+    """What a plan takes of what there is: whether it fits, its step, the fullest GPU, the host; None: not known."""
+    request, host = found.request, found.host.total
+    short = 0 if available_bytes is None else host - available_bytes
+    fits = f"the run does not fit: {bytes_text(short)} of host memory are missing" if short > 0 else "the run fits"
+    lines = [fits]
+    if found.prediction is not None:
+        lines.append(
+            f"  step         {found.step_seconds:.3f} s for {request.all_tokens:,} tokens: "
+            f"{found.tokens_per_second:,.0f} tokens/s, {100 * found.mfu:.0f} % MFU"
         )
-    return (
-        f"host memory: {bytes_text(need.total)} of {bytes_text(available_bytes)} that may be used ({need.describe()})"
-    )
+    if request.gpu_bytes is not None:
+        most, name = fullest(found.needs).total, f" {request.machine.card.name}" if request.machine.card else " GPU"
+        lines.append(f"  GPU memory   {bytes_text(most)} of {bytes_text(request.gpu_bytes)} on each{name}")
+    of = " (--host_memory_limit tells how much there is)" if available_bytes is None else ""
+    of = of or f" of {bytes_text(available_bytes or 0)}"
+    lines.append(f"  host memory  {bytes_text(host)}{of}")
+    return "\n".join(lines)
+
+
+def describe_host(need: HostNeed) -> str:
+    """The host's bytes of all ranks, with their arithmetic."""
+    return f"host memory: {bytes_text(need.total)} = {need.describe()}"
 
 
 def describe_short_host(found: Answer) -> str | None:
@@ -129,16 +160,14 @@ def describe_short_host(found: Answer) -> str | None:
 
 
 def describe_step(found: Answer) -> str:
-    """The predicted step, what holds it up, and on what the numbers rest."""
+    """What holds the predicted step up, and on what its numbers rest."""
     if found.prediction is None or found.forecast is None or found.profile is None:
         return "no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16)"
     waits = ", ".join(f"{cause} {found.prediction.worst_wait(cause):.3f}" for cause in WaitCause)
     return "\n".join(
         [
-            f"predicted step: {found.step_seconds:.3f} s for {found.request.all_tokens:,} tokens, "
-            f"{found.tokens_per_second:,.0f} tokens/s, {100 * found.mfu:.0f} % MFU",
-            f"  limited by {found.forecast.limit} ({100 * found.forecast.gain:.1f} % shorter if it were 1.1 times as "
-            f"fast); bubble {100 * found.prediction.bubble:.0f} %; the worst rank waits, s: {waits}",
+            f"the step is limited by {found.forecast.limit} ({100 * found.forecast.gain:.1f} % shorter if it were 1.1 "
+            f"times as fast); bubble {100 * found.prediction.bubble:.0f} %; the worst rank waits, s: {waits}",
             *([] if found.plan.num_rounds == 1 else [f"  {_describe_rounds(found, found.profile)}"]),
             f"  {found.profile.describe()}",
         ]

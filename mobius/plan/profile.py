@@ -23,6 +23,10 @@ gradient of inputs, reads it and the other, and writes their sum. Inputs and out
 so that is (1 + 4) / 2 and (5 + 2) / 2."""
 
 
+MOST_KINDS = 4
+"""Kinds of layers whose seconds are shown."""
+
+
 class ProfileError(ValueError):
     """A text that is no profile; the caller measures again."""
 
@@ -46,6 +50,13 @@ class LayerSeconds:
 
     def __add__(self, other: LayerSeconds) -> LayerSeconds:
         return LayerSeconds(*map(operator.add, astuple(self), astuple(other)))
+
+    def describe(self) -> str:
+        """The seconds in milliseconds, as text."""
+        forward = f"{1e3 * self.forward:.2f} ms forward"
+        if self.backward == self.recomputed_backward == 0:
+            return f"{forward}, no backward"
+        return f"{forward}, {1e3 * self.backward:.2f} backward, {1e3 * self.recomputed_backward:.2f} with recompute"
 
     def times(self, factor: float) -> LayerSeconds:
         """All of them so many times."""
@@ -153,13 +164,15 @@ class Profile:
         return 2 * elements * self.microbatch_tokens / self.gpu_bandwidth
 
     def describe(self) -> str:
-        """One line: what is measured or estimated, and the layers' seconds."""
-        first = self.layer_kinds[0]
-        return (
-            f"{self.source}: {self.basis}; a layer takes {1e3 * first.forward:.2f} ms forward, "
-            f"{1e3 * first.backward:.2f} backward, {1e3 * first.recomputed_backward:.2f} with recompute, the loss "
-            f"{1e3 * self.loss:.2f} ({self.microbatch_tokens} tokens)"
-        )
+        """One line: what is measured or estimated, and the seconds of each kind of layers."""
+        numbers = [self.kind_of_layer.count(kind) for kind in range(len(self.layer_kinds))]
+        told = [
+            f"{number} layers take {kind.describe()}" if len(numbers) > 1 else f"a layer takes {kind.describe()}"
+            for kind, number in zip(self.layer_kinds[:MOST_KINDS], numbers, strict=False)
+        ]
+        more = ["others are not shown"] if len(numbers) > MOST_KINDS else []
+        loss = f"the loss {1e3 * self.loss:.2f} ({self.microbatch_tokens} tokens)"
+        return f"{self.source}: {self.basis}; {', '.join([*told, *more, loss])}"
 
     def to_json(self) -> str:
         """The profile as an object of its fields, ending in a line break."""

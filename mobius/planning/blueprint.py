@@ -329,18 +329,18 @@ def _draw(
 
 def _blueprint(place: Place, parts: ModelParts, found: Answer, *, is_given: bool) -> Blueprint:
     """The blueprint of an answer whose stages fit into the host's memory. Raises HostMemoryError."""
-    _check_host(found, place.sharing)
+    _check_host(found, place.sharing, parts)
     schedule = schedule_of(found.plan)
     check(schedule)
     return Blueprint(place=place, parts=parts, answer=found, schedule=schedule, is_given=is_given)
 
 
-def _check_host(found: Answer, sharing: int) -> None:
+def _check_host(found: Answer, sharing: int, parts: ModelParts) -> None:
     """Raise HostMemoryError if there is less than the plan needs for stages."""
     if found.request.machine.on_cpu or found.plan.num_slots is not None or found.plan.stashed:
         limit = found.request.config.pipeline.host_memory_limit
         whole = available_host_bytes() if limit is None else int(limit * GIB)
-        remedies = host_remedies(found)
+        remedies = host_remedies(found, whole // sharing, parts.config)
         check_host_memory(found.host, available_bytes=whole // sharing, remedies=remedies)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from mobius.config.config import Config, Device, Packing
 from mobius.config.validation import validate
@@ -22,17 +23,24 @@ from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import unseen_positions
 from mobius.models.families import load_planned_config
 from mobius.models.weights import check_model_weights
-from mobius.plan.budget import check_host_memory, estimated_layer
+from mobius.plan.budget import check_host_memory, estimated_layer, list_remedies
 from mobius.plan.cards import CARDS, find_card
 from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.plan.choice import Answer, answer, settle
 from mobius.plan.partition import ModelShape
-from mobius.plan.plan_table import describe_gpus, describe_host, describe_short_host, describe_stages, describe_step
+from mobius.plan.plan_table import (
+    describe_gpus,
+    describe_host,
+    describe_short_host,
+    describe_stages,
+    describe_step,
+    describe_verdict,
+)
 from mobius.plan.replicas.told import describe_replicas
 from mobius.plan.replicas.worth import describe_traffic
 from mobius.plan.request import Machine, PackedRows, PlanRequest
 from mobius.planning.blueprint import machine_of_gpu
-from mobius.planning.host_remedies import host_remedies
+from mobius.planning.host_remedies import gpu_remedies, host_remedies
 from mobius.planning.planned import saved_plan_of
 from mobius.ranks import Ranks, visible_devices
 from mobius.units import GIB, bytes_text
@@ -59,29 +67,47 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     if machine.on_cpu:
         config = settle_on_cpus(config, given=given)
     validate(config, machine.num_ranks, machine.num_replicas)
-    model_config, model_folder, unseen_bytes = load_planned_config(config.model)
-    parts = ModelParts(model_config, torch.device("cpu"), adapters=config.adapters)
-    if model_folder is not None:
-        if unseen_bytes:
+    model = load_planned_config(config.model)
+    parts = ModelParts(model.config, torch.device("cpu"), adapters=config.adapters)
+    if model.folder is not None:
+        if model.unseen_bytes:
             text = "%s of weights are not downloaded by a dry run, which goes by their index; a run checks them"
-            logger.info(text, bytes_text(unseen_bytes))
+            logger.info(text, bytes_text(model.unseen_bytes))
         else:
-            check_model_weights(model_folder, parts, config.model)
-        if (warning := unseen_positions(model_config, config.data.seq_length)) is not None:
+            check_model_weights(model.folder, parts, config.model)
+        if (warning := unseen_positions(model.config, config.data.seq_length)) is not None:
             logger.warning("%s", warning)
-    shape, dtype = parts.shape(), config.model.dtype
-    logger.info("plan of %s: %s, %s", config.model.model_path, shape.describe(), dtype)
-    if not machine.on_cpu:
-        _log_devices(config, machine.num_ranks)
+    shape, name = parts.shape(), model.name or config.model.model_path
+    logger.info("plan of %s: %s, %s", name, shape.describe(), config.model.dtype)
+    request = PlanRequest.of(config, shape, machine)
+    available = _host_bytes(request)
     try:
         found = planned(config, shape, machine)
     except GpuMemoryError as error:
-        logger.error("does not fit: %s", error)
+        logger.info("the run does not fit")
+        has_numbers = request.num_stages is not None and request.num_chunks is not None  # auto has tried all
+        is_open = has_numbers and not error.has_remedies
+        remedies = list(gpu_remedies(request, available, model.config)) if is_open else []
+        logger.error("does not fit: %s%s", error, list_remedies(remedies))
         return False
-    if machine.num_replicas > 1:
-        logger.info("%s", describe_replicas(found.request))
-    logger.info("%s", describe_stages(found.plan, shape))
-    if machine.on_cpu:
+    logger.info("%s", describe_verdict(found, available))
+    fits = _check_host(found, available, model.config)
+    if fits:
+        _save(found)
+    logger.info("")
+    _log_details(found, available)
+    return fits
+
+
+def _log_details(found: Answer, available: int | None) -> None:
+    """Print the plan and its arithmetic."""
+    request, config = found.request, found.request.config
+    if not request.machine.on_cpu:
+        _log_devices(config, request.machine.num_ranks)
+    if request.machine.num_replicas > 1:
+        logger.info("%s", describe_replicas(request))
+    logger.info("%s", describe_stages(found.plan, request.shape))
+    if request.machine.on_cpu:
         logger.info("no step is predicted for CPUs; name a GPU to plan for with --card")
     else:
         logger.info("%s", describe_gpus(found))
@@ -90,11 +116,15 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
             logger.info("  %s", describe_traffic(found))
         if config.data.packing in (Packing.AUTO, Packing.ON):
             logger.info("  %s", ROWS_AS_PLANNED)
-    fits = _log_host(found)
-    _log_checkpoints(found)
-    _save(found)
-    logger.info("%s", "the run fits" if fits else "the run does not fit")
-    return fits
+    logger.info("%s", describe_host(found.host))
+    if (sharing := request.machine.replicas_per_node) > 1:
+        together = bytes_text(sharing * found.host.total)
+        logger.info("  %d pipelines on each node: %s of each node's host memory together", sharing, together)
+    if available is not None and (short := describe_short_host(found)) is not None:
+        logger.info("  %s", short)
+    if config.saving.is_on:
+        need = checkpoint_need(request, found.plan, has_optimizer=not config.saving.save_only_model)
+        logger.info("%s", need.describe(None if available is None else available - found.host.total, None))
 
 
 def planned(config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> Answer:
@@ -146,31 +176,16 @@ def planned_ranks(config: Config, ranks: Ranks) -> Ranks:
     return Ranks(0, nodes * of_node, 0, num_replicas=nodes, num_nodes=nodes).cut(config.launch.pipeline_ranks)
 
 
-def _log_host(found: Answer) -> bool:
-    """Print a host's bytes; whether they are there."""
-    available = _host_bytes(found.request)
-    logger.info("%s", describe_host(found.host, available))
-    if (sharing := found.request.machine.replicas_per_node) > 1:
-        together = bytes_text(sharing * found.host.total)
-        logger.info("  %d pipelines on each node: %s of each node's host memory together", sharing, together)
+def _check_host(found: Answer, available: int | None, model: PretrainedConfig) -> bool:
+    """Whether the host has the memory; what to change where it has not."""
     if available is None:
         return True
     try:
-        check_host_memory(found.host, available_bytes=available, remedies=host_remedies(found))
+        check_host_memory(found.host, available_bytes=available, remedies=host_remedies(found, available, model))
     except HostMemoryError as error:
         logger.error("does not fit: %s", error)
         return False
-    if (short := describe_short_host(found)) is not None:
-        logger.info("  %s", short)
     return True
-
-
-def _log_checkpoints(found: Answer) -> None:
-    """Print what saving takes, if the run saves."""
-    saving, available = found.request.config.saving, _host_bytes(found.request)
-    if saving.is_on:
-        need = checkpoint_need(found.request, found.plan, has_optimizer=not saving.save_only_model)
-        logger.info("%s", need.describe(None if available is None else available - found.host.total, None))
 
 
 def _host_bytes(request: PlanRequest) -> int | None:
@@ -192,4 +207,4 @@ def _save(found: Answer) -> None:
             temporary.write_text(saved_plan_of(found).to_json(), encoding="utf-8")
     except OSError as error:
         raise PlanError(f"--plan_output {path} cannot be written: {reason_of(error)}. Name another file.") from error
-    logger.info("plan saved to %s; train by it with --plan %s", path, path)
+    logger.info("  plan         saved to %s; train by it with --plan %s", path, path)

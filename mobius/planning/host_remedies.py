@@ -1,35 +1,233 @@
-"""Single changes of a run that would let it fit into the host's memory, for refusals."""
+"""Changes of a run that let it fit, each solved by the planner, for refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+import torch
+from transformers import PretrainedConfig
+
+from mobius.config.adapters import AdapterConfig, FinetuningType
 from mobius.config.config import ActivationOffloading
-from mobius.errors import GpuMemoryError
-from mobius.plan.budget import Remedy
-from mobius.plan.choice import Answer, answer, settle
+from mobius.config.validation import find_problems
+from mobius.errors import ConfigError, GpuMemoryError, PlanError
+from mobius.log import progress_bar
+from mobius.models.blocks import ModelParts
+from mobius.plan.budget import Remedy, estimated_layer, fullest
+from mobius.plan.choice import QUICK_STEPS, Answer, answer, from_all_numbers, settle
+from mobius.plan.fit import fits_gpus, least_host_bytes
+from mobius.plan.gpu_peak import LayerBytes
 from mobius.plan.replicas.told import nodes_as_remedies
 from mobius.plan.request import PlanRequest
+from mobius.plan.simulation import plan_seconds
+from mobius.units import GIB, bytes_text
+
+FEWEST_TOKENS = 8
+"""A step is made this many times smaller at most."""
+HOST_ROOM = 1.03
+"""Host memory is raised by this factor until a plan for it is found."""
 
 
-def host_remedies(found: Answer) -> Iterator[Remedy]:
-    """Host bytes of a pipeline where one thing that was asked for is left to the planner, then with more nodes."""
-    if found.request.config.planning.plan is None:
-        for option, changed in _left_open(found.request):
-            with suppress(GpuMemoryError):
-                again = answer(settle(changed), layer=found.layer, is_preliminary=True)
-                yield Remedy(f"{option} auto", again.host.total)
-    yield from nodes_as_remedies(found.request, found.plan)
+def host_remedies(found: Answer, available_bytes: int, model: PretrainedConfig) -> Iterator[Remedy]:
+    """Changes with which a run that asks too much of the host fits it, those first that cost the training least.
+
+    Then how much memory it takes as it is. `model` is the configuration of the model.
+    """
+    request = found.request
+    if request.config.planning.plan is None:
+        solver = _Solver(_as_asked(request), available_bytes, model, found.layer)
+        yield from solver.run((_left_open, _limit, _numbers, _rows, _length, _freeze, _lora, _larger_host))
+    yield from nodes_as_remedies(request, found.plan)
 
 
-def _left_open(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def gpu_remedies(request: PlanRequest, available_bytes: int | None, model: PretrainedConfig) -> Iterator[Remedy]:
+    """Changes with which a run that asks too much of the GPUs fits them and the host; None: its memory is not known."""
+    yield from _Solver(_as_asked(request), available_bytes, model, None).run((_numbers, _freeze, _lora, _larger_host))
+
+
+def _as_asked(request: PlanRequest) -> PlanRequest:
+    """The request with numbers of stages and chunks, and rounds and slices as the user typed them."""
     pipeline = request.config.pipeline
-    request = replace(request, num_rounds=pipeline.num_rounds)
+    return replace(request, num_rounds=pipeline.num_rounds, num_slices=pipeline.num_slices)
+
+
+@dataclass(frozen=True)
+class _Solver:
+    """Plans changed requests, by estimates and without simulating what could be faster."""
+
+    request: PlanRequest
+    available_bytes: int | None
+    model: PretrainedConfig
+    layer: LayerBytes | None
+    """Bytes of a layer that were measured for the request's microbatches."""
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether there is nothing to choose of stages and chunks, or all has been tried."""
+        pipeline = self.request.config.pipeline
+        return self.request.machine.on_cpu or (pipeline.num_stages is None and pipeline.num_chunks is None)
+
+    @cached_property
+    def other_numbers(self) -> list[PlanRequest]:
+        """Requests with numbers of stages and chunks that fit, or else the one that takes the least host memory."""
+        return from_all_numbers(replace(self.request, num_stages=None, num_chunks=None))
+
+    def typed(self, numbers: PlanRequest) -> str:
+        """The options for these numbers."""
+        text = f"--num_stages {numbers.num_stages} --num_chunks {numbers.num_chunks}"
+        return text if self.request.num_rounds is None else f"{text} --num_rounds {numbers.num_rounds}"
+
+    def run(self, kinds: tuple[Callable[[_Solver], Iterator[Remedy | None]], ...]) -> Iterator[Remedy]:
+        """The first of each kind that fits."""
+        with progress_bar("looking for what fits", " kinds of changes", len(kinds)) as bar:
+            for kind in kinds:
+                if (found := next((each for each in kind(self) if each is not None), None)) is not None:
+                    yield found
+                bar.update()
+
+    def solve(self, options: str, request: PlanRequest, *, host_bytes: int | None = None) -> Remedy | None:
+        """The change if a plan for it fits GPUs and host, else None; `host_bytes` is the memory of another host."""
+        try:
+            settled = settle(request)
+            is_same = settled.shape is self.request.shape and settled.num_chunks == self.request.num_chunks
+            is_same = is_same and settled.all_tokens == self.request.all_tokens
+            layer = self.layer if is_same and self.layer else estimated_layer(settled)
+            if not fits_gpus(settled, layer):
+                return None
+            found = answer(settled, layer=layer, is_preliminary=True)
+        except (GpuMemoryError, PlanError):
+            return None
+        most = host_bytes or self.available_bytes
+        if most is not None and found.host.total > most:
+            return None
+        details = _details(found) + ", on a host that has as much" * (host_bytes is not None)
+        return Remedy(options, found.host.total, details, host_bytes)
+
+    def with_adapters(self, adapters: AdapterConfig) -> PlanRequest | None:
+        """The request that trains something else, if its other options allow that."""
+        config = replace(self.request.config, adapters=adapters)
+        if find_problems(config):
+            return None
+        try:
+            shape = ModelParts(self.model, torch.device("cpu"), adapters=adapters).shape()
+        except ConfigError:
+            return None
+        return replace(self.request, config=config, shape=shape)
+
+
+def _details(found: Answer) -> str:
+    """What a plan takes of a GPU, and how long its step is, by a quick look."""
+    parts = [] if found.request.machine.on_cpu else [f"{bytes_text(fullest(found.needs).total)} per GPU"]
+    if found.profile is not None:
+        seconds = plan_seconds(found.plan, found.request, found.profile, num_steps=QUICK_STEPS)
+        parts.append(f"about {found.request.all_tokens / seconds:,.0f} tokens/s")
+    return ", ".join(parts)
+
+
+def _left_open(solver: _Solver) -> Iterator[Remedy | None]:
+    """One thing that was asked for is left to the planner."""
+    request, pipeline = solver.request, solver.request.config.pipeline
     if pipeline.num_rounds is not None:
-        yield "--num_rounds", replace(request.with_pipeline(num_rounds=None), num_rounds=None)
+        changed = replace(request.with_pipeline(num_rounds=None), num_rounds=None)
+        yield solver.solve("--num_rounds auto", changed)
     if pipeline.resident_stages != "auto":
-        yield "--resident_stages", request.with_pipeline(resident_stages="auto")
+        yield solver.solve("--resident_stages auto", request.with_pipeline(resident_stages="auto"))
     if pipeline.activation_offloading is ActivationOffloading.ON:
-        yield "--activation_offloading", request.with_pipeline(activation_offloading=ActivationOffloading.AUTO)
+        changed = request.with_pipeline(activation_offloading=ActivationOffloading.AUTO)
+        yield solver.solve("--activation_offloading auto", changed)
+
+
+def _limit(solver: _Solver) -> Iterator[Remedy | None]:
+    """Less memory is free than the plan counted on: it is told how much."""
+    request, available = solver.request, solver.available_bytes
+    if available is not None and request.host_bytes is not None and available < request.host_bytes:
+        each_node = math.floor(10 * available * request.machine.replicas_per_node / GIB) / 10
+        machine = replace(request.machine, agreed_host_bytes=None)
+        changed = replace(request.with_pipeline(host_memory_limit=each_node), machine=machine)
+        yield solver.solve(f"--host_memory_limit {each_node:g}", changed)
+
+
+def _numbers(solver: _Solver) -> Iterator[Remedy | None]:
+    """Other numbers of stages and chunks, where they were given: auto has tried all."""
+    if not solver.is_auto:
+        for each in solver.other_numbers:
+            yield solver.solve(solver.typed(each), _without_rounds(each, solver.request))
+
+
+def _without_rounds(numbers: PlanRequest, asked: PlanRequest) -> PlanRequest:
+    """`numbers` of stages and chunks, with rounds and slices as in `asked`."""
+    return replace(asked, num_stages=numbers.num_stages, num_chunks=numbers.num_chunks)
+
+
+def _rows(solver: _Solver) -> Iterator[Remedy | None]:
+    """Fewer rows in a step."""
+    request, rows = solver.request, solver.request.config.pipeline.batch_size
+    for fewer in range(rows // 2, rows // FEWEST_TOKENS - 1, -1):
+        if fewer and rows % fewer == 0 and fewer % ((request.num_chunks or 1) * request.machine.num_replicas) == 0:
+            yield solver.solve(f"--batch_size {fewer}", request.with_pipeline(batch_size=fewer))
+
+
+def _length(solver: _Solver) -> Iterator[Remedy | None]:
+    """Shorter rows."""
+    length = solver.request.config.data.seq_length
+    for part in (2, 4, FEWEST_TOKENS):
+        if length % part == 0:
+            yield solver.solve(f"--seq_length {length // part}", solver.request.with_seq_length(length // part))
+
+
+def _freeze(solver: _Solver) -> Iterator[Remedy | None]:
+    """As few layers frozen as it takes, from the first on."""
+    adapters, num_layers = solver.request.config.adapters, solver.request.shape.num_layers
+    if adapters.is_lora or adapters.freeze is not None:
+        return
+    fitting = None
+    fewest, most = 1, num_layers
+    while fewest < most:
+        number = (fewest + most) // 2
+        words = f"embedding,layers.0-{number - 1}"
+        changed = solver.with_adapters(replace(adapters, freeze=words))
+        found = None if changed is None else solver.solve(f"--freeze {words}", changed)
+        fewest, most = (fewest, number) if found else (number + 1, most)
+        fitting = found or fitting
+    yield fitting
+
+
+def _lora(solver: _Solver) -> Iterator[Remedy | None]:
+    """Adapters in place of all parameters."""
+    adapters = solver.request.config.adapters
+    if not adapters.is_lora and adapters.freeze is None:
+        lora = replace(adapters, finetuning_type=FinetuningType.LORA)
+        changed = solver.with_adapters(lora)
+        merged = solver.with_adapters(replace(lora, merge=True)) if changed is None else None
+        if (request := changed or merged) is not None:
+            yield solver.solve("--use_lora --merge" if merged else "--use_lora", request)
+
+
+def _larger_host(solver: _Solver) -> Iterator[Remedy | None]:
+    """The run as it is on a host with as much memory as it takes, with other numbers if they take less of it."""
+    if solver.request.machine.on_cpu or solver.available_bytes is None:
+        return
+    tried = [("", solver.request)]
+    if not solver.is_auto:
+        tried += [(solver.typed(each) + " ", _without_rounds(each, solver.request)) for each in solver.other_numbers]
+    needs = [least_host_bytes(_on_any_host(request)) for _, request in tried]
+    least = min(needs)
+    if math.isfinite(least):
+        typed, request = tried[0] if needs[0] <= least * HOST_ROOM else tried[needs.index(least)]
+        limit = least * request.machine.replicas_per_node / GIB
+        for _ in range(5):
+            limit *= HOST_ROOM
+            gib = math.ceil(limit)
+            changed = _on_any_host(request).with_pipeline(host_memory_limit=float(gib))
+            changed = replace(changed, num_rounds=request.num_rounds, num_slices=request.num_slices)
+            yield solver.solve(f"{typed}--host_memory_limit {gib}", changed, host_bytes=gib * GIB)
+
+
+def _on_any_host(request: PlanRequest) -> PlanRequest:
+    """The request where host memory is not counted; in one round of whole sequences where that is left open."""
+    machine = replace(request.machine, host_bytes=None, agreed_host_bytes=None)
+    free = replace(request.with_pipeline(host_memory_limit=None), machine=machine)
+    return replace(free, num_rounds=free.num_rounds or 1, num_slices=free.num_slices or 1)

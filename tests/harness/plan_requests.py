@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -38,3 +39,9 @@ def request_of(
 def known_shape(name: str) -> ModelShape:
     """The sizes of a published shape, such as `7b`."""
     return ModelParts(load_planned_config(ModelConfig(model_path=name))[0], torch.device("cpu")).shape()
+
+
+def num_stages_with(table: str, text: str) -> int:
+    """Stages whose line says `text` in a plan's table, in which stages that are alike share a line."""
+    spans = re.findall(rf"^  (\d+)(?:-(\d+))? .*{re.escape(text)}", table, re.MULTILINE)
+    return sum(int(last or first) - int(first) + 1 for first, last in spans)

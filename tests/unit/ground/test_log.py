@@ -113,3 +113,20 @@ def test_a_config_error_has_a_line_for_each_problem() -> None:
     assert str(error) == "first\nsecond\nlook here"
     with pytest.raises(MobiusError):
         raise error
+
+
+@pytest.mark.parametrize(("rank", "is_terminal", "is_shown"), [(0, True, True), (0, False, False), (1, True, False)])
+def test_a_bar_of_long_work_is_on_the_first_ranks_terminal_only(rank: int, is_terminal: bool, is_shown: bool) -> None:
+    program = f"""
+import sys
+from mobius import log
+sys.stderr.isatty = lambda: {is_terminal}
+log.SILENT_SECONDS = 0.0
+log.setup_logging({rank})
+with log.progress_bar("planning", " plans", 3) as bar:
+    bar.update(2)
+    bar.refresh()
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ("planning:  67%" in run.stderr and "2/3" in run.stderr) == is_shown
+    assert is_shown or run.stderr == ""

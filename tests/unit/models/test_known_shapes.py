@@ -8,8 +8,9 @@ from harness.plan_requests import known_shape
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from mobius.models.shapes import known
 from mobius.models.shapes.experts import count_experts
-from mobius.models.shapes.known import LLAMA_SHAPES, OTHER_SHAPES, known_fields
+from mobius.models.shapes.known import PUBLISHED, SHORT_NAMES
 from mobius.plan.partition import ModelShape
 
 
@@ -31,12 +32,57 @@ def test_llama_7b_is_what_was_counted_by_hand() -> None:
     )
 
 
+# Sizes of the released checkpoints, a tied matrix counted once.
 @pytest.mark.parametrize(
-    ("name", "billions"), [("1b", 1.14), ("7b", 6.74), ("8b", 8.03), ("13b", 13.0), ("30b", 32.5), ("70b", 69.0)]
+    ("name", "parameters"),
+    [
+        ("0.5b", 494_032_768),
+        ("0.6b", 596_049_920),
+        ("1.5b", 1_543_714_304),
+        ("1.7b", 1_720_574_976),
+        ("3b", 3_212_749_824),
+        ("4b", 4_022_468_096),
+        ("7b", 6_738_415_616),
+        ("8b", 8_030_261_248),
+        ("13b", 13_015_864_320),
+        ("14b", 14_770_033_664),
+        ("30b", 32_528_943_616),
+        ("32b", 32_763_876_352),
+        ("70b", 68_976_648_192),
+        ("72b", 72_706_203_648),
+        ("qwen3-8b", 8_190_735_360),
+        ("Qwen3-14B-Base", 14_768_307_200),
+        ("Qwen3-32B", 32_762_123_264),
+        ("Qwen2.5-3B-Instruct", 3_085_938_688),
+        ("Qwen2.5-7B-Instruct", 7_615_616_512),
+        ("Llama-3.2-1B", 1_235_814_400),
+        ("Meta-Llama-3-8B-Instruct", 8_030_261_248),
+        ("llama3.3-70b-instruct", 70_553_706_496),
+        ("Llama-2-7b-chat-hf", 6_738_415_616),
+    ],
 )
-def test_known_shapes_have_their_published_size(name: str, billions: float) -> None:
-    assert known_shape(name).num_parameters == pytest.approx(billions * 1e9, rel=0.01)
-    assert name in LLAMA_SHAPES
+def test_known_shapes_have_the_size_of_the_model_they_stand_for(name: str, parameters: int) -> None:
+    assert known_shape(name).num_parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("14b", "Qwen/Qwen2.5-14B"),
+        ("Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-8B"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("somebody/Llama-3.1-8B", None),
+        ("Qwen3-8B-FP8", None),
+        ("8", None),
+    ],
+)
+def test_a_name_stands_for_the_shape_that_its_publisher_gave_it(name: str, model: str | None) -> None:
+    found = known.known_shape(name)
+    assert (found and found.model) == model
+    if found is not None:
+        assert found.is_on_hub == ("/" in name)
+        assert found.model in found.describe(name)
 
 
 def test_14b_is_qwen_s() -> None:
@@ -60,8 +106,8 @@ def test_grouped_queries_have_fewer_keys_and_values() -> None:
 def test_known_shapes_with_experts_have_their_published_sizes(
     name: str, billions: float, number: int, per_token: int, expert: int
 ) -> None:
-    fields = known_fields(name)
-    config = CONFIG_MAPPING[str(fields["model_type"])].from_dict(fields)
+    fields = PUBLISHED[SHORT_NAMES[name]]
+    config = CONFIG_MAPPING[str(fields["model_type"])].from_dict(dict(fields))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     layers = [{name: tuple(each.shape) for name, each in layer.named_parameters()} for layer in model.model.layers]
@@ -72,7 +118,6 @@ def test_known_shapes_with_experts_have_their_published_sizes(
     assert (found.number, found.per_token, found.shared_width) == (number, per_token, 0)
     assert found.layers == (number * expert,) * len(layers)
     assert found.trained == (number * expert, *[number * expert * 2 // 3] * (len(layers) - 1))
-    assert name in OTHER_SHAPES
 
 
 def test_what_all_tokens_take_beside_their_experts_is_none_of_them() -> None:

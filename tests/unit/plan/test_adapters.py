@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
-from harness.plan_requests import known_shape, request_of
+from harness.plan_requests import known_shape, num_stages_with, request_of
 from transformers import LlamaConfig, Qwen2Config
 
 from mobius.config.adapters import AdapterConfig, FinetuningType
@@ -180,7 +181,19 @@ def test_layers_before_the_first_trained_one_keep_nothing_for_backward() -> None
         stashed = replace(request.plan, stashed=frozenset(range(7)))
         both.append((need.inputs, host_need(request, stashed).stash))
         table = describe_stages(stashed, request.shape)
-        assert (table.count("no backward"), table.count("from the host")) == ((0, 7), (4, 3))[len(both) - 1]
+        told = num_stages_with(table, "no backward"), num_stages_with(table, "from the host")
+        assert told == ((0, 7), (4, 3))[len(both) - 1]
     # Rank 0 of 4 has layers 0 to 3 and 16 to 19; stages 4 to 6 of 0 to 6 are behind the first trained layer.
     assert both[1][0] * 2 == both[0][0] > 0
     assert both[1][1] * 7 == both[0][1] * 3 > 0
+
+
+def test_the_seconds_of_frozen_layers_and_of_trained_ones_are_told_apart() -> None:
+    profile = answered(shape_of_7b(AdapterConfig(freeze="embedding,layers.0-23"))).profile
+    assert profile is not None
+    frozen, trained = re.findall(
+        r"(\d+) layers take (.*? forward), (no backward|\d.*? with recompute)", profile.describe()
+    )
+    assert (frozen[0], frozen[2], trained[0]) == ("24", "no backward", "8")
+    assert frozen[1] == trained[1]
+    assert "layers take" not in answered(shape_of_7b(AdapterConfig())).profile.describe()  # type: ignore[union-attr]

@@ -8,13 +8,18 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 from harness.plan_requests import request_of
+from transformers import LlamaConfig
 
+from mobius.config.cli import parse_args
 from mobius.config.config import ActivationOffloading
 from mobius.errors import GpuMemoryError, HostMemoryError
-from mobius.plan.budget import check_host_memory, estimated_layer, gpu_needs
+from mobius.models.blocks import ModelParts
+from mobius.plan.budget import check_host_memory, estimated_layer, gpu_needs, host_need
 from mobius.plan.cards import CARDS
 from mobius.plan.choice import Answer, answer, choose, settle
+from mobius.plan.fit import fit_plan, least_host_bytes
 from mobius.plan.memory_use import fits_host
 from mobius.plan.partition import ModelShape
 from mobius.plan.plan_table import describe_short_host
@@ -23,6 +28,11 @@ from mobius.planning.host_remedies import host_remedies
 from mobius.units import GIB
 
 MACHINE = Machine(2, CARDS["RTX4090"])
+USUAL_OFFLOADING = {"activation_offloading": ActivationOffloading.AUTO}
+LLAMA = LlamaConfig(
+    hidden_size=4096, intermediate_size=11008, num_hidden_layers=16, num_attention_heads=32, vocab_size=32000
+)
+"""The configuration of the model that `shape` is of."""
 
 
 @pytest.fixture
@@ -88,6 +98,25 @@ def test_numbers_of_stages_and_chunks_are_chosen_among_what_fits_the_host(shape:
     assert best.seconds > choose(request_for(few, None, **open_numbers)).seconds
 
 
+def test_auto_finds_numbers_that_fit_the_host_where_none_of_the_usual_do(shape: ModelShape) -> None:
+    """Explicit numbers fit: six stages, 64 chunks. Auto tries 8 chunks at most where memory is ample."""
+    few = replace(shape, layer_parameters=shape.layer_parameters[:4])
+    options: dict[str, object] = {"num_stages": None, "num_chunks": None, "seq_length": 2048, "gpu_memory_limit": 8}
+    asked, short = (
+        request_of(few, Machine(1, CARDS["RTX4090"]), **USUAL_OFFLOADING, **options, host_memory_limit=limit)
+        for limit in (17.5, 15.5)
+    )
+    explicit = replace(asked, num_stages=6, num_chunks=64, num_rounds=1)
+    assert least_host_bytes(explicit) == host_need(explicit, fit_plan(explicit)).total <= 17.5 * GIB
+
+    best = choose(asked)
+    assert fits_host(best.request, best.plan)
+    assert best.plan.num_chunks > 8
+
+    refused = choose(short)  # nothing fits: what is told is the least that there is
+    assert 15.5 * GIB < host_need(refused.request, refused.plan).total <= host_need(best.request, best.plan).total
+
+
 @pytest.mark.parametrize(
     ("options", "advice"),
     [({"resident_stages": "0"}, "--resident_stages auto"), ({"num_rounds": 1}, "--num_rounds auto")],
@@ -97,6 +126,39 @@ def test_a_refusal_names_the_option_without_which_it_fits(
 ) -> None:
     usual = {"seq_length": 2048, "activation_offloading": ActivationOffloading.AUTO}
     found = planned(request_for(shape, 28, **usual, **options))
-    with pytest.raises(HostMemoryError, match=rf"Use {advice} \(needs .* GiB\)"):
-        check_host_memory(found.host, available_bytes=28 * GIB, remedies=host_remedies(found))
+    remedies = list(host_remedies(found, 28 * GIB, LLAMA))
+    with pytest.raises(HostMemoryError, match=rf"{advice} +\d\d\.\d GiB of host memory"):
+        check_host_memory(found.host, available_bytes=28 * GIB, remedies=remedies)
     assert planned(request_for(shape, 28, **usual)).host.total <= 28 * GIB
+
+
+def test_a_refusal_lists_changes_that_were_solved_and_fit(shape: ModelShape) -> None:
+    """Each option as it is listed, typed into a request of its own, needs what the list says and fits."""
+    settled = settle(request_for(shape, 13))
+    found = answer(settled, layer=estimated_layer(settled), is_preliminary=True)
+    assert found.host.total > 13 * GIB
+    remedies = {each.options: each for each in host_remedies(found, 13 * GIB, LLAMA)}
+    frozen = next(options for options in remedies if options.startswith("--freeze"))
+    larger = next(options for options in remedies if "--host_memory_limit" in options)
+    assert "--use_lora" in remedies
+
+    words = ["--num_stages", "16", "--num_chunks", "16", "--batch_size", "64", "--host_memory_limit", "13"]
+    words += ["--activation_offloading", "off"]
+    for options in (frozen, "--use_lora", larger):
+        config = parse_args([*words, *options.split()])
+        parts = ModelParts(LLAMA, torch.device("cpu"), adapters=config.adapters)
+        again = settle(PlanRequest.of(config, parts.shape(), MACHINE))
+        plan = fit_plan(again, layer=estimated_layer(again))
+        assert fits_host(again, plan)
+        assert host_need(again, plan).total == remedies[options].num_bytes
+
+    number = int(frozen.removeprefix("--freeze embedding,layers.0-"))  # one layer less does not fit
+    config = parse_args([*words, "--freeze", f"embedding,layers.0-{number - 1}"])
+    fewer = ModelParts(LLAMA, torch.device("cpu"), adapters=config.adapters).shape()
+    assert not planned_fits(PlanRequest.of(config, fewer, MACHINE))
+
+
+def planned_fits(request: PlanRequest) -> bool:
+    """Whether a request fits the host by the plan that is made for it."""
+    settled = settle(request)
+    return fits_host(settled, fit_plan(settled, layer=estimated_layer(settled)))

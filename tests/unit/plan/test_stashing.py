@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness.plan_requests import H200, known_shape, request_of
+from harness.plan_requests import H200, known_shape, num_stages_with, request_of
 
 from mobius.config.cli import parse_args
 from mobius.config.config import ActivationOffloading, Recompute
@@ -193,8 +192,8 @@ def test_the_table_says_where_each_stage_recomputes_from() -> None:
     request = ask()
     table = describe_stages(use_all(request, MemoryUse(0, 1, 2, 3)), request.shape)
 
-    assert len(re.findall("recomputed from the host", table)) == 12
-    assert len(re.findall("kept", table)) == 4
+    assert num_stages_with(table, "recomputed from the host") == 12
+    assert num_stages_with(table, "kept") == 4
 
 
 def test_sending_what_is_never_recomputed_is_refused() -> None:
