@@ -8,7 +8,7 @@ import time
 from mobius.errors import MobiusError, TransportError
 from mobius.interruption import Interruption, SavedAndStopped, Standing, end_with_launcher
 from mobius.log import setup_logging
-from mobius.ranks import Ranks, prepare_environment
+from mobius.ranks import Ranks, is_started_by_train_sh, prepare_environment
 
 ECHO_SECONDS = 3.0
 """Time for the first rank, which tells an error that all share, to end the others before they tell it too."""
@@ -29,7 +29,12 @@ def main() -> None:
         # Imported behind the watch, because Ctrl-C may come while they load.
         from mobius.config.cli import given_options, parse_args
 
-        config = parse_args(sys.argv[1:], num_ranks=ranks.num_ranks, num_nodes=ranks.num_nodes)
+        config = parse_args(
+            sys.argv[1:],
+            num_ranks=ranks.num_ranks,
+            num_nodes=ranks.num_nodes,
+            is_without_train_sh=not is_started_by_train_sh(),
+        )
         if config.planning.dry_run:
             from mobius.planning.dry_run import run_dry
 

@@ -296,6 +296,11 @@ def command_words() -> list[str]:
     return launcher or list(sys.orig_argv)
 
 
+def is_started_by_train_sh() -> bool:
+    """Whether train.sh started this process, so that its options have been heeded."""
+    return _COMMAND in os.environ
+
+
 def told_command(words: Sequence[str]) -> str:
     """`words` as an assignment for `env`, which `command_words` reads in the processes behind it."""
     return f"{_COMMAND}={shlex.join(words)}"
