@@ -64,8 +64,8 @@ def parse_args(
     `is_without_train_sh`: the ranks were started by torchrun or alone, without what train.sh does with its options.
 
     Logs what is ignored and what is chosen. Raises ConfigError with every problem of both sources and of their
-    combination; with `num_ranks`, also of that. `--help` prints on the first rank only and raises SystemExit, as argparse
-    does.
+    combination; with `num_ranks`, also of that. `--help` prints on the first rank only and raises SystemExit, as
+    argparse does.
     """
     command_line = read_command_line(argv)
     if command_line.wants_help:

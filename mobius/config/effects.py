@@ -1,7 +1,8 @@
 """Owns which options have an effect in which mode: one that asks for what then does not happen is an error.
 
 An option at its default asks for nothing, and one that switches off what is off anyway is obeyed. Dry runs and previews
-look at a run and take all of its options. Options that act on some formats of data only: `mobius.data.unused`.
+look at a run and take all of its options. Options that act on some formats of data only are
+in mobius/data/unused.py.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator
