@@ -1,5 +1,7 @@
 """Owns every access to the process environment: which rank this process is, and the variables libraries read."""
 
+import contextlib
+import json
 import os
 import shlex
 import sys
@@ -286,6 +288,15 @@ def _command_of(process: int) -> list[str]:
         return os.fsdecode(Path(f"/proc/{process}/cmdline").read_bytes()).split("\0")[:-1]
     except OSError:
         return []
+
+
+def report_to_launcher(message: str) -> None:
+    """Leave the cause of this rank's end where torchrun looks for it, which ends its own report with it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if is_started_by_torchrun() and path:
+        facts = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": facts}}), encoding="utf-8")
 
 
 def command_words() -> list[str]:

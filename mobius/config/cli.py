@@ -252,7 +252,8 @@ def _full_name(token: str, typed: str, result: Source, words: Sequence[str]) -> 
 def _help_text() -> str:
     program = "main.py" if Path(sys.argv[0]).name == "main.py" else "-m mobius"
     parser = argparse.ArgumentParser(
-        usage=f"torchrun --nproc_per_node N {program} [--config FILE.yaml] [options]",
+        usage=f"bash train.sh [FILE.yaml] [options]\n"
+        f"       torchrun --nproc_per_node N {program} [--config FILE.yaml] [options]",
         description=_DESCRIPTION,
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),

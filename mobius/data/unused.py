@@ -1,6 +1,6 @@
 """Owns which options of the data have no effect on the kinds of samples that are there, and their refusal."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from mobius.config.config import DataConfig, Packing
@@ -12,7 +12,7 @@ _KINDS: Final = {
     Completion: "prompts with completions",
     Document: "plain text",
 }
-_ACTS_ON: Final = {
+_ACTS_ON: Final[Mapping[str, tuple[type[Sample], ...]]] = {
     "chat_template": (Conversation,),
     "default_system": (Conversation,),
     "mask_history": (Conversation,),
