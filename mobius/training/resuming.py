@@ -72,6 +72,8 @@ _READERS: Final = 4
 """Threads of a rank that read a checkpoint."""
 LAUNCH: Final = "launch"
 """Key in a checkpoint's position of the launcher's start that saved it (`launch_id`)."""
+TRACKER_RUN: Final = "tracker_run"
+"""Key in a checkpoint's position of the run's id at the trackers' servers."""
 REPLICAS: Final = "replicas"
 """Key in a checkpoint's position of the number of pipelines that shared it."""
 _PLANNED_BY: Final = (
@@ -111,6 +113,12 @@ class Resume:
     def position(self) -> Mapping[str, Any]:
         """The loop's own numbers."""
         return self.reader.manifest.data
+
+    @property
+    def tracker_run_id(self) -> str | None:
+        """Id of the run at the trackers' servers; None where there is none."""
+        found = self.position.get(TRACKER_RUN)
+        return found if isinstance(found, str) else None
 
     def trainer_state(self) -> TrainerState:
         """The records of all steps before. Raises CheckpointError."""

@@ -149,7 +149,8 @@ def _train_and_save(run: _Opened, standing: Standing, timing: Timing, watchdog: 
         output.discard()
         raise
     state = None if resume is None else resume.trainer_state().continued(config)
-    log = open_log(session.blueprint, output.training_folder, state)
+    run_id = None if resume is None else resume.tracker_run_id
+    log = open_log(session.blueprint, output.training_folder, state, tracker_run_id=run_id)
     loop = _loop(run, trainer, saver, evaluator, log, standing, timing)
     timing.ends_loading()
     try:
