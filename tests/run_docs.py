@@ -2,7 +2,7 @@
 
 scripts/run_docs
 scripts/run_docs simulate      # only commands that contain this text
-scripts/run_docs --fresh       # README from top to bottom as a new user: a clone of the last commit, and a new shell for
+scripts/run_docs --fresh       # README from top to bottom as a new user: a clone of the last commit, a new shell for
                                # each block. train.sh installs .venv there; MOBIUS_VENV=FOLDER links one that is there
 """
 

@@ -19,13 +19,13 @@ class HostUse:
     """Growth of this process's memory from one mark to the next."""
 
     def __init__(self, read: Callable[[], int] = private_host_bytes) -> None:
-        """All that there is now belongs to the first owner."""
+        """Count all that there is now for the first owner."""
         self._read, self._last = read, read()
         self.num_bytes = dict.fromkeys(OWNERS, 0)
         self.num_bytes[OWNERS[0]] = self._last
 
     def mark(self, owner: str) -> None:
-        """What has come since the last mark belongs to `owner`; memory that was given back counts as nothing."""
+        """Count for `owner` what has come since the last mark; memory that was given back counts as nothing."""
         now = self._read()
         self.num_bytes[owner] += max(0, now - self._last)
         self._last = now
