@@ -19,10 +19,11 @@ class ForeignOption:
     @property
     def is_ignored(self) -> bool:
         """Whether the option changes nothing here, so that a line is enough; others decide something."""
-        return self.answer.startswith(_IGNORED)
+        return self.answer.startswith(IGNORED)
 
 
-_IGNORED: Final = "not needed"
+IGNORED: Final = "not needed"
+"""Beginning of an answer to an option that changes nothing here."""
 _NOTHING: Final = frozenset({"", "~", "false", "null", "none", "no", "off"})
 """Values by which a user asks for nothing."""
 
@@ -35,7 +36,7 @@ def foreign_option(name: str, value: str | None = None) -> ForeignOption | None:
     name, value = name.replace("-", "_").lower(), None if value is None else value.strip().lower()
     found = FOREIGN_OPTIONS.get(f"{name}={value}") or FOREIGN_OPTIONS.get(name)
     if found is not None and value in _NOTHING and found.answer.startswith("not ") and not found.is_ignored:
-        return ForeignOption(f"{_IGNORED}: the value asks for nothing", ())
+        return ForeignOption(f"{IGNORED}: the value asks for nothing", ())
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from mobius.config.adapters import FinetuningType
 from mobius.config.bounds import Bounds
 from mobius.config.config import Columns, Config, DatasetEntry, Datasets, Dtype
-from mobius.config.foreign_options import foreign_option
+from mobius.config.foreign_options import IGNORED, foreign_option
 from mobius.config.long_runs import BestMetric
 from mobius.config.words import parse_columns, parse_dataset
 
@@ -189,7 +189,7 @@ class Source:
         problem = f"{place}unknown {shown}"
         if foreign := foreign_option(name, value):
             if foreign.is_ignored:
-                self.notices.append(f"{place}{shown} is ignored, {foreign.answer}")
+                self.notices.append(f"{place}{shown} is ignored{foreign.answer.removeprefix(IGNORED)}")
                 return
             self.problems.append(f"{problem}: {foreign.answer}")
             self.unreadable.update(foreign.instead)
