@@ -172,15 +172,16 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
             f"--model_path {path}."
         )
     names = option_values(config) if given is None else given
-    merged, notice = with_obvious_strategy(merged, names)
-    if notice is not None:
-        logger.warning("%s", notice, extra=SAID_ONCE)
+    if not {"eval_steps", "eval_dataset", "val_size"}.isdisjoint(changed):
+        merged, notice = with_obvious_strategy(merged, names)
+        if notice is not None:
+            logger.warning("%s", notice, extra=SAID_ONCE)
     # What this start gives was checked when it was read; here that it has an effect with what the checkpoint adds.
     validate(
         merged,
         ranks.num_places,
         ranks.num_replicas,
-        excuse=lambda option, made_by: option not in names or any(name in names for name in made_by),
+        excuse=lambda option, made_by: option not in changed or any(name in names for name in made_by),
     )
     merged = _with_saved_plan(merged, reader, ranks, given, changed)
     logger.info("resumed from %s: %d steps are done", path, reader.manifest.step)
