@@ -222,13 +222,14 @@ class Interruption:
             if received[0] == signal.SIGHUP:
                 leave_terminal()
             if not self._standing.is_alone and has_lost_rank():
-                self._end("another rank has ended")
+                # torchrun has a failure to report and stops the others, which it would list as failures of their own.
+                self._end("another rank has ended", exit_code=EXIT_CODE if self._speaks else 0)
             elif self._standing.stop_requested is None and self._standing.can_save:
                 self._standing.request_stop(name)
             elif not self._standing.is_same_press():
                 self._end(name)
 
-    def _end(self, cause: str) -> None:
+    def _end(self, cause: str, *, exit_code: int = EXIT_CODE) -> None:
         if self._has_saved.is_set():
             return
         self._has_come.set()
@@ -237,7 +238,7 @@ class Interruption:
             _say(f"interrupted ({cause}) {self._standing.clear()}")
         else:
             time.sleep(_FIRST_RANK_SECONDS)
-        os._exit(EXIT_CODE)
+        os._exit(exit_code)
 
 
 def leave_terminal() -> None:

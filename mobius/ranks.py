@@ -1,5 +1,7 @@
 """Owns every access to the process environment: which rank this process is, and the variables libraries read."""
 
+import contextlib
+import json
 import os
 import shlex
 import sys
@@ -288,12 +290,26 @@ def _command_of(process: int) -> list[str]:
         return []
 
 
+def report_to_launcher(message: str) -> None:
+    """Leave the cause of this rank's end where torchrun looks for it, which ends its own report with it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if is_started_by_torchrun() and path:
+        facts = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": facts}}), encoding="utf-8")
+
+
 def command_words() -> list[str]:
     """The words by which the user started this run: those of train.sh, of the launcher, or of this process."""
     if typed := os.environ.get(_COMMAND):
         return shlex.split(typed)
     launcher = _command_of(os.getppid()) if is_started_by_torchrun() else []
     return launcher or list(sys.orig_argv)
+
+
+def is_started_by_train_sh() -> bool:
+    """Whether train.sh started this process, so that its options have been heeded."""
+    return _COMMAND in os.environ
 
 
 def told_command(words: Sequence[str]) -> str:

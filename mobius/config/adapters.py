@@ -40,8 +40,8 @@ class AdapterConfig:
     """Parts that are not trained, though no adapters are, with commas: embedding, head, norms, layers.0-15, layers.3.
     Default: none."""
     adapter_path: str | None = None
-    """Folder of an adapter, ours or peft's, to train on; its rank, strength and targets are the run's. Default: fresh
-    ones."""
+    """Folder of an adapter, ours or peft's, to train on. lora_rank, lora_alpha, use_rslora, lora_target and
+    additional_target must be given as it has them; a message says which are others. Default: fresh adapters."""
     merge: bool = False
     """Write the model with adapters added to its weights too, to save_dir/merged."""
 

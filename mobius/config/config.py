@@ -157,6 +157,8 @@ class DataConfig:
     preview: Annotated[int, Bounds(minimum=1, ceiling=1001)] | None = None
     """Show as many samples as they will be trained on, and what a step will hold, and end; needs no GPU. Without a
     number: 3."""
+    preview_output: str | None = None
+    """File for the picture of a preview: how many samples have how many tokens, such as preview.png. Default: none."""
 
     @property
     def is_text_joined(self) -> bool:
@@ -375,7 +377,7 @@ class PlanningConfig:
     """Planning"""
 
     dry_run: bool = False
-    """Print and save the plan of a run (stages, bytes by category, predicted step, whether it fits), and end; needs no
+    """Print the plan of a run (stages, bytes by category, predicted step, whether it fits), and end; needs no
     weights, GPU or torchrun. The exit code is 0 if the run fits, else 1."""
     num_ranks: RankCount | None = None
     """Ranks (GPUs) that a dry run plans for. Default: nproc_per_node, or the visible GPUs; 2 without any."""
@@ -385,8 +387,9 @@ class PlanningConfig:
     node_link: Positive | None = None
     """GB/s of a node's link to the other nodes, in each direction, that replicas are planned for; 100 Gbit/s are 12.5.
     Default: a run on GPUs measures it, estimates take 12.5. No effect on one node."""
-    plan_output: str = "plan.json"
-    """File in which a dry run saves its plan. Not in save_dir, which a run wants empty."""
+    plan_output: str | None = None
+    """File in which a dry run saves its plan, such as plan.json; not in save_dir, which a run wants empty. Default:
+    none."""
     plan: str | None = None
     """Plan to train by, of a dry run or in a save_dir: stages, chunks, batch, residency, slots, kept activations."""
 

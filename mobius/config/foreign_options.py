@@ -1,4 +1,4 @@
-"""Owns what to tell a user who gives an option of another trainer: what to use here, or that there is no such thing.
+"""Owns the answers to options of other trainers: use this one, not available, or not needed and therefore ignored.
 
 The names are those of transformers' TrainingArguments, TRL's SFTConfig, LLaMA-Factory, Axolotl and DeepSpeed.
 """
@@ -16,9 +16,35 @@ class ForeignOption:
     answer: str
     instead: tuple[str, ...]
 
+    @property
+    def is_ignored(self) -> bool:
+        """Whether the option changes nothing here, so that a line is enough; others decide something."""
+        return self.answer.startswith(IGNORED)
+
+
+IGNORED: Final = "not needed"
+"""Beginning of an answer to an option that changes nothing here."""
+_NOTHING: Final = frozenset({"", "~", "false", "null", "none", "no", "off"})
+"""Values by which a user asks for nothing."""
+
+
+def foreign_option(name: str, value: str | None = None) -> ForeignOption | None:
+    """Answer to an option of another trainer; None for a name that is not known.
+
+    `value` is the text that was given; None where there is none, or where it is a list or a mapping.
+    """
+    name, value = name.replace("-", "_").lower(), None if value is None else value.strip().lower()
+    found = FOREIGN_OPTIONS.get(f"{name}={value}") or FOREIGN_OPTIONS.get(name)
+    if found is not None and value in _NOTHING and found.answer.startswith("not ") and not found.is_ignored:
+        return ForeignOption(f"{IGNORED}: the value asks for nothing", ())
+    return found
+
 
 def _read(table: str) -> Mapping[str, ForeignOption]:
-    """Lines of names, perhaps with `->` and what they were meant for; indented below them the answer."""
+    """Lines of names, perhaps with `->` and what they were meant for; indented below them the answer.
+
+    `name=value` is the answer to one value.
+    """
     found: dict[str, ForeignOption] = {}
     for entry in re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", table, re.MULTILINE):
         names, _, instead = entry[0].partition("->")
@@ -39,7 +65,7 @@ gradient_accumulation_steps grad_accum_steps accumulate_grad_batches gradient_ac
     multiplies the batch elsewhere; here --batch_size counts all sequences of a step: give the product, and
     --num_chunks, the microbatches whose gradients are summed; --num_rounds plays them in parts, where memory asks for
     it by itself
-max_seq_length max_seq_len model_max_length block_size context_length sequence_length max_source_length
+max_seq_length max_seq_len model_max_length block_size context_length sequence_length sequence_len max_source_length
 max_target_length -> seq_length
     use --seq_length, the tokens of a sequence
 max_train_samples num_samples num_train_samples -> max_samples
@@ -55,6 +81,9 @@ min_lr min_lr_rate lr_min min_learning_rate cosine_min_lr_ratio min_lr_ratio -> 
     peak
 num_cycles lr_end num_decay_steps lr_decay_steps power timescale -> lr_scheduler_kwargs
     use --lr_scheduler_kwargs, such as num_cycles=3, with the --lr_scheduler_type that takes it
+optim=adamw optim=adamw_torch optim=adamw_torch_fused optim=adamw_hf optim=fused_adamw optim=adamw_apex_fused
+optimizer=adamw optimizer=adamw_torch optimizer=adamw_torch_fused optimizer=adamw_hf optimizer_type=adamw
+    not needed: the optimizer is AdamW
 optim optim_args optim_target_modules optimizer optimizer_type adafactor use_galore use_badam use_apollo use_muon
 use_adam_mini
     not available; the optimizer is AdamW, whose fp32 states are kept where they fit
@@ -64,32 +93,46 @@ adam_eps eps -> adam_epsilon
     use --adam_epsilon
 gradient_clipping clip_grad grad_clip gradient_clip_val -> max_grad_norm
     use --max_grad_norm
-label_smoothing_factor neftune_noise_alpha
+label_smoothing_factor
     not available; the loss is plain cross entropy
+neftune_noise_alpha noisy_embedding_alpha
+    not available (NEFTune); no noise is added to embeddings
+full_determinism
+    not available; a run on CPUs of one kind is equal to the bit, --seed orders the data
 data_seed -> seed
     use --seed, which also orders the data
 activation_offload offload_activations enable_activation_offloading cpu_checkpointing activation_cpu_offload
 offload_gradient_checkpoints activation_checkpointing_offload cpu_offloading_activations -> activation_offloading
     use --activation_offloading on, off or auto, the default: activations wait in CPU memory where they do not fit
 gradient_checkpointing activation_checkpointing disable_gradient_checkpointing checkpoint_activations use_reentrant_gc
-gradient_checkpointing_kwargs -> recompute
-    use --recompute full (on), elementwise (without products), none (off) or auto
-torch_dtype mixed_precision precision fp16_opt_level pure_bf16 bf16_full_eval half -> dtype
+gradient_checkpointing_kwargs use_unsloth_gc
+    not needed: layers are recomputed as far as memory requires; --recompute says otherwise
+bf16_full_eval fp16_full_eval
+    not needed: evaluation runs in the format of training
+torch_dtype mixed_precision precision fp16_opt_level pure_bf16 half -> dtype
     use --dtype bf16, fp16 or fp32
 fp8 int8 -> dtype
     not available; use --dtype bf16, fp16 or fp32
 tf32
-    not available; fp32 products are computed in fp32, --dtype bf16 is the fast format
+    not needed: --dtype bf16 is the fast format, and fp32 products are computed in fp32
 deepspeed deepspeed_config zero_stage zero_optimization ds_config fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap
 accelerator_config
-    not available; this program has its own pipeline instead of DeepSpeed or FSDP. --use_offload and --num_stages say
-    what is kept in CPU memory
+    not needed: the pipeline does the work of DeepSpeed and FSDP; --num_stages and --use_offload say what is kept in
+    CPU memory
 offload_optimizer offload_param cpu_offload offload optimizer_offload -> use_offload
     use --use_offload
 torch_compile torch_compile_mode torch_compile_backend -> compile
     use --compile on, off or auto
-flash_attn attn_implementation use_flash_attention_2 use_unsloth enable_liger_kernel use_liger_kernel shift_attn
-    not needed; the attention of the model's transformers class is used
+flash_attn attn_implementation use_flash_attention_2 flash_attention sdp_attention xformers_attention eager_attention
+    not needed: the fastest attention of the model's transformers class is used
+enable_liger_kernel use_liger_kernel use_liger liger_kernel liger_rope liger_rms_norm liger_glu_activation
+liger_layer_norm liger_cross_entropy liger_fused_linear_cross_entropy
+    not needed (Liger): layers run as compiled graphs (--compile), and the loss never holds all logits
+    (--loss_chunk_tokens)
+use_unsloth unsloth
+    not needed (Unsloth): memory is saved by offload and recompute, layers run as compiled graphs (--compile)
+shift_attn
+    not available; attention is the model's own
 pipeline_parallel_size pipeline_model_parallel_size pp_size pp -> num_stages
     use --num_stages, and start one process per GPU (--nproc_per_node)
 tensor_parallel_size tensor_model_parallel_size tp_size tp sequence_parallel_size cp_size context_parallel_size
@@ -105,6 +148,11 @@ master_addr main_process_ip -> rdzv_endpoint
     use --rdzv_endpoint, HOST:PORT of node 0
 use_cpu no_cuda -> device
     use --device cpu
+adapter=qlora peft_type=qlora train_type=qlora tuner_type=qlora -> finetuning_type lora_rank lora_alpha lora_target
+    not available (QLoRA); use --finetuning_type lora, with --lora_rank, --lora_alpha and --lora_target: its frozen base
+    takes 2 bytes per parameter of CPU memory and is streamed to the GPU
+train_type=full tuner_type=full
+    not needed: all parameters are trained unless --finetuning_type lora is given
 lora use_peft peft_config adapter peft_type train_type tuner_type -> finetuning_type lora_rank lora_alpha lora_target
     use --finetuning_type lora, with --lora_rank, --lora_alpha and --lora_target
 modules_to_save lora_modules_to_save -> additional_target
@@ -113,8 +161,10 @@ target_modules lora_target_linear -> lora_target
     use --lora_target all, or names such as q_proj,v_proj
 freeze_trainable_layers freeze_trainable_modules unfrozen_parameters freeze_layers -> freeze
     use --freeze, which names what is not trained, such as --freeze embedding,layers.0-15
-merge_adapter merge_lora export_dir merge_and_unload -> merge
+merge_adapter merge_lora merge_and_unload -> merge
     use --merge, or scripts/merge_adapter.py for an adapter that is there
+export_dir -> save_dir
+    use --save_dir, which holds the model in Hugging Face layout; --merge adds adapters to the base's weights
 qlora quantization_bit quantization_method load_in_4bit load_in_8bit bnb_4bit_quant_type export_quantization_bit
 quantization double_quantization bnb_4bit_compute_dtype
     not available (QLoRA): a frozen base takes 2 bytes per parameter of CPU memory and is streamed, so that nothing
@@ -124,11 +174,15 @@ layers_to_transform rank_pattern alpha_pattern
     not available (DoRA and other variants): the adapters are those of LoRA, with or without rsLoRA's scale
 create_new_adapter
     not needed: adapters are fresh ones unless a folder with some is given
-stage task rlhf_type
-    not needed: supervised fine-tuning is the only method, and data with a `text` column is trained on whole; leave it
-    out
-pref_beta dpo_beta beta pref_loss ref_model reward_model ppo_epochs
-    not available; only supervised fine-tuning is done, without a reward or reference model
+stage=sft task=sft task=causal_lm
+    not needed: supervised fine-tuning is the only method
+stage=pt task=pt
+    not needed: plain text (data with a `text` column) is trained on whole
+stage task rlhf_type rl
+    not available: Mobius does supervised fine-tuning (sft), and pretraining on plain text (pt); it has no dpo, kto,
+    orpo, grpo, ppo or rm
+pref_beta dpo_beta kto_beta beta pref_loss ref_model reward_model ppo_epochs
+    not available: Mobius does supervised fine-tuning, without a reward or reference model
 dataset_name dataset_path train_file data_path data_files dataset_dir train_data train_dataset data_file
 custom_dataset_path datasets dataset_mixer -> dataset
     use --dataset with a known name, a Hugging Face id, or a local file or folder; several are mixed
@@ -146,7 +200,9 @@ system_prompt system_message default_system_prompt -> default_system
 neat_packing pack sample_packing padding_free packing_strategy -> packing
     use --packing on, off, joined or auto; samples in a row never see each other with on
 group_by_length
-    not needed: --packing fills rows with whole samples; leave it out
+    not needed: --packing fills rows with whole samples
+pad_to_sequence_len pad_to_multiple_of length_column_name
+    not needed: rows are padded to --seq_length
 completion_only_loss assistant_only_loss train_on_inputs mask_prompt train_on_input -> train_on_prompt
     use --train_on_prompt to train on prompts too; without it, only answers are trained on
 dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataloader_drop_last streaming num_workers
@@ -154,8 +210,10 @@ dataloader_persistent_workers
     not needed: tokens are prepared before the run; --preprocessing_num_workers speeds that up
 dataset_num_proc num_proc preprocessing_batch_size dataset_num_workers -> preprocessing_num_workers
     use --preprocessing_num_workers
-tokenized_path use_cached_dataset dataset_prepared_path
+use_cached_dataset dataset_prepared_path
     not needed: tokenized data is kept and used again while nothing changes (--overwrite_cache makes it anew)
+tokenized_path -> dataset
+    not available; use --dataset with the records: their tokens are kept in a cache by content
 validation_file validation_dataset val_dataset eval_file eval_data validation_data -> eval_dataset
     use --eval_dataset
 validation_split validation_size validation_split_percentage test_size val_set_size eval_size val_split -> val_size
@@ -164,14 +222,14 @@ evaluation_strategy -> eval_strategy
     use --eval_strategy
 early_stopping_steps early_stopping -> early_stopping_patience
     use --early_stopping_patience
-per_device_eval_batch_size eval_batch_size eval_accumulation_steps -> batch_size
-    not needed: evaluation goes through the same pipeline with the same --batch_size; leave it out
+per_device_eval_batch_size eval_batch_size eval_accumulation_steps batch_eval_metrics prediction_loss_only
+    not needed: evaluation goes through the same pipeline with the same --batch_size
 max_eval_samples -> max_samples
     use `max_samples` of a dataset in a YAML file's `eval_dataset`, or --max_samples for all
 compute_accuracy
-    not needed: token accuracy is part of every evaluation; leave it out
+    not needed: token accuracy is part of every evaluation
 greater_is_better
-    not needed: --metric_for_best_model says it; leave it out
+    not needed: --metric_for_best_model says it
 eval_delay
     not available; --eval_strategy and --eval_steps say when
 save_freq save_interval checkpointing_steps save_every -> save_steps
@@ -179,41 +237,49 @@ save_freq save_interval checkpointing_steps save_every -> save_steps
 save_epochs -> save_strategy
     use --save_strategy epoch
 save_on_each_node
-    not needed: the first node saves, and all see its folder; leave it out
+    not needed: the first node saves, and all see its folder
 resume load_checkpoint -> resume_from_checkpoint
     use --resume_from_checkpoint true, or a checkpoint's folder
 ignore_data_skip
     not available; a resumed run goes on in its data where it was, without reading what is before
-save_safetensors export_dir export_size push_to_hub hub_model_id hub_token
-    not needed: --save_dir holds the model in Hugging Face layout, as safetensors, without optimizer states
+save_safetensors export_size
+    not needed: --save_dir holds the model in Hugging Face layout, as safetensors of up to 5 GB
+push_to_hub hub_model_id hub_token hub_strategy hub_private_repo
+    not available; upload the result after the run: `hf upload NAME FOLDER` with the folder of --save_dir
 logging_dir log_dir tensorboard_dir
     not needed: --save_dir holds everything, its metrics.jsonl the losses, its runs/ what --report_to tensorboard writes
 plot_loss
-    not needed: training_loss.png in --save_dir is always drawn; leave it out
+    not needed: training_loss.png in --save_dir is always drawn
 use_wandb use_swanlab use_tensorboard -> report_to
     use --report_to wandb, swanlab, tensorboard, or several of them with commas
 wandb_project wandb_entity swanlab_project swanlab_workspace project
     not an option; trackers read it from the environment (WANDB_PROJECT, WANDB_ENTITY, SWANLAB_PROJECT)
 wandb_run_name swanlab_run_name swanlab_experiment_name experiment_name -> run_name
     use --run_name
-logging_strategy log_interval steps_per_print log_every_n_steps logging_first_step -> logging_steps
+logging_strategy=steps logging_first_step
+    not needed: --logging_steps says when
+logging_strategy log_interval steps_per_print log_every_n_steps -> logging_steps
     use --logging_steps
-remove_unused_columns disable_tqdm log_level ddp_find_unused_parameters include_num_input_tokens_seen
-low_cpu_mem_usage ddp_backend
-    not needed; leave it out
+remove_unused_columns disable_tqdm log_level log_on_each_node include_num_input_tokens_seen include_tokens_per_second
+low_cpu_mem_usage skip_memory_metrics torch_empty_cache_steps average_tokens_across_devices label_names
+ddp_find_unused_parameters ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers use_cache use_fast_tokenizer
+print_param_status
+    not needed: it changes nothing here
 ddp_timeout nccl_timeout
-    not needed: ranks wait for each other as long as it takes; leave it out
+    not needed: ranks wait for each other as long as it takes
 local_rank
-    not needed: torchrun tells it through the environment; leave it out
+    not needed: the launcher tells it through the environment
 trust_remote_code
-    not available; code from a model's folder is never run, its class must be in transformers
+    not needed: code from a model's folder is never run, its class is one of transformers
+model_type tokenizer_type is_llama_derived_model is_mistral_derived_model is_falcon_derived_model
+    not needed: the model's config.json says it
 model_id pretrained_model_name_or_path base_model tokenizer_name_or_path tokenizer_name config_name -> model_path
     use --model_path
 model_revision cache_dir hf_hub_token
     not available; download that version and give its folder as --model_path
-rope_scaling resize_vocab use_cache use_fast_tokenizer rope_theta
+rope_scaling resize_vocab rope_theta
     not available; the model's own config.json says it (--model_path)
-profile profiler tensorboard_trace
+profile profiler tensorboard_trace -> trace profile_steps
     use --trace, or --profile_steps
 """)
-"""Name, in small letters with underscores -> what to tell."""
+"""Name, or name=value, in small letters with underscores -> what to tell."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mobius.config.cli import read_command_line, resolve
+from mobius.config.cli import excuse_of_file, read_command_line, resolve
 from mobius.config.config import Config, Device
 from mobius.config.validation import validate
 from mobius.errors import ConfigError, reason_of
@@ -132,7 +132,7 @@ def launch_command(arguments: Sequence[str], caller_folder: Path, resources: Res
     if config.saving.resume_from_checkpoint is None:  # else most options are the checkpoint's
         num_places = config.launch.pipeline_ranks or placement.num_processes
         num_all = config.launch.nnodes * placement.num_processes
-        validate(config, num_places, max(1, num_all // num_places))
+        validate(config, num_places, max(1, num_all // num_places), excuse=excuse_of_file(command_line.values))
     if config.launch.nnodes == 1:
         check_port(config.launch.master_port)
     script = os.path.relpath("train.sh", caller_folder)

@@ -16,7 +16,8 @@ from typing import Any, Final
 from mobius.config.adapters import FinetuningType
 from mobius.config.bounds import Bounds
 from mobius.config.config import Columns, Config, DatasetEntry, Datasets, Dtype
-from mobius.config.foreign_options import FOREIGN_OPTIONS
+from mobius.config.foreign_options import IGNORED, foreign_option
+from mobius.config.long_runs import BestMetric
 from mobius.config.words import parse_dataset, parse_pairs
 
 OptionValue = bool | int | float | str | Datasets | Columns | None
@@ -122,6 +123,10 @@ class Option:
             raise ValueError(text)  # `--model_path --` is a slip of the shell; no name consists of dashes
         if text == "auto" and self.allows_auto:
             return None
+        if {"on", "off"} <= set(self.choices):
+            text = {"true": "on", "false": "off"}.get(text.lower(), text)
+        if self.value_type is BestMetric:
+            text = text.removeprefix("eval_")  # as Trainer names it
         if self.value_type is tuple:
             return parse_pairs(text, form=self.pair_form, example=_PAIRS[self.name][1])
         return typing.cast(OptionValue, self.value_type(text))
@@ -161,10 +166,14 @@ class Spelling:
 
 @dataclass
 class Source:
-    """Values that one source (the file or the command line) gives, by the options' own names, and its problems."""
+    """Values that one source (the file or the command line) gives, by the options' own names, and its problems.
+
+    `notices` are lines about options that are ignored.
+    """
 
     values: dict[str, OptionValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
     unreadable: set[str] = field(default_factory=set)
     dashes: str = ""
     _spelled: dict[str, str] = field(default_factory=dict)
@@ -183,9 +192,18 @@ class Source:
         self.problems += problems
         self.unreadable.add(spelling.option.name)
 
-    def reject_unknown(self, problem: str, name: str, begun: str | None = None) -> None:
-        """Record a name that is no option but may begin the spelling `begun`; what it was meant for is unreadable."""
-        if foreign := FOREIGN_OPTIONS.get(name.replace("-", "_").lower()):
+    def reject_unknown(
+        self, name: str, *, shown: str, place: str = "", value: str | None = None, begun: str | None = None
+    ) -> None:
+        """Record a name that is no option but may begin the spelling `begun`; what it was meant for is unreadable.
+
+        `shown` is the name with its kind, as in "option `--x`". One that changes nothing here is only noticed.
+        """
+        problem = f"{place}unknown {shown}"
+        if foreign := foreign_option(name, value):
+            if foreign.is_ignored:
+                self.notices.append(f"{place}{shown} is ignored{foreign.answer.removeprefix(IGNORED)}")
+                return
             self.problems.append(f"{problem}: {foreign.answer}")
             self.unreadable.update(foreign.instead)
             return

@@ -15,6 +15,7 @@ from typing import Final
 
 from mobius.config.adapter_rules import misfit_adapters
 from mobius.config.config import TRACKERS, ActivationOffloading, Config, DatasetEntry, Datasets, Device
+from mobius.config.effects import Excuse, idle_options, none_excused
 from mobius.config.long_runs import EvalStrategy, SaveStrategy, steps_between
 from mobius.config.lr_schedules import misfit_arguments, misfit_decay_steps
 from mobius.config.options import Option, OptionValue, config_from, dataset_spellings, option_values, options
@@ -35,9 +36,12 @@ ALTERNATIVES: Final = (("num_iterations", "num_train_epochs"), ("val_size", "eva
 _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
 
 
-def validate(config: Config, num_ranks: int, num_replicas: int = 1) -> None:
-    """Check everything that can be known before the model is read; raises ConfigError with all problems."""
-    if problems := find_problems(config, num_ranks=num_ranks, num_replicas=num_replicas):
+def validate(config: Config, num_ranks: int, num_replicas: int = 1, *, excuse: Excuse = none_excused) -> None:
+    """Check everything that can be known before the model is read; raises ConfigError with all problems.
+
+    `excuse` is that of `find_problems`.
+    """
+    if problems := find_problems(config, num_ranks=num_ranks, num_replicas=num_replicas, excuse=excuse):
         raise ConfigError(*problems)
 
 
@@ -53,13 +57,19 @@ def resolve_epochs(config: Config, num_steps: int) -> Config:
 
 
 def find_problems(
-    config: Config, *, num_ranks: int | None = None, num_replicas: int = 1, unreadable: Iterable[str] = ()
+    config: Config,
+    *,
+    num_ranks: int | None = None,
+    num_replicas: int = 1,
+    unreadable: Iterable[str] = (),
+    excuse: Excuse = none_excused,
 ) -> list[str]:
     """All problems, each as one line; without `num_ranks`, those of a pipeline, what depends on it is left out.
 
-    `unreadable` names options whose values are only stand-ins: no rule that involves one of them is applied.
+    `unreadable` names options whose values are only stand-ins: no rule that involves one of them is applied. `excuse`
+    says of an option without effect, and of those that make it so, whether that is no mistake.
     """
-    doubtful = set(unreadable)
+    doubtful, reported = set(unreadable), set[str]()
     problems: list[str] = []
     for name, value in (values := option_values(config)).items():
         if name not in doubtful and (found := _value_problems(options()[name], value)):
@@ -82,7 +92,17 @@ def find_problems(
         misfit_replicas(usable, num_replicas),
         () if usable.optim.num_train_epochs is not None else _misfit_steps(usable),
     )
-    return problems + [problem for names, problem in broken if doubtful.isdisjoint(names.split())]
+    for names, problem in broken:
+        if doubtful.isdisjoint(involved := names.split()):
+            problems.append(problem)
+            reported.update(involved)
+    idle = idle_options(usable, num_ranks=num_ranks, num_replicas=num_replicas)
+    doubtful |= reported  # one line for one mistake
+    for name, by, text in idle:
+        if doubtful.isdisjoint([name, *by]) and not excuse(name, by):
+            problems.append(text)
+            doubtful.add(name)
+    return problems
 
 
 def _value_problems(option: Option, value: OptionValue) -> list[str]:
@@ -280,10 +300,6 @@ def _misfit_choices(config: Config) -> _Misfits:
         )
     if planning.dry_run and planning.plan is not None:
         yield "dry_run plan", "`--dry_run` makes a plan and `--plan` takes one; leave one of them out"
-    for name in () if planning.dry_run else ("num_ranks", "card"):
-        if getattr(planning, name) is not None:
-            told = "has no effect without `--dry_run`: a run has the ranks and GPUs that it is started with"
-            yield f"dry_run {name}", f"`--{name}` {told}"
 
 
 def _misfit_data(config: Config) -> _Misfits:

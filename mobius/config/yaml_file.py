@@ -161,7 +161,8 @@ def _put_mapping(result: Source, path: str, root: yaml.MappingNode) -> None:
         if spelling := spellings().get(key):
             _put_yaml_value(result, spelling, node, path=path, place=place)
         else:
-            result.reject_unknown(f"{place}: unknown key `{excerpt(key)}`", key)
+            value = str(node.value) if isinstance(node, yaml.ScalarNode) else None
+            result.reject_unknown(key, shown=f"key `{excerpt(key)}`", place=f"{place}: ", value=value)
 
 
 def _pairs(result: Source, path: str, mapping: yaml.MappingNode, meaning: str) -> Iterator[tuple[str, str, yaml.Node]]:
@@ -205,7 +206,8 @@ def _put_yaml_value(result: Source, spelling: Spelling, node: yaml.Node, *, path
             quotes = " in quotes" if is_text and isinstance(value, int | float) else ""
             result.put(spelling, option.from_yaml(value), place=place)
         elif not isinstance(value, bool):
-            raise ValueError(value)
+            if value is not None or option.value_type is bool:  # `fp16:` says nothing, either
+                raise ValueError(value)
         elif value:
             result.put(spelling, spelling.flag_value, place=place)
         elif option.value_type is bool:  # `fp16: false` says nothing about which of the other formats is wanted

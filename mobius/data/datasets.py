@@ -18,10 +18,11 @@ from mobius.config.config import DataConfig, DatasetEntry, Packing
 from mobius.data import store
 from mobius.data.blocks import Block
 from mobius.data.chat_templates import resolve_template
-from mobius.data.formats import RecordFormat, recognize
+from mobius.data.formats import Document, RecordFormat, Sample, parse_record, recognize
 from mobius.data.sources import Source, open_source
 from mobius.data.store import DatasetWriter, TokenizedDataset
 from mobius.data.tokenization import EncodingRules, SampleEncoder
+from mobius.data.unused import asks_for_some_kind, refuse_unused
 from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
 from mobius.errors import DataError
 from mobius.excerpt import excerpt
@@ -118,6 +119,8 @@ def prepare_data(
     wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
     # All are found before the first is tokenized, which may take hours.
     found = [(option, entry, preparation.find(entry, option)) for option, entry in wanted]
+    if asks_for_some_kind(config):
+        refuse_unused(config, [preparation.first_sample(entry, source) for _, entry, source in found])
     both = tuple(preparation.dataset(*each) for each in found)
     training, evaluation = both[: len(config.dataset)], both[len(config.dataset) :]
     num_bytes = sum({dataset.cache_folder: dataset.cache_bytes for dataset in both}.values())
@@ -156,6 +159,15 @@ class _Preparation:
         """Where the records of a dataset are."""
         memory = None if self._config.overwrite_cache else self.folder / "hashes"
         return open_source(entry, option=option, show_progress=self._show_downloads, memory=memory)
+
+    def first_sample(self, entry: DatasetEntry, source: Source) -> Sample:
+        """The first record, parsed; an empty dataset counts as text, and is refused when it is tokenized."""
+        for block in source.read():
+            for record in block.records():
+                columns = dict(entry.columns or self._config.columns or ())
+                found = recognize([str(column) for column in record.fields], record.where, columns)
+                return parse_record(found, record.fields, record.where)
+        return Document("")
 
     def dataset(self, option: str, entry: DatasetEntry, source: Source) -> PreparedDataset:
         """A dataset from the cache, or tokenized now while other ranks wait."""

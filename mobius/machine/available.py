@@ -52,6 +52,16 @@ def own_host_bytes() -> int:
     return _line_bytes(Path("/proc/self/status"), "VmRSS")
 
 
+def private_host_bytes() -> int:
+    """The resident set of this process now, without mapped files; shared memory counts for each that has touched it."""
+    return sum(_line_bytes(Path("/proc/self/status"), field) for field in ("RssAnon", "RssShmem"))
+
+
+def mapped_file_bytes() -> int:
+    """The part of mapped files, such as libraries, that is in this process's resident set."""
+    return _line_bytes(Path("/proc/self/status"), "RssFile")
+
+
 def _line_bytes(file: Path, field: str) -> int:
     for line in file.read_text().splitlines():
         if line.startswith(f"{field}:"):

@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError, first_line
+from mobius.excerpt import excerpt
 from mobius.log import SAID_ONCE
 from mobius.models.base_files import read_json_object, shown, told
 from mobius.models.by_plan.checked import checked_families
@@ -44,6 +45,10 @@ _NOISE = ("dropout", "pdrop", "jitter_noise")
 """How fields end that ask for random numbers in training."""
 
 
+ADAPTER_FILE = "adapter_config.json"
+"""File that a folder with an adapter has, ours or peft's."""
+
+
 def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
     """Return the local folder of `model_path`: a folder as it is, a Hugging Face id from the cache or the hub.
 
@@ -53,6 +58,8 @@ def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
     folder, given = Path(model_path).expanduser(), f"--model_path {model_path}"
     if folder.is_dir():
         if not (folder / "config.json").is_file():
+            if (folder / ADAPTER_FILE).is_file():
+                raise CheckpointError(_is_adapter(given, folder))
             raise CheckpointError(f"{given}: the folder has no config.json, so it is no Hugging Face model.")
         return folder
     advice = "Give a folder with a config.json, or an id such as meta-llama/Llama-2-7b-hf."
@@ -80,6 +87,17 @@ def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
             f"network: on a machine that has one run `hf download {model_path} --local-dir MODEL`, copy the folder and "
             "give --model_path MODEL."
         ) from error
+
+
+def _is_adapter(given: str, folder: Path) -> str:
+    """Message about an adapter that is given as a model."""
+    base = read_json_object(folder / ADAPTER_FILE).get("base_model_name_or_path")
+    name = excerpt(base) if isinstance(base, str) and base else "BASE"
+    return (
+        f"{given}: the folder has an adapter, which is trained on with --model_path {name} --use_lora --adapter_path "
+        f"{folder}, and with its rank, strength and targets. To evaluate it or to train all parameters: python "
+        f"scripts/merge_adapter.py {folder} FOLDER, and --model_path FOLDER."
+    )
 
 
 def _fetch(model_path: str, with_weights: bool) -> Path:

@@ -170,6 +170,11 @@ class RunLog:
         """Latest numbers of each kind of event."""
         self._is_open = True
 
+    @property
+    def tracker_run_id(self) -> str | None:
+        """Text by which the trackers' servers know this run, for a run that goes on from it."""
+        return self._trackers.run_id
+
     def step(self, metrics: StepMetrics) -> None:
         """Record a step; every `logging_steps`-th, the first and the last are shown and handed to trackers.
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
+import secrets
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +32,11 @@ _MOST_WAITING: Final = 1000
 """Lines that wait for a tracker that is slow, or that is still looking for its server."""
 _CLOSE_SECONDS: Final = 20.0
 """Time that all trackers together have at the end of a run to pass on what waits."""
+
+_WITH_RUN_IDS: Final = frozenset({"swanlab", "wandb"})
+"""Trackers whose server adds to a run that it knows by its id."""
+_RUN_ID: Final = re.compile(r"[0-9a-f]{21}")
+"""Ids as SwanLab takes them in all versions."""
 
 _starting: Final = threading.Lock()
 """Held while a package may look for somebody to ask."""
@@ -48,6 +55,8 @@ class TrackedRun:
     """Options of the run by name; nothing of the environment."""
     first_step: int = 1
     """Larger for a run that goes on; what an earlier process recorded from it on is made again."""
+    run_id: str | None = None
+    """Text by which servers know the run, also when it goes on; None: a new run."""
 
 
 class Tracker(Protocol):
@@ -63,8 +72,9 @@ class Tracker(Protocol):
 class Trackers:
     """The trackers of a run, each with a thread of its own."""
 
-    def __init__(self, starts: Mapping[str, Callable[[], Tracker]]) -> None:
+    def __init__(self, starts: Mapping[str, Callable[[], Tracker]], *, run_id: str | None = None) -> None:
         """`starts` maps a tracker's name to what connects to it, which is called in its thread."""
+        self.run_id = run_id
         self._feeds = [_Feed(name, start) for name, start in starts.items()]
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -93,7 +103,11 @@ def check_installed(names: Sequence[str]) -> None:
 
 def trackers_of(names: Sequence[str], run: TrackedRun) -> Trackers:
     """Trackers by the words of `--report_to`; they connect while the run goes on."""
-    return Trackers({name: partial(_CONNECT[name], run) for name in names})
+    if _WITH_RUN_IDS.isdisjoint(names):
+        run = replace(run, run_id=None)
+    elif not _RUN_ID.fullmatch(run.run_id or ""):
+        run = replace(run, run_id=secrets.token_hex(11)[:21])
+    return Trackers({name: partial(_CONNECT[name], run) for name in names}, run_id=run.run_id)
 
 
 class _Feed:
@@ -173,7 +187,9 @@ class _Wandb:
         quiet = wandb.Settings(console="off", silent=True)  # the screen is not its own
 
         def start(**mode: str) -> Any:
-            return wandb.init(name=run.name, config=dict(run.options), settings=quiet, **mode)
+            return wandb.init(
+                name=run.name, config=dict(run.options), settings=quiet, id=run.run_id, resume="allow", **mode
+            )
 
         self._run = _online_or_not("wandb", start)
 
@@ -189,7 +205,8 @@ class _SwanLab:
         swanlab: Any = __import__("swanlab")
 
         def start(**mode: str) -> Any:
-            return swanlab.init(experiment_name=run.name, config=dict(run.options), **mode)
+            known = {} if mode else {"id": run.run_id, "resume": "allow"}  # only its server goes on with a run
+            return swanlab.init(experiment_name=run.name, config=dict(run.options), **known, **mode)
 
         _online_or_not("swanlab", start)
         self._package = swanlab

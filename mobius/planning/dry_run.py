@@ -57,7 +57,7 @@ ROWS_AS_PLANNED = (
 
 
 def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = None) -> bool:
-    """Print what a run would do and save its plan to `--plan_output`; whether it fits.
+    """Print what a run would do and save its plan to `--plan_output`, if that is given; whether it fits.
 
     `given` are the options that the user set; None: all of them. Raises MobiusError for what cannot be planned at all.
     """
@@ -66,7 +66,8 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
     machine = machine_to_plan_for(config, planned_ranks(config, ranks))
     if machine.on_cpu:
         config = settle_on_cpus(config, given=given)
-    validate(config, machine.num_ranks, machine.num_replicas)
+    # What has no effect was refused when it was read, where it is known what was typed.
+    validate(config, machine.num_ranks, machine.num_replicas, excuse=lambda *_: True)
     model = load_planned_config(config.model)
     parts = ModelParts(model.config, torch.device("cpu"), adapters=config.adapters)
     if model.folder is not None:
@@ -200,7 +201,9 @@ def _host_bytes(request: PlanRequest) -> int | None:
 
 
 def _save(found: Answer) -> None:
-    path = Path(found.request.config.planning.plan_output)
+    if (name := found.request.config.planning.plan_output) is None:
+        return
+    path = Path(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_whole(path) as temporary:

@@ -33,7 +33,7 @@ from mobius.output.run_log import METRICS_FILE, RunLog, TrainerState
 from mobius.ranks import launch_id
 from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar, value_of
 from mobius.training.judging.evaluation import EvaluationResult, Evaluator
-from mobius.training.resuming import LAUNCH, REPLICAS
+from mobius.training.resuming import LAUNCH, REPLICAS, TRACKER_RUN
 from mobius.training.saving import CheckpointSaver, SavedPoint
 from mobius.training.trainer import Trainer
 
@@ -275,6 +275,7 @@ class TrainingLoop:
         return {
             LAUNCH: launch_id(),
             REPLICAS: self.num_replicas,
+            TRACKER_RUN: None if self.log is None else self.log.tracker_run_id,
             **{key: {**asdict(best), "metric": best.metric.value} for key, best in both.items()},
         }
 

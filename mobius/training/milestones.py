@@ -8,8 +8,10 @@ from pathlib import Path
 from mobius.log import SAID_ONCE
 from mobius.machine.available import huge_page_share
 from mobius.machine.devices import MemoryMeter
+from mobius.machine.host_use import HostUse
 from mobius.models.attention import DocumentAttention
 from mobius.models.config_rules import unseen_positions
+from mobius.plan.budget import host_need
 from mobius.plan.plan_table import describe_short_host
 from mobius.planning.blueprint import Blueprint
 from mobius.training.session import Session
@@ -50,6 +52,13 @@ def _warn_of_small_pages(session: Session) -> None:
             "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`, or restart where memory is less fragmented.",
             100 * share,
         )
+
+
+def log_host_use(session: Session, use: HostUse) -> None:
+    """Line about what host memory went to until now; collective."""
+    answer, ranks = session.blueprint.answer, session.blueprint.place.ranks
+    planned = host_need(answer.request, answer.plan).total if ranks.num_replicas == 1 else None
+    logger.info("host memory: %s", use.describe(session.everyone.sum_over_ranks, planned=planned))
 
 
 def log_start(blueprint: Blueprint) -> None:

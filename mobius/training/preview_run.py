@@ -31,8 +31,6 @@ from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
 
-PICTURE: Final = "preview.png"
-"""File in the current folder; not in save_dir, which a run wants empty."""
 _FEW_ROWS_USED: Final = 0.8
 """Share of a model's vocabulary that its own tokenizer has at least: rows are added to make the number round."""
 
@@ -60,8 +58,9 @@ class _Look:
 def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) -> None:
     """Show samples as they are trained on, what was counted in the data, and what a step will hold.
 
-    On the first rank's standard output, in colours where that is a terminal; the picture of the lengths goes to the
-    current folder. `given` are the options that the user set, which a plan (`--plan`) may not contradict.
+    On the first rank's standard output, in colours where that is a terminal; the picture of the lengths goes to
+    `--preview_output`, if that is given. `given` are the options that the user set, which a plan (`--plan`) may not
+    contradict.
     Raises MobiusError for data that a run would refuse.
     """
     if not ranks.is_first:
@@ -187,9 +186,12 @@ def _show(lines: Iterable[Line], stream: IO[str]) -> None:
 
 
 def _draw(look: _Look) -> None:
-    path = Path(PICTURE)
+    if look.config.data.preview_output is None:
+        return
+    path = Path(look.config.data.preview_output)
     counts = [(each.name, each.found.length_counts) for each in look.training]
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_whole(path) as temporary:
             draw_lengths(temporary, counts, seq_length=look.config.data.seq_length)
     except OSError as error:

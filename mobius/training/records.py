@@ -24,10 +24,12 @@ from mobius.writing import replaced_whole
 logger = logging.getLogger(__name__)
 
 
-def open_log(blueprint: Blueprint, folder: Path, state: TrainerState | None = None) -> RunLog | None:
+def open_log(
+    blueprint: Blueprint, folder: Path, state: TrainerState | None = None, *, tracker_run_id: str | None = None
+) -> RunLog | None:
     """The log of a run that writes into `folder`; None on all ranks but the first.
 
-    `state` is that of a checkpoint which the run goes on from.
+    `state` is that of a checkpoint which the run goes on from, and `tracker_run_id` the `RunLog`'s that it has.
     """
     if not blueprint.place.ranks.is_first:
         return None
@@ -35,7 +37,7 @@ def open_log(blueprint: Blueprint, folder: Path, state: TrainerState | None = No
     if state is not None and not config.saving.changes and (line := other_schedule(state, config.optim)):
         logger.warning("%s", line)
     first_step = 1 if state is None else state.global_step + 1
-    tracked = TrackedRun(config.output.name, folder, yaml.safe_load(to_yaml(config)), first_step)
+    tracked = TrackedRun(config.output.name, folder, yaml.safe_load(to_yaml(config)), first_step, tracker_run_id)
     return RunLog(
         folder,
         state or TrainerState.at_start(config),

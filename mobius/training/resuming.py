@@ -23,10 +23,12 @@ from mobius.checkpoints.folders import find_checkpoints, remove_leftovers
 from mobius.checkpoints.reading import CheckpointReader
 from mobius.checkpoints.saved_stage import optimizer_tensors
 from mobius.config.config import Config
+from mobius.config.effects import with_obvious_strategy
 from mobius.config.options import OptionValue, config_from, option_values, options
 from mobius.config.validation import ALTERNATIVES, validate
 from mobius.config.yaml_file import read_yaml, to_yaml
 from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError, reason_of
+from mobius.log import SAID_ONCE
 from mobius.memory.stage_state import StageState
 from mobius.messages.meeting import Meeting, meet_at_store
 from mobius.models.blocks import ModelParts
@@ -46,7 +48,15 @@ logger = logging.getLogger(__name__)
 
 _NEWEST: Final = "true"
 _CHANGES_NOTHING: Final = frozenset(
-    ("preprocessing_num_workers", "overwrite_cache", "preview", "eval_dataset", "max_predict_samples", "merge")
+    (
+        "preprocessing_num_workers",
+        "overwrite_cache",
+        "preview",
+        "preview_output",
+        "eval_dataset",
+        "max_predict_samples",
+        "merge",
+    )
 )
 """Options of model, data and optimizer that leave what is trained as it is."""
 _TRAINED_BY: Final = ("model", "data", "optim", "adapters")
@@ -65,6 +75,8 @@ LAUNCH: Final = "launch"
 """Key in a checkpoint's position of the launcher's start that saved it (`launch_id`)."""
 ORIGIN: Final = "origin"
 """Key in a checkpoint's position of the weights that its run began with."""
+TRACKER_RUN: Final = "tracker_run"
+"""Key in a checkpoint's position of the run's id at the trackers' servers."""
 REPLICAS: Final = "replicas"
 """Key in a checkpoint's position of the number of pipelines that shared it."""
 _PLANNED_BY: Final = (
@@ -109,6 +121,12 @@ class Resume:
     def origin(self) -> Origin:
         """The weights that the run began with, as far as the checkpoint tells them."""
         return Origin.from_json(self.position.get(ORIGIN), model_path=self.config.model.model_path)
+
+    @property
+    def tracker_run_id(self) -> str | None:
+        """Id of the run at the trackers' servers; None where there is none."""
+        found = self.position.get(TRACKER_RUN)
+        return found if isinstance(found, str) else None
 
     def trainer_state(self) -> TrainerState:
         """The records of all steps before. Raises CheckpointError."""
@@ -161,7 +179,18 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
             f"{path} holds weights only (--save_only_model): no run can go on from it. Begin a new one with "
             f"--model_path {path}."
         )
-    validate(merged, ranks.num_places, ranks.num_replicas)
+    names = option_values(config) if given is None else given
+    if not {"eval_steps", "eval_dataset", "val_size"}.isdisjoint(changed):
+        merged, notice = with_obvious_strategy(merged, names)
+        if notice is not None:
+            logger.warning("%s", notice, extra=SAID_ONCE)
+    # What this start gives was checked when it was read; here that it has an effect with what the checkpoint adds.
+    validate(
+        merged,
+        ranks.num_places,
+        ranks.num_replicas,
+        excuse=lambda option, made_by: option not in changed or any(name in names for name in made_by),
+    )
     merged = _with_saved_plan(merged, reader, ranks, given, changed)
     logger.info("resumed from %s: %d steps are done", path, reader.manifest.step)
     return Resume(reader=reader, config=merged, taken_save_dir=taken, meeting=meeting)

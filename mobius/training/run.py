@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,7 @@ from mobius.data.chat_templates import resolve_template
 from mobius.errors import MobiusError
 from mobius.interruption import SavedAndStopped, Standing
 from mobius.machine.cpu_dtype import settle_dtype
+from mobius.machine.host_use import HostUse
 from mobius.messages.other_nodes import OtherNodes
 from mobius.models.adapters.files import Base
 from mobius.models.base_files import BaseFiles, read_base_files
@@ -43,7 +45,7 @@ from mobius.training.judging.answering import only_answers, open_prediction, pro
 from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar
 from mobius.training.judging.evaluation import Evaluator, evaluation_samples, make_evaluator
 from mobius.training.loop import Ending, TrainingLoop
-from mobius.training.milestones import log_model, log_stages, log_start
+from mobius.training.milestones import log_host_use, log_model, log_stages, log_start
 from mobius.training.opening import (
     base_of,
     merged_folder,
@@ -90,6 +92,10 @@ def run_training(
         raise out_of_memory(error, ranks.rank) from error
 
 
+_OWNER_OF_PART: Final = {"connect": "connections", "weights": "stages", "rehearsal": "rehearsal"}
+"""Owner of the host memory that a part of the session's opening takes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
     """A run that is ready for its first step."""
@@ -102,6 +108,7 @@ class _Opened:
     base_files: BaseFiles
     model_folder: Path
     resume: Resume | None
+    host: HostUse
     base: Base | None
     """The model that adapters are for; None where there are none."""
     origin: Origin
@@ -160,7 +167,8 @@ def _train_and_save(run: _Opened, standing: Standing, timing: Timing, watchdog: 
     except BaseException:
         output.discard()
         raise
-    log = open_log(session.blueprint, output.training_folder, state)
+    run_id = None if resume is None else resume.tracker_run_id
+    log = open_log(session.blueprint, output.training_folder, state, tracker_run_id=run_id)
     loop = _loop(run, trainer, saver, evaluator, log, standing, timing)
     timing.ends_loading()
     try:
@@ -219,6 +227,7 @@ def _open(
 
     The watchdog begins behind the data: ranks wait for the one that tokenizes for as long as it takes.
     """
+    host = HostUse()
     everyone = meet_replicas(config, ranks)
     config = settle_dtype(config, ranks, given=given if resume is None else None)  # a checkpoint's format stays
     is_lora = config.adapters.is_lora  # a checkpoint has no weights of the base then
@@ -252,11 +261,13 @@ def _open(
         blueprint = complete_blueprint(sketch, config, packed=packed_rows(batches), saved=adopted.saved)
         _check_room(blueprint, output, batches, resume)
         watchdog.start()
+        host.mark("data and tokenizer")
         session = open_session(
             blueprint,
             model_folder,
             recordings=recordings_of(blueprint, output.training_folder),
             settled=partial(tell_plan, output),
+            passed=lambda part: host.mark(_OWNER_OF_PART[part]),
             restore=None if resume is None else restoring(resume, blueprint, model_folder, watchdog.activity),
             activity=watchdog.activity,
         )
@@ -274,6 +285,7 @@ def _open(
         base_files=base_files,
         model_folder=model_folder,
         resume=resume,
+        host=host,
         base=base,
         origin=origin,
     )
@@ -364,6 +376,7 @@ def _loop(
 
 def _train(run: _Opened, loop: TrainingLoop) -> Ending:
     log_start(run.session.blueprint)
+    log_host_use(run.session, run.host)
     ending = loop.run()
     run.session.write_recordings()
     if ending in (Ending.LAST_STEP, Ending.EARLY_STOPPING):

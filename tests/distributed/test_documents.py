@@ -52,7 +52,7 @@ def test_documents_have_commands_of_both_kinds_and_show_output() -> None:
     ],
 )
 def test_a_command_runs_as_printed(command: Command, scratch: Path, tmp_path: Path) -> None:
-    program = re.match(r"python (main.py|-m mobius) ", command.text)
+    program = re.match(r"(?:\.venv/bin/)?python (main.py|-m mobius) ", command.text)
     if program is None:
         assert run_problems(command, scratch, tmp_path) == []
     else:  # forked, because each of them would import torch; scripts/run_docs starts them as they are typed

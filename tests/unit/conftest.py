@@ -54,6 +54,7 @@ def run(workplace: Path) -> Run:
     """Train in `workplace`; arguments are appended to those of a small run, and the last word on an option wins."""
 
     def start(*arguments: str) -> None:
-        run_training(parse_args([*SMALL.split(), *arguments], num_ranks=1), Ranks(0, 1, 0))
+        usual = SMALL.replace("--num_iterations 3", "") if "--no_do_train" in arguments else SMALL
+        run_training(parse_args([*usual.split(), *arguments], num_ranks=1), Ranks(0, 1, 0))
 
     return start

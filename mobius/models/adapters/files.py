@@ -23,9 +23,10 @@ from mobius.excerpt import listed
 from mobius.models.adapters.lora import Values, adapted_linear
 from mobius.models.base_files import read_json_object, shown
 from mobius.models.blocks import ModelParts
+from mobius.models.families import ADAPTER_FILE
 from mobius.models.weights import ValueCheck, folder_has_weights, read_header
 
-CONFIG_FILE: Final = "adapter_config.json"
+CONFIG_FILE: Final = ADAPTER_FILE
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 BASE_FILE: Final = "base_model.json"
 _PREFIX: Final = "base_model.model."

@@ -10,6 +10,7 @@ import pytest
 
 from mobius.config.cli import given_options, parse_args
 from mobius.config.config import Config, DatasetEntry, Dtype, Packing
+from mobius.config.long_runs import BestMetric
 from mobius.config.options import options, spellings
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
@@ -61,6 +62,13 @@ def test_offload_and_prefetch_combine_freely(offload: str, prefetch: str) -> Non
         (["--fp16"], "dtype", Dtype.FP16),
         (["--dtype", "fp32"], "dtype", Dtype.FP32),
         (["--no_pref"], "use_prefetch", False),
+        (["--use_prefetch", "false"], "use_prefetch", False),
+        (["--no_prefetch=False"], "use_prefetch", True),
+        (["--bf16", "True"], "dtype", Dtype.BF16),
+        (["--fp16", "false"], "dtype", Dtype.BF16),
+        (["--packing", "true"], "packing", Packing.ON),
+        (["--packing", "False"], "packing", Packing.OFF),
+        (["--val_size=9", "--metric_for_best_model=eval_perplexity"], "metric_for_best_model", BestMetric.PERPLEXITY),
         (["--overwrite_output_dir"], "overwrite_output_dir", True),
         (["--seed", "1", "--seed", "2"], "seed", 2),
         (["--lr", "1e-3", "--learning_rate", "0.001"], "learning_rate", 1e-3),
@@ -92,8 +100,8 @@ def test_spellings_prefixes_and_values(argv: list[str], name: str, value: object
         (["--batch_size"], ["`--batch_size` has no value"]),
         (["--batch_size", "--use_offload"], ["`--batch_size` has no value"]),
         (["--dtype", "int8"], ["bf16, fp16, fp32"]),
-        (["--use_prefetch", "true"], ["`true`", "--no_prefetch"]),
-        (["--use_prefetch=true"], ["`--use_prefetch=true`", "takes no value"]),
+        (["--use_prefetch", "yes"], ["`yes`", "--no_prefetch"]),
+        (["--use_prefetch=yes"], ["`--use_prefetch=yes`", "takes no value"]),
         (["--dataset="], ["`--dataset `", "text"]),
         (["--config"], ["`--config` has no value"]),
         (["--config", "nowhere.yaml"], ["nowhere.yaml", "cannot be read", "No such file"]),

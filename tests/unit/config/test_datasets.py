@@ -8,6 +8,7 @@ import pytest
 
 from mobius.config.cli import parse_args
 from mobius.config.config import Config, DatasetEntry
+from mobius.config.long_runs import EvalStrategy
 from mobius.config.options import config_from, options
 from mobius.config.yaml_file import to_yaml
 from mobius.errors import ConfigError
@@ -281,10 +282,12 @@ def test_drawn_datasets_read_back_unchanged(tmp_path: Path, seed: int) -> None:
     config = config_from(
         {
             "dataset": tuple(drawn_dataset(rng, is_weighted=True) for _ in range(rng.randint(1, 3))),
-            "eval_dataset": rng.choice([None, (drawn_dataset(rng, is_weighted=False),)]),
+            "eval_dataset": (judged := rng.choice([None, (drawn_dataset(rng, is_weighted=False),)])),
+            "eval_strategy": EvalStrategy.NO if judged is None else EvalStrategy.EPOCH,
             "columns": rng.choice([None, ((drawn_text(rng), drawn_text(rng)),)]),
             "default_system": rng.choice([None, drawn_text(rng)]),
-            "preview": rng.choice([None, 7]),
+            "preview": (number := rng.choice([None, 7])),
+            "preview_output": None if number is None else "lengths.png",
             "num_train_epochs": rng.choice([None, 1e-3, 2.5]),
             "preprocessing_num_workers": rng.choice([None, 3]),
         }

@@ -15,10 +15,10 @@ JUDGED = ["--val_size", "10", "--num_iterations", "100"]
 
 def test_words_that_yaml_reads_as_booleans_are_words(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("save_strategy: no\neval_strategy: no\nresume_from_checkpoint: true\nsave_steps: 0.1\n")
+    file.write_text("save_strategy: no\neval_strategy: no\nresume_from_checkpoint: true\nmax_run_time: 0.1\n")
     config = parse_args(["--config", str(file)])
     assert (config.saving.save_strategy, config.evaluation.eval_strategy) == (SaveStrategy.NO, EvalStrategy.NO)
-    assert (config.saving.resume_from_checkpoint, config.saving.save_steps) == ("true", 0.1)
+    assert (config.saving.resume_from_checkpoint, config.saving.max_run_time) == ("true", 0.1)
     assert not config.saving.is_on
 
 
@@ -29,7 +29,7 @@ def test_words_that_yaml_reads_as_booleans_are_words(tmp_path: Path) -> None:
         (["--do_predict"], ["nothing to evaluate on"]),
         (["--no_do_train"], ["leaves nothing to do"]),
         ([*JUDGED, "--load_best_model_at_end"], ["--eval_strategy steps or epoch"]),
-        ([*JUDGED, "--early_stopping_patience", "2"], ["--eval_strategy steps or epoch"]),
+        (["--eval_strategy", "no", *JUDGED, "--early_stopping_patience", "2"], ["--eval_strategy steps or epoch"]),
         (
             [*JUDGED, *BEST, "--eval_steps", "30", "--save_steps", "50"],
             ["multiple of --eval_steps"],
@@ -40,11 +40,11 @@ def test_words_that_yaml_reads_as_booleans_are_words(tmp_path: Path) -> None:
         ),
         ([*JUDGED, *BEST, "--eval_steps", "30", "--save_steps", "0.5"], ["`--save_steps` 0.5 are 50"]),
         (["--save_steps", "1.5"], ["whole number of steps"]),
-        (["--eval_steps", "2.5"], ["whole number of steps"]),
+        ([*JUDGED, "--eval_steps", "2.5"], ["whole number of steps"]),
         (["--save_total_limit", "-1"], ["at least 0"]),
         (["--resume_changes", "learning_rate"], ["no effect without `--resume_from_checkpoint`"]),
         (["--resume_from_checkpoint", "c", "--resume_changes", "seed,rate"], ["'rate'", "no option"]),
-        ([*JUDGED, "--no_do_train", "--do_eval", "--resume_from_checkpoint", "c"], ["--model_path"]),
+        (["--val_size", "10", "--no_do_train", "--do_eval", "--resume_from_checkpoint", "c"], ["--model_path"]),
     ],
 )
 def test_what_does_not_fit_together_is_told(options: list[str], parts: list[str]) -> None:
@@ -62,7 +62,6 @@ def test_what_does_not_fit_together_is_told(options: list[str], parts: list[str]
         [*BEST, "--eval_steps", "25", "--save_steps", "0.5"],
         ["--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"],
         ["--eval_strategy", "steps", "--eval_steps", "0.1", "--early_stopping_patience", "3"],
-        ["--no_do_train", "--do_eval"],
     ],
 )
 def test_what_fits_together_is_taken(options: list[str]) -> None:

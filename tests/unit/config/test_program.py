@@ -1,11 +1,15 @@
 """The program is one, by whatever name it is started: main.py, `python -m mobius`, the installed `mobius`."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from mobius.requirements import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[3]
 WITHOUT_TORCH = "import runpy, sys; sys.modules['torch'] = sys.modules['transformers'] = None; "
@@ -24,9 +28,39 @@ def test_help_is_the_same_by_every_name_and_needs_no_torch(tmp_path: Path) -> No
         return said([sys.executable, "-c", program.format(name, function)], tmp_path, PYTHONPATH=str(ROOT))
 
     by_file, by_name = help_of(str(ROOT / "main.py"), "run_path"), help_of("mobius", "run_module")
-    assert by_file.startswith("usage: torchrun --nproc_per_node N main.py [--config FILE.yaml] [options]\n")
-    assert by_name.startswith("usage: torchrun --nproc_per_node N -m mobius [--config FILE.yaml] [options]\n")
-    assert by_file.partition("\n")[2] == by_name.partition("\n")[2]
+    for text, program in ((by_file, "main.py"), (by_name, "-m mobius")):
+        first, second, _ = text.split("\n", 2)
+        assert first == "usage: bash train.sh [FILE.yaml] [options]"
+        assert second.strip() == f"torchrun --nproc_per_node N {program} [--config FILE.yaml] [options]"
+    assert by_file.split("\n", 2)[2] == by_name.split("\n", 2)[2]
+
+
+@pytest.mark.parametrize("command", [["-m", "mobius"], ["main.py"]])
+def test_a_package_that_is_missing_is_one_message_with_the_command(command: list[str]) -> None:
+    """`-S` leaves the folder of installed packages out: a Python in which nothing is installed."""
+    run = subprocess.run([sys.executable, "-S", *command, "--dry_run"], cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (2, "")
+    (line,) = run.stderr.splitlines()
+    assert "lacks the packages torch, transformers, " in line
+    assert "bash train.sh" in line
+    assert "pip install -r requirements.txt" in line
+
+
+def test_a_package_that_only_a_run_imports_is_missed_with_the_same_message(tmp_path: Path) -> None:
+    program = (
+        WITHOUT_TORCH + "sys.argv = ['main.py', '--device', 'cpu']; runpy.run_path('main.py', run_name='__main__')"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert "Traceback" not in run.stdout + run.stderr
+    assert "lacks the packages " in run.stdout + run.stderr
+    assert "train.sh" in run.stdout + run.stderr
+
+
+def test_the_packages_are_those_that_the_project_needs() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        needed = tomllib.load(file)["project"]["dependencies"]
+    assert sorted(PACKAGES.values()) == sorted(re.match(r"[a-z]+", line)[0] for line in needed)  # type: ignore[index]
 
 
 def test_the_package_installs_the_command(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from mobius.config.cli import parse_args
 from mobius.config.config import Config, DatasetEntry, Device, Packing, Recompute
+from mobius.config.long_runs import EvalStrategy
 from mobius.config.options import OptionValue, config_from
 from mobius.config.validation import find_problems, resolve_epochs, validate
 from mobius.config.yaml_file import to_yaml
@@ -99,7 +100,7 @@ def test_the_defaults_are_valid(num_ranks: int) -> None:
         {"val_size": 1.0},
         {"val_size": 0.999},
         {"val_size": 500.0},
-        {"val_size": 0.0, "eval_dataset": (DatasetEntry("a"),)},
+        {"val_size": 0.0, "eval_dataset": (DatasetEntry("a"),), "eval_strategy": EvalStrategy.EPOCH},
         {"default_system": "~nobody/" + "x" * 5000},
         {"packing": Packing.JOINED, "train_on_prompt": True},
         {"resident_stages": "0"},

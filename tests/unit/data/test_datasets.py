@@ -161,7 +161,6 @@ def test_every_dataset_of_a_mixture_has_its_own_format_columns_and_number(
     ("packing", "of_text", "of_pairs"),
     [
         (Packing.AUTO, False, True),
-        (Packing.JOINED, False, True),
         (Packing.ON, True, True),
         (Packing.OFF, False, False),
     ],
@@ -321,16 +320,19 @@ def test_rules_columns_and_packing_of_text_make_another_cache(
     prepare: Prepare, write_lines: WriteLines, tmp_path: Path
 ) -> None:
     pairs = write_lines([each | {"other": "words"} for each in PAIRS])
+    turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]
+    talks = write_lines([{"messages": turns}], "talks.jsonl")
     text = write_lines([{"text": "some words"}], "text.jsonl")
-    changes: list[dict[str, Any]] = [
+    of_talks: list[dict[str, Any]] = [
         {},
         {"train_on_prompt": True},
         {"mask_history": True},
         {"default_system": "Be brief."},
         {"chat_template": "chatml"},
-        {"columns": (("prompt", "other"),)},
     ]
-    folders = [prepare(pairs, **change).cache_folder for change in changes]
+    changes = [(talks, each) for each in of_talks]
+    changes += [(pairs, {}), (pairs, {"train_on_prompt": True}), (pairs, {"columns": (("prompt", "other"),)})]
+    folders = [prepare(path, **change).cache_folder for path, change in changes]
     folders += [prepare(text, packing=packing).cache_folder for packing in (Packing.JOINED, Packing.ON)]
     assert len(set(folders)) == len(changes) + 2
     assert prepare(text, packing=Packing.AUTO).cache_folder == folders[-2]

@@ -19,6 +19,7 @@ from mobius.ranks import (
     launcher_waits,
     omp_num_threads,
     prepare_environment,
+    report_to_launcher,
     seconds_since_launch,
     seconds_until_killed,
     separate_device_queues,
@@ -268,3 +269,20 @@ def test_restarts_that_nodes_count_apart_are_refused(
             Ranks.from_environment()
     else:
         assert Ranks.from_environment().num_nodes == 2
+
+
+def test_torchruns_report_ends_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    report_to_launcher("alone")
+    assert not path.exists()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    report_to_launcher("`--batch_size` 5 cannot be cut\nUse 4 or 8")
+
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(path))
+    *_, first, second, _ = str(ChildFailedError("main.py", {0: failure})).splitlines()
+    assert first.endswith("`--batch_size` 5 cannot be cut")
+    assert second.strip() == "Use 4 or 8"

@@ -115,7 +115,7 @@ def test_runs_and_dry_runs_settle_alike_and_leave_what_they_took(
     monkeypatch.setattr(cpu_dtype, "cpu_flags", lambda: OLD)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     argv = SMALL.split()
-    dry = [*argv, "--dry_run", "--num_ranks", "1"]
+    dry = [*argv, "--dry_run", "--num_ranks", "1", "--plan_output", "plan.json"]
     assert run_dry(parse_args(dry, num_ranks=1), Ranks(0, 1, 0), given=given_options(dry))
     assert json.loads(Path("plan.json").read_text())["model"]["dtype"] == "fp32"
 

@@ -48,6 +48,10 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen2.5-14B"}')
+    with pytest.raises(CheckpointError, match=r"--model_path Qwen/Qwen2.5-14B --use_lora --adapter_path .*/adapter,"):
+        locate_model(str(tmp_path / "adapter"))
     with pytest.raises(CheckpointError, match=f"--model_path {tmp_path}: the folder has no config.json"):
         locate_model(str(tmp_path))
 

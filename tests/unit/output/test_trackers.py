@@ -174,9 +174,39 @@ def test_wandb_and_swanlab_record_offline_where_they_cannot_go_online(
     trackers.log(1, {"train/loss": 2.0})
     trackers.close()
 
+    assert trackers.run_id is not None
     started = {"wandb": {"name": "mine"}, "swanlab": {"experiment_name": "mine"}}[name]
+    if is_online or name == "wandb":
+        started |= {"id": trackers.run_id, "resume": "allow"}
     offline: list[object] = [] if is_online else ["offline"]
     assert calls == [None, *offline, {**started, "config": {"seed": 42}}, (1, {"train/loss": 2.0}), "finished"]
     assert sys.stdin is terminal
     expected = [] if is_online else [f"--report_to {name}: it cannot go online (RuntimeError: no API key configured)"]
     assert [text.split(";")[0] for text in warnings_of(caplog)] == expected
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_a_run_that_goes_on_is_the_same_run_for_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    calls = fake_package(name, monkeypatch, is_online=True)
+
+    def id_of(known: str | None) -> str:
+        calls.clear()
+        trackers = trackers_of([name, "tensorboard"], TrackedRun("mine", tmp_path, {}, run_id=known))
+        trackers.close()
+        (given,) = (call for call in calls if isinstance(call, dict))
+        assert (given["id"], given["resume"]) == (trackers.run_id, "allow")
+        return str(given["id"])
+
+    first, other = id_of(None), id_of(None)
+    assert first != other
+    assert len(first) == 21  # SwanLab took no other length before 0.7
+    assert id_of(first) == first
+    assert id_of("damaged/../id") not in (first, "damaged/../id")
+
+
+def test_without_a_server_a_run_has_no_id(tmp_path: Path) -> None:
+    trackers = trackers_of(["tensorboard"], TrackedRun("mine", tmp_path, {}, run_id="0" * 21))
+    trackers.close()
+    assert trackers.run_id is None

@@ -56,7 +56,8 @@ def large(workplace: Path) -> Path:
 
 
 def dry(*arguments: str) -> bool:
-    return run_dry(parse_args(["--dry_run", *arguments], num_ranks=1), Ranks(0, 1, 0))
+    words = ["--dry_run", "--plan_output", "plan.json", *arguments]
+    return run_dry(parse_args(words, num_ranks=1), Ranks(0, 1, 0))
 
 
 def told(caplog: pytest.LogCaptureFixture) -> str:
@@ -227,7 +228,10 @@ def test_layers_that_are_not_compiled_take_what_they_need(workplace: Path, caplo
 
 def test_fp32_has_bytes_but_no_predicted_step(large: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    assert dry(*NODE, "--seq_length", "128", "--num_stages", "32", "--num_chunks", "8", "--dtype", "fp32")
+    words = ["--dry_run", *NODE, "--seq_length", "128", "--num_stages", "32", "--num_chunks", "8", "--dtype", "fp32"]
+    before = set(large.rglob("*"))
+    assert run_dry(parse_args(words, num_ranks=1), Ranks(0, 1, 0))
+    assert set(large.rglob("*")) == before, "a plan is saved only where that is asked for"
     assert "GPU memory in GiB" in told(caplog)
     assert "no step is predicted: the cards' rates are for formats of two bytes" in told(caplog)
     assert "tokens/s" not in told(caplog)

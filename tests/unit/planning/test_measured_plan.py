@@ -38,9 +38,12 @@ SHORT = ("--batch_size", "16", "--seq_length", "512")
 AUTO = ("--num_stages", "auto", "--num_chunks", "auto")
 
 
-def blueprint_of(*arguments: str, num_ranks: int = 1, packed: PackedRows | None = None) -> Blueprint:
+def blueprint_of(
+    *arguments: str, num_ranks: int = 1, packed: PackedRows | None = None, node_link: float | None = None
+) -> Blueprint:
     words = ["--model_path", "model", "--device", "cpu", "--fp32", "--batch_size", "4", "--seq_length", "16"]
     config = parse_args([*words, *arguments], num_ranks=num_ranks)
+    config = replace(config, planning=replace(config.planning, node_link=node_link))  # refused where it is one node
     return draw_blueprint(config, Ranks(0, num_ranks, 0), AutoConfig.from_pretrained("model"), packed=packed)
 
 
@@ -219,13 +222,13 @@ def as_replicas(blueprint: Blueprint, *, nodes: int) -> Blueprint:
 
 @pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize(
-    ("words", "nodes", "expected"),
-    [((), 2, True), (("--node_link", "3"), 2, False), ((), 1, True), (("--node_link", "3"), 1, True)],
+    ("link", "nodes", "expected"),
+    [(None, 2, True), (3.0, 2, False), (None, 1, True), (3.0, 1, True)],
 )
 def test_the_link_between_replicas_is_measured_unless_it_is_told(
-    words: tuple[str, ...], nodes: int, expected: bool
+    link: float | None, nodes: int, expected: bool
 ) -> None:
-    blueprint = blueprint_of("--num_stages", "4", *words)
+    blueprint = blueprint_of("--num_stages", "4", node_link=link)
     assert is_link_to_be_measured(as_replicas(blueprint, nodes=nodes)) == expected
     assert not is_link_to_be_measured(replace(as_replicas(blueprint, nodes=nodes), is_given=True))
     assert not is_link_to_be_measured(on_gpu(blueprint))
@@ -237,8 +240,8 @@ def test_a_step_of_replicas_is_predicted_by_a_measured_profile(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, measured: ReplicaRates | None
 ) -> None:
     """The profile is that of a pipeline, and kept for any number of them."""
-    words = ["--num_stages", "auto", "--num_chunks", "2", *([] if measured else ["--node_link", "3"])]
-    blueprint = as_replicas(blueprint_of(*words), nodes=2)
+    words = ["--num_stages", "auto", "--num_chunks", "2"]
+    blueprint = as_replicas(blueprint_of(*words, node_link=None if measured else 3.0), nodes=2)
     numbers = {"num_ranks": 1, "kind_of_layer": (0,) * blueprint.shape.num_layers, "microbatch_tokens": 16}
     profile = replace(measured_like("H200", 16), **numbers)
     monkeypatch.setattr(measured_plan, "measured_profile", lambda *_: (profile, True))

@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import convert_smollm2
 import numpy as np
 import pytest
 import torch
@@ -200,8 +201,13 @@ def test_a_converted_file_computes_what_the_model_behind_it_does(
     [("broken.whl", "cannot read"), ("nowhere.whl", "No such file"), ("empty.whl", "has no GGUF file")],
 )
 def test_a_wheel_without_a_model_is_told_in_one_line(
-    name: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    complaint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(convert_smollm2, "find_spec", lambda name: name)
     (tmp_path / "broken.whl").write_text("no archive")
     write_wheel(tmp_path / "empty.whl", b"", "tiny/__init__.py")
 
@@ -211,6 +217,17 @@ def test_a_wheel_without_a_model_is_told_in_one_line(
     assert complaint in told
     assert len(told.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_the_package_that_reads_the_file_is_missed_before_anything_is_downloaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert_smollm2, "find_spec", lambda name: None)
+    monkeypatch.setattr(convert_smollm2.subprocess, "run", lambda *_: pytest.fail("something is downloaded"))
+
+    assert main([str(tmp_path / "out")]) == 2
+
+    assert "pip install gguf" in capsys.readouterr().err
 
 
 def test_a_damaged_file_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -175,7 +175,7 @@ def test_a_run_whose_time_is_over_is_queued_again_until_it_has_a_result(job: Job
 
 
 def test_an_evaluation_alone_is_done_when_it_ends(job: Job) -> None:
-    job.write("true", "max_run_time: 60\nval_size: 5\ndo_train: false\ndo_eval: true\n")
+    job.write("true", "val_size: 5\ndo_train: false\ndo_eval: true\n")
 
     assert job.turn()[0] == 0
     assert job.calls == ["train.sh run.yaml"]

@@ -50,7 +50,7 @@ def test_answers_alone_are_generated_without_a_session_of_training(
         pytest.fail("memory for stages is taken")
 
     monkeypatch.setattr("mobius.training.run.open_session", opened)
-    run(*JUDGES, "--do_predict", "--max_new_tokens", "2", "--eval_strategy", "epoch")  # which only training has
+    run(*JUDGES, "--do_predict", "--max_new_tokens", "2")
 
     assert len((workplace / "judged" / "generated_predictions.jsonl").read_text().splitlines()) == 4
     results, scores = (

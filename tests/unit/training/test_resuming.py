@@ -370,3 +370,15 @@ def test_steps_in_a_row_that_are_not_finite_are_counted_across_a_resume(
 
     manifest = json.loads(Path("out/checkpoint-8/checkpoint.json").read_text())
     assert manifest["training"]["skipped_in_a_row"] == 4
+
+
+def test_data_to_evaluate_on_that_a_resume_adds_are_evaluated_on(
+    run: Run, workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run("--save_steps", "2")
+    resume("out/checkpoint-2", "--save_dir", "judged", "--eval_dataset", "data.jsonl")
+    assert "`--eval_dataset` without `--eval_strategy`" in caplog.text
+    assert (workplace / "judged" / "eval_results.json").is_file()
+
+    with pytest.raises(ConfigError, match=r"`--max_new_tokens` has no effect"):
+        resume("out/checkpoint-2", "--save_dir", "again", "--max_new_tokens", "7")
