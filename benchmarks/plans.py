@@ -1,14 +1,14 @@
 """Checks automatic plans on one GPU: drawn settings, each planned by `auto` and run for a few steps under its limit.
 
-    python benchmarks/plans.py RESULTS.jsonl [--settings 40] [--seed 0] [--seconds 540] [--workers 3] [--only WORDS...]
+    python benchmarks/plans.py RESULTS.jsonl [--settings 40] [--seed 0] [--seconds 540] [--workers 5] [--only WORDS...]
     python benchmarks/plans.py RESULTS.jsonl --report
 
 Weights and tokens are random. For each setting a line is appended to RESULTS.jsonl: the plan, its predicted bytes, what
 the rehearsal measured, the most that torch allocated and reserved, predicted seconds and those of the median step. A
 setting that is on record for this GPU is skipped, so that several calls share the work; no setting begins later than
---seconds after the start. Workers plan and compile at the same time; what is timed, and runs without a small limit,
-have the GPU to themselves. The report counts what ran out of memory, exceeded its limit, or is further from its
-prediction than the bounds say.
+--seconds after the start. Workers plan and compile at the same time, as far as their limits fit on the GPU together;
+what is timed has GPU and host to itself: all other workers stand still. The report counts what ran out of memory,
+exceeded its limit, or is further from its prediction than the bounds say.
 """
 
 import argparse
@@ -59,8 +59,10 @@ LIMITS: dict[str, tuple[float | None, ...]] = {
     "1b-20": (4, 5, 6, 8, 10, 14, 20, None),
     "7b-8": (6, 8, 10, 12, 16, 24, None),
 }
-MOST_SHARED = 24
-"""GiB of the largest limit with which three workers share a GPU of 80 GB."""
+CONTEXT_GIB = 1.0
+"""GPU memory of a process outside of its limit."""
+HOST_GIB = 24
+"""Host memory that a run may take: a machine whose memory grows on demand has little free at the start."""
 LAYERS = {"1b-20": 20, "7b-8": 8, "7b-4": 4, "8b-8": 8}
 
 
@@ -91,7 +93,7 @@ class Setting:
         words = ["--model_path", str(model), "--num_stages", "auto", "--num_chunks", "auto"]
         words += ["--seq_length", str(self.seq_length), "--batch_size", str(self.batch_size)]
         words += ["--max_grad_norm", "1" if self.clips else "0", "--num_iterations", str(STEPS)]
-        words += ["--use_lora"] if self.is_lora else []
+        words += ["--host_memory_limit", str(HOST_GIB), *(["--use_lora"] if self.is_lora else [])]
         return words if self.limit is None else [*words, "--gpu_memory_limit", f"{self.limit:g}"]
 
     def lengths(self, folder: Path) -> Path | None:
@@ -123,15 +125,16 @@ class RepeatedWeights:
 
     def __init__(self) -> None:
         self._table = torch.randn(2**22, generator=torch.Generator().manual_seed(0)) * 0.02
+        self._values = self._table
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The value of parameter `name`; vectors, which are norms, are ones."""
         if len(shape) == 1:
             return torch.ones(shape)
-        values = torch.empty(math.prod(shape))
-        for part in values.split(len(self._table)):
-            part.copy_(self._table[: len(part)])
-        return values.view(shape)
+        number = math.prod(shape)
+        if number > len(self._values):  # a larger tensor of the same values; touching new memory takes seconds
+            self._values = self._table.repeat(-(-number // len(self._table)))
+        return self._values[:number].view(shape)
 
 
 def draw_settings(number: int, seed: int) -> list[Setting]:
@@ -171,11 +174,36 @@ def timed(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path, name: str, *, is_shared: bool = False) -> Iterator[None]:
-    """Within it no other worker is within the same name, unless both share it."""
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Within it no other worker is within the same name."""
     with (folder / f"{name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def gpu_share(folder: Path, limit: float | None) -> Iterator[None]:
+    """Within it `limit` GiB of the GPU are this worker's, or all of them; waits until other workers leave as much."""
+    total = torch.cuda.get_device_properties(0).total_memory / GIB
+    wanted, file = total if limit is None else limit + CONTEXT_GIB, folder / "shares.json"
+
+    def change(own: float | None) -> bool:
+        with locked(folder, "shares"):
+            taken: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+            taken.pop(str(os.getpid()), None)
+            if own is not None and taken and sum(taken.values()) + own > total:
+                return False
+            if own is not None:
+                taken[str(os.getpid())] = own
+            file.write_text(json.dumps(taken))
+            return True
+
+    while not change(wanted):
+        time.sleep(0.5)
+    try:
+        yield
+    finally:
+        change(None)
 
 
 def facts_of(blueprint: Blueprint) -> dict[str, Any]:
@@ -300,10 +328,14 @@ def explain(setting: Setting, folder: Path, more: Sequence[str]) -> None:
 def report(results: Sequence[dict[str, Any]]) -> bool:
     """Print the table and its sums; whether every setting that was not refused kept its bounds."""
     print("plan: stages/chunks/rounds; resident, saving activations, offloading them, slots. GiB; s per step.")
-    away_bytes, away_seconds, out = [], [], 0
+    away_bytes, away_seconds, out, failed = [], [], 0, 0
     for each in sorted(results, key=lambda result: result["name"]):
         if each["outcome"] == "refused":
             print(f"{each['name']:38} refused")
+            continue
+        if each["outcome"] == "failed":
+            failed += 1
+            print(f"{each['name']:38} failed: {each['text'][:200]}")
             continue
         if each["outcome"] != "ran":
             out += 1
@@ -324,12 +356,12 @@ def report(results: Sequence[dict[str, Any]]) -> bool:
         )
     over = sum(is_over for _, is_over in away_bytes)
     far, slow = sum(share > BYTES_BOUND for share, _ in away_bytes), sum(s > SECONDS_BOUND for s in away_seconds)
+    refused = sum(each["outcome"] == "refused" for each in results)
+    print(f"{len(away_bytes)} ran, {out} ran out of memory, {refused} refused, {failed} failed, {over} over the limit")
     print(
-        f"{len(away_bytes)} ran, {out} ran out of memory, {sum(r['outcome'] == 'refused' for r in results)} refused; "
-        f"{over} over the limit, {far} with bytes further off than {BYTES_BOUND:.0%}, {slow} with seconds further off "
-        f"than {SECONDS_BOUND:.0%}"
+        f"{far} with bytes further off than {BYTES_BOUND:.0%}, {slow} with seconds further off than {SECONDS_BOUND:.0%}"
     )
-    return not (out or over or far or slow)
+    return not (out or failed or over or far or slow)
 
 
 def take_next(folder: Path) -> int:
@@ -351,8 +383,7 @@ def run_worker(arguments: argparse.Namespace, settings: Sequence[Setting], folde
             explain(setting, folder, arguments.options)
             clean_up()
             continue
-        is_shared = setting.limit is not None and setting.limit <= MOST_SHARED
-        with locked(folder, "memory", is_shared=is_shared):
+        with gpu_share(folder, setting.limit):
             begun = time.monotonic()
             try:
                 result = measure(setting, folder, arguments.options)
@@ -406,7 +437,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--settings", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=540, help="after which no setting begins")
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[], help="words of the settings' names")
     parser.add_argument("--explain", action="store_true", help="who holds memory at the peak of each setting")
     parser.add_argument("--report", action="store_true", help="the table of what is on record")
@@ -434,7 +465,7 @@ def main() -> None:
             for setting in draw_settings(arguments.settings, arguments.seed)
             if (device, setting.name) not in done and all(word in setting.name for word in arguments.only)
         ]
-        run_workers(arguments, sorted(settings, key=lambda each: each.limit is None))
+        run_workers(arguments, sorted(settings, key=lambda each: -(each.limit or math.inf)))
     results, kept = read_results(arguments.results), True
     for device in sorted({result["device"] for result in results}):
         print(f"== {device}")
