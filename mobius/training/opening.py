@@ -45,10 +45,17 @@ def wait_for_readers(ranks: Ranks) -> Meeting | None:
     return meeting
 
 
-def prepare_output(blueprint: Blueprint, standing: Standing, resume: Resume | None) -> OutputFolder:
-    """Find out now, not after training, whether the results can be written; start the folder with the settings."""
+def prepare_output(
+    blueprint: Blueprint, standing: Standing, resume: Resume | None, *, model_folder: Path
+) -> OutputFolder:
+    """Find out now, not after training, whether the results can be written; start the folder with the settings.
+
+    `model_folder` is that of --model_path. Raises CheckpointError.
+    """
     config = blueprint.config
     wanted, save_dir, trains = config.output, Path(config.output.save_dir), config.evaluation.do_train
+    if resume is None:
+        _check_model_stays(config, model_folder)
     files = {"--save_results": Path(wanted.save_results)} if trains else {}  # the report is one of a training
     if wanted.params_file is not None and trains:
         files = {"--save_params": Path(wanted.params_file), **files}
@@ -78,6 +85,19 @@ def prepare_output(blueprint: Blueprint, standing: Standing, resume: Resume | No
     kept = f"{output.save_dir} is as it was" if output.save_dir.exists() else "nothing is left"
     standing.becomes(f"before the first step: nothing was trained, and {kept}", clear=output.discard)
     return output
+
+
+def _check_model_stays(config: Config, model_folder: Path) -> None:
+    """Raise CheckpointError where the results would replace the model, and are not a whole one themselves."""
+    wanted, is_whole = config.output, config.evaluation.do_train and not config.adapters.is_lora
+    if is_whole or not wanted.overwrite_output_dir:
+        return
+    if model_folder.resolve().is_relative_to(Path(wanted.save_dir).resolve()):
+        results = "adapters of it" if config.evaluation.do_train else "an evaluation or answers"
+        raise CheckpointError(
+            f"--save_dir {wanted.save_dir} holds the model that --model_path {config.model.model_path} names, and "
+            f"--overwrite_output_dir would remove it for {results}. Choose another --save_dir."
+        )
 
 
 def restore_folder(output: OutputFolder, blueprint: Blueprint) -> None:

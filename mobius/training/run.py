@@ -245,7 +245,7 @@ def _open(
     origin = origin_of(config, model_folder) if resume is None else resume.origin
     log_model(sketch, model_folder)
     meeting = wait_for_readers(ranks)
-    output = prepare_output(sketch, standing, resume)
+    output = prepare_output(sketch, standing, resume, model_folder=model_folder)
     try:
         check_save_dir(adopted.config, ranks, output.partial, everyone)
         # Before the ranks meet: a long tokenization inside a process group would run into its time-out.

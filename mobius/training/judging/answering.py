@@ -41,7 +41,7 @@ def open_prediction(
     check_model_weights(model_folder, sketch.parts, config.model)
     log_model(sketch, model_folder)
     meeting = wait_for_readers(ranks)
-    output = prepare_output(sketch, standing, None)
+    output = prepare_output(sketch, standing, None, model_folder=model_folder)
     standing.goes_on_alone()
     try:
         config, data, _ = read_data(config, ranks, tokenizer)

@@ -158,6 +158,19 @@ def test_a_folder_that_is_removed_while_the_run_is_at_it_has_all_results_in_the_
     assert "was removed while the run was at it" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "options", ["--no_do_train --do_eval --val_size 4", "--no_do_train --do_predict --val_size 4", "--use_lora"]
+)
+def test_what_is_no_whole_model_never_replaces_the_model_that_it_is_of(run: Run, workplace: Path, options: str) -> None:
+    shutil.copytree(workplace / "model", workplace / "out")
+    before = sorted(path.name for path in (workplace / "out").iterdir())
+
+    with pytest.raises(CheckpointError, match=r"--save_dir out holds the model that --model_path out names"):
+        run("--model_path", "out", "--overwrite_output_dir", *options.split())
+
+    assert sorted(path.name for path in (workplace / "out").iterdir()) == before
+
+
 @pytest.mark.parametrize("mask", [0o077, 0o022], ids=oct)
 @pytest.mark.parametrize("options", ["--val_size 4 --do_predict --max_new_tokens 2 --trace", "--use_lora --merge"])
 def test_all_that_a_run_leaves_follows_the_umask(run: Run, workplace: Path, mask: int, options: str) -> None:
