@@ -135,7 +135,7 @@ def _repeats(config: Config, data: RunData, batches: Batches, tokenizer: PreTrai
 
 
 def count_data(data: RunData, tokenizer: PreTrainedTokenizerBase) -> tuple[list[LookedAt], list[LookedAt]]:
-    """What is counted in the datasets that are trained on, and in those that are evaluated on."""
+    """Statistics of the datasets that are trained on, and of those that are evaluated on."""
     every = (*data.prepared.training, *data.prepared.evaluation)
     kept_one_in = keep_one_in(sum(len(dataset.tokenized) for dataset in every))
     eos, unknown = tokenizer.eos_token_id, tokenizer.unk_token_id
