@@ -65,6 +65,10 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "num_train_epochs": ("--num_train_epochs 3", [f"{ALONE} --do_eval"]),
     "learning_rate": ("--learning_rate 1e-3", [f"{ALONE} --do_eval"]),
     "lr_scheduler_type": ("--lr_scheduler_type linear", [f"{ALONE} --do_eval"]),
+    "lr_scheduler_kwargs": (
+        "--lr_scheduler_kwargs num_cycles=3 --lr_scheduler_type cosine_with_restarts",
+        ["--lr_scheduler_type linear", "--lr_scheduler_type constant_with_warmup"],
+    ),
     "warmup_steps": ("--warmup_steps 1", [f"{ALONE} --do_eval"]),
     "weight_decay": ("--weight_decay 0.1", [f"{ALONE} --do_eval"]),
     "adam_beta1": ("--adam_beta1 0.8", [f"{ALONE} --do_eval"]),
