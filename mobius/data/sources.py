@@ -16,6 +16,7 @@ from mobius.data.blocks import Block, table_blocks
 from mobius.data.readers import SUFFIXES, reader_of
 from mobius.errors import DataError, first_line
 from mobius.excerpt import excerpt, listed, quoted
+from mobius.regular_files import open_regular, read_json, reason_of
 
 KNOWN_DATASETS: Final[Mapping[str, str]] = {"xsum": "EdinburghNLP/xsum"}
 """Names that the user may type instead of a hub id."""
@@ -119,9 +120,9 @@ def _files_of(place: Path, split: str, given: str) -> list[Path]:
 def _saved_files(place: Path) -> list[Path]:
     """The files that `save_to_disk` of the datasets library wrote; beside them it may keep caches of its own."""
     try:
-        state = json.loads((place / "state.json").read_text(encoding="utf-8"))
+        state = read_json(place / "state.json", DataError)
         return [place / Path(file["filename"]).name for file in state["_data_files"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{place / 'state.json'}: does not list the files of a dataset as `save_to_disk` does; save it again"
         ) from error
@@ -134,7 +135,7 @@ def _open_files(files: list[Path], place: Path, given: str, memory: Path | None)
             states.append(path.stat())
             content, lines, size = _content(path, memory)
         except OSError as error:
-            raise DataError(f"{given}: cannot read {path.absolute()}: {error.strerror}") from error
+            raise DataError(f"{given}: cannot read {path.absolute()}: {reason_of(error)}") from error
         digest.update(f"{[suffix.lower() for suffix in path.suffixes[-2:]]} {content}\n".encode())
         num_lines, num_bytes = num_lines + lines, num_bytes + size
 
@@ -173,12 +174,12 @@ def _content(path: Path, memory: Path | None) -> tuple[str, int, int]:
     note = None
     if memory is not None and facts.st_size >= _REMEMBERED_BYTES:
         note = memory / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads(note.read_text(encoding="utf-8"))
+        with suppress(DataError, ValueError, KeyError, TypeError):
+            known = read_json(note, DataError)
             if known["identity"] == identity:
                 return str(known["hash"]), int(known["lines"]), facts.st_size
     digest, num_lines, block = hashlib.sha256(), 0, b"\n"
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while more := file.read(1 << 22):
             block = more
             digest.update(block)

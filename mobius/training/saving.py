@@ -57,6 +57,7 @@ from mobius.output.hf_folder import write_model_files
 from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.planning.alike import versions
+from mobius.regular_files import read_json
 from mobius.training.export import saved_parameters
 from mobius.training.session import Session
 from mobius.training.trainer import numbers_of_ranks
@@ -328,7 +329,7 @@ class CheckpointSaver:
     def _complete(self, partial: Path, point: SavedPoint) -> Path:
         records = list(self._records)
         for file in sorted(partial.glob("records-*.json")):
-            records += [file_record(entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
+            records += [file_record(entry) for entry in read_json(file)]
             file.unlink()
         write_model_files(partial, self._texts.base_files, self._blueprint.parts.config, dtype=self._blueprint.dtype)
         if self._texts.base is not None:

@@ -23,6 +23,7 @@ from mobius.models.adapters.lora import Values, adapted_linear
 from mobius.models.base_files import read_json_object, shown
 from mobius.models.blocks import ModelParts
 from mobius.models.weights import folder_has_weights, read_header
+from mobius.regular_files import open_regular, reason_of
 
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
@@ -203,12 +204,12 @@ def weights_fingerprint(folder: Path) -> str | None:
     value = 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 size = path.stat().st_size
                 for start in (0, max(0, size - _SAMPLED_BYTES)):
                     file.seek(start)
                     value = zlib.crc32(file.read(_SAMPLED_BYTES), value)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+            raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
         value = zlib.crc32(f"{path.name} {size}".encode(), value)
     return f"{value:08x}"
