@@ -41,6 +41,7 @@ from mobius.training.export import check_result
 from mobius.training.judging.answering import only_answers, open_prediction, prompts
 from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar
 from mobius.training.judging.evaluation import Evaluator, evaluation_samples, make_evaluator
+from mobius.training.judging.generation import check_generation
 from mobius.training.loop import Ending, TrainingLoop
 from mobius.training.milestones import log_model, log_stages, log_start
 from mobius.training.opening import base_of, merged_folder, prepare_output, run_texts, tell_plan
@@ -212,6 +213,8 @@ def _open(
     check_same_model(config, model_folder, everyone)
     model_config = load_model_config(model_folder, config.model)
     tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
+    if config.evaluation.predicts:
+        check_generation(model_folder, tokenizer, model_config.vocab_size)
     base_files = read_base_files(model_folder).with_chat_template(resolve_template(config.data.chat_template))
     adopted = adopt_plan(config, given=given or ())
     # What cannot fit is refused before the data are read, which may take long.
