@@ -5,6 +5,7 @@
     ├── PlanError               the model cannot be cut or placed as asked
     ├── ScheduleError           an action list that is incomplete, over its slots, or would deadlock
     ├── HostMemoryError         too little CPU memory, found before it is allocated
+    ├── LimitError              a limit of the system, such as that of open files, which a run cannot keep to
     ├── GpuMemoryError          too little GPU memory, or a GPU that was asked for and is absent
     ├── DataError               a dataset that is missing, broken, empty or fully masked
     ├── CheckpointError         weights or an output folder that cannot be read or written
@@ -45,6 +46,10 @@ class ScheduleError(MobiusError):
 
 class HostMemoryError(MobiusError):
     """CPU memory does not suffice; the message carries the arithmetic."""
+
+
+class LimitError(MobiusError):
+    """A limit that the system sets to a process does not suffice; the message names it and what raises it."""
 
 
 class GpuMemoryError(MobiusError):

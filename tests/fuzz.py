@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import io
 import os
 import resource
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,14 +37,18 @@ prepare_environment()  # before torch is imported
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from harness import forked  # noqa: E402
-from harness.fuzzed_inputs import KINDS, FuzzedInput, fuzzed_input, make_base  # noqa: E402
+from harness.fuzzed_inputs import FuzzedInput, make_base  # noqa: E402
+from harness.fuzzed_runs import KINDS, fuzzed_input  # noqa: E402
 from harness.runs import environment  # noqa: E402
 
 from mobius.config.cli import given_options, parse_args  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
+from mobius.system_limits import met_limit  # noqa: E402
 
 SILENT_SECONDS = 20
+STUCK_SECONDS = 300
+"""Time after which this process ends, with the place where it waits in C and hears no signal."""
 MEMORY_BYTES = 24 * 2**30
 """Most address space: an input that asks for the machine's memory ends in a MemoryError."""
 LONGEST_MESSAGE = 6000
@@ -78,12 +84,37 @@ def lay_out(made: FuzzedInput, base: Path, folder: Path) -> None:
             place = Path(os.path.normpath(folder / name if name == "fuzzed.yaml" else folder / "model" / name))
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(content)
+    for name, kind in made.special.items():
+        _make_special(folder / name, kind)
+
+
+def _make_special(place: Path, kind: str) -> None:
+    """Put what is no regular file in the place of one."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "socket":
+        with contextlib.chdir(place.parent), socket.socket(socket.AF_UNIX) as bound:  # a path of few bytes
+            bound.bind(place.name)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to(place.name if kind == "loop" else kind)
 
 
 def play(made: FuzzedInput, folder: Path) -> Outcome:
     """Run an input in this process, in `folder`."""
     start, told = time.monotonic(), io.StringIO()
-    with _inside(folder), contextlib.redirect_stdout(told), contextlib.redirect_stderr(told), _noticing_silence():
+    with (
+        _inside(folder),
+        contextlib.redirect_stdout(told),
+        contextlib.redirect_stderr(told),
+        _noticing_silence(),
+        _under(made.limits),
+    ):
         setup_logging(0)
         try:
             result, text = _result_of(made.arguments)
@@ -93,7 +124,8 @@ def play(made: FuzzedInput, folder: Path) -> Outcome:
             result, text = "silent", traceback.format_exc()
         except BaseException:
             result, text = "traceback", traceback.format_exc()
-    if result == "message" and list(folder.rglob("*.partial")) and ".partial" not in text:
+    is_told = ".partial" in text or "complete in there" in text or made.limits
+    if result == "message" and not is_told and list(folder.rglob("*.partial")):
         result = "left something"
     if result == "message" and len(text) > LONGEST_MESSAGE:
         result = "long message"
@@ -103,6 +135,7 @@ def play(made: FuzzedInput, folder: Path) -> Outcome:
 def _result_of(arguments: list[str]) -> tuple[str, str]:
     """Do what the program does with arguments, without the end of the process."""
     from mobius.planning.dry_run import run_dry
+    from mobius.training.preview_run import run_preview
     from mobius.training.run import run_training
 
     try:
@@ -110,10 +143,17 @@ def _result_of(arguments: list[str]) -> tuple[str, str]:
         config = parse_args(arguments, num_ranks=1)
         if config.planning.dry_run:
             return ("plan" if run_dry(config, ranks, given=given) else "message"), ""
+        if config.data.preview is not None:
+            run_preview(config, ranks, given=given)
+            return "plan", ""
         run_training(config, ranks, given=given)
         return "run", ""
     except MobiusError as error:
         return ("message" if str(error).strip() else "silent"), str(error)
+    except Exception as error:
+        if (limit := met_limit(error)) is None:
+            raise
+        return "message", str(limit)
 
 
 def play_as_process(made: FuzzedInput, folder: Path) -> Outcome:
@@ -150,23 +190,48 @@ def _inside(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noticing_silence() -> Iterator[None]:
-    def notice(number: int, frame: FrameType | None) -> None:
-        raise SilentError
-
-    before = signal.signal(signal.SIGALRM, notice)
-    signal.setitimer(signal.ITIMER_REAL, SILENT_SECONDS)
+def _under(limits: Mapping[int, int]) -> Iterator[None]:
+    """Lower soft limits of this process for as long as an input is played."""
+    before = {kind: resource.getrlimit(kind) for kind in limits}
+    open_files = len(os.listdir("/proc/self/fd"))
+    for kind, number in limits.items():
+        soft = number + open_files if kind == resource.RLIMIT_NOFILE else number
+        resource.setrlimit(kind, (soft, before[kind][1]))
     try:
         yield
     finally:
+        for kind, both in before.items():
+            resource.setrlimit(kind, both)
+
+
+@contextlib.contextmanager
+def _noticing_silence() -> Iterator[None]:
+    start, delayed = time.monotonic(), _delayed_seconds()
+
+    def notice(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - start - (_delayed_seconds() - delayed) >= SILENT_SECONDS:
+            raise SilentError
+
+    before = signal.signal(signal.SIGALRM, notice)
+    signal.setitimer(signal.ITIMER_REAL, SILENT_SECONDS, SILENT_SECONDS / 10)
+    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
-def inputs_of(number: int) -> Iterator[tuple[str, int]]:
-    """Kinds in turn, each with its numbers from 0 on."""
+def _delayed_seconds() -> float:
+    """Time that this process's main thread had to wait for a core, which is no silence of the program."""
+    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+
+
+def inputs_of(number: int, first: int = 0) -> Iterator[tuple[str, int]]:
+    """Kinds in turn, each with its numbers from `first` on."""
     kinds = list(KINDS)
-    return ((kinds[index % len(kinds)], index // len(kinds)) for index in range(number))
+    return ((kinds[index % len(kinds)], first + index // len(kinds)) for index in range(number))
 
 
 def fuzz(chosen: Iterable[tuple[str, int]], place: Path, *, num_processes: int = 0) -> list[Ended]:
@@ -181,6 +246,8 @@ def fuzz(chosen: Iterable[tuple[str, int]], place: Path, *, num_processes: int =
         outcome = (play if index < len(chosen) - num_processes else play_as_process)(made, folder)
         shutil.rmtree(folder)
         ended.append((made, outcome))
+        if len(ended) % 500 == 0:
+            sys.stderr.write(f"{len(ended)} of {len(chosen)} inputs played\n")
         if outcome.result in BAD:
             sys.stderr.write(f"{made.kind} {made.number}: {outcome.result}\n{outcome.text[-3000:]}\n")
     return ended
@@ -206,6 +273,7 @@ def main() -> int:
     """Print the table; the exit code is 1 if anything ended badly."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=10_000, help="(default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="number of each kind's first (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=200, help="of them (default: %(default)s)")
     parser.add_argument("--only", nargs=2, metavar=("KIND", "NUMBER"), help="play this one and show what it says")
     arguments = parser.parse_args()
@@ -214,10 +282,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         if arguments.only:
             ((made, outcome),) = fuzz([(arguments.only[0], int(arguments.only[1]))], Path(place))
-            print(made.arguments, {name: (content or b"")[:300] for name, content in made.files.items()})
+            print(
+                made.arguments,
+                made.special,
+                made.limits,
+                {name: (content or b"")[:300] for name, content in made.files.items()},
+            )
             print(outcome.result, outcome.text, sep="\n")
             return int(outcome.result in BAD)
-        ended = fuzz(inputs_of(arguments.inputs), Path(place), num_processes=arguments.processes)
+        ended = fuzz(inputs_of(arguments.inputs, arguments.first), Path(place), num_processes=arguments.processes)
     print(table(ended))
     print(f"{arguments.processes} of them as processes; {time.monotonic() - start:.0f} s")
     return int(any(outcome.result in BAD for _, outcome in ended))

@@ -23,6 +23,7 @@ from mobius.checkpoints.files import STATE_DTYPES, chunks_of, told_as
 from mobius.checkpoints.manifest import Manifest
 from mobius.errors import CheckpointError
 from mobius.excerpt import quoted
+from mobius.regular_files import open_regular, read_bytes
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I16": torch.int16}
 """The format's words: https://huggingface.co/docs/safetensors"""
@@ -89,7 +90,7 @@ class CheckpointReader:
         for other in self.manifest.others:
             path = self.path / other.file_name
             with told_as("read", path):
-                found = zlib.crc32(path.read_bytes())
+                found = zlib.crc32(read_bytes(path))
             if found != other.checksum:
                 raise self._damaged(
                     path,
@@ -113,7 +114,7 @@ class CheckpointReader:
         values = torch.empty(shape, dtype=dtype) if out is None else out
         assert (values.shape, values.dtype, values.is_contiguous()) == (shape, dtype, True)
         found, position = 0, place.start
-        with told_as(f"read {full_name!r} of", path), path.open("rb", buffering=0) as file:
+        with told_as(f"read {full_name!r} of", path), open_regular(path) as file:
             for chunk in chunks_of(values):
                 filled = 0
                 while filled < len(chunk) and (count := os.preadv(file.fileno(), [chunk[filled:]], position)):
@@ -137,7 +138,7 @@ class CheckpointReader:
         path = self.path / file_name
         with told_as("read", path):
             total = path.stat().st_size
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 length = int.from_bytes(file.read(8), "little")
                 text = file.read(length) if length <= min(_MAX_HEADER_BYTES, total) else b""
         try:

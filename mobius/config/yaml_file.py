@@ -1,7 +1,6 @@
 """Owns YAML files of options: reading one, with every problem and its line, and writing a config as one."""
 
 import difflib
-import errno
 import os
 import re
 import typing
@@ -27,6 +26,7 @@ from mobius.config.options import (
 from mobius.config.words import is_plain
 from mobius.errors import ConfigError, first_line, reason_of
 from mobius.excerpt import excerpt, quoted
+from mobius.regular_files import read_bytes
 
 _MOST_BYTES: Final = 1 << 18
 """Two hundred times all options; PyYAML reads it in seconds."""
@@ -68,13 +68,7 @@ def _read_text(path: str) -> str:
     """The file's text; raises ConfigError. A pipe or device could have no end, and each rank reads it anew."""
     shown, file = excerpt(path, _SHOWN_OF_PATH), Path(path)
     try:
-        # A folder has a message of its own.
-        if file.exists() and not (file.is_file() or file.is_dir() or file == Path(os.devnull)):
-            raise OSError(errno.EINVAL, "it is not a file but a pipe or device")
-        with file.open("rb") as opened:
-            content = opened.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise OSError(errno.EFBIG, f"it is too large: options fit into {_MOST_BYTES} bytes")
+        content = b"" if file == Path(os.devnull) else read_bytes(file, _MOST_BYTES)
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
         reason = reason_of(error)
         place = excerpt(str(file.absolute()), _SHOWN_OF_PATH)

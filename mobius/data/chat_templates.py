@@ -10,6 +10,7 @@ from typing import Final
 
 from mobius.errors import DataError, reason_of
 from mobius.excerpt import excerpt
+from mobius.regular_files import read_bytes
 
 _MOST_BYTES: Final = 1 << 20
 """Largest template file; those of models have some ten kilobytes."""
@@ -149,18 +150,14 @@ def resolve_template(given: str | None) -> str | None:
         return None if given is None else TEMPLATES[given]
     path = Path(given).expanduser()
     try:
-        with path.open("rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
+        raw = read_bytes(path, _MOST_BYTES)
     except (OSError, ValueError) as error:
         near = difflib.get_close_matches(given.lower()[:100], TEMPLATES, n=2, cutoff=0.5)
         meant = f" (did you mean {' or '.join(near)}?)" if near else ""
-        reason = reason_of(error)
         raise DataError(
             f"--chat_template {excerpt(given)}: neither a built-in template{meant} nor a file that can be read "
-            f"({reason}). Give a Jinja file, or one of {', '.join(sorted(TEMPLATES))}"
+            f"({reason_of(error)}). Give a Jinja file, or one of {', '.join(sorted(TEMPLATES))}"
         ) from error
-    if len(raw) > _MOST_BYTES:
-        raise DataError(f"--chat_template {excerpt(given)}: the file is larger than 1 MiB, so it is no chat template")
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:

@@ -29,6 +29,7 @@ from mobius.data.blocks import (
 )
 from mobius.errors import DataError, reason_of
 from mobius.excerpt import excerpt
+from mobius.regular_files import open_regular
 
 if TYPE_CHECKING:
     import pyarrow
@@ -55,7 +56,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, path.stat().st_size
-        self._raw = path.open("rb")
+        self._raw = open_regular(path)
         self._told = 0
         compression = _COMPRESSIONS.get(path.suffix.lower())
         self.stream: BinaryIO = self._raw

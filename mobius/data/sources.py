@@ -17,6 +17,7 @@ from mobius.data.blocks import Block, table_blocks
 from mobius.data.readers import COMPRESSED, SUFFIXES, reader_of
 from mobius.errors import DataError, first_line, reason_of
 from mobius.excerpt import excerpt, listed, quoted
+from mobius.regular_files import open_regular, read_json
 from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
@@ -162,9 +163,9 @@ def _stem(path: Path) -> str:
 def _saved_files(place: Path) -> list[Path]:
     """The files that `save_to_disk` of the datasets library wrote; beside them it may keep caches of its own."""
     try:
-        state = json.loads((place / "state.json").read_text(encoding="utf-8"))
+        state = read_json(place / "state.json", DataError)
         return [place / Path(file["filename"]).name for file in state["_data_files"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{place / 'state.json'}: does not list the files of a dataset as `save_to_disk` does; save it again"
         ) from error
@@ -216,12 +217,12 @@ def _content(path: Path, memory: Path | None) -> tuple[str, int, int]:
     note = None
     if memory is not None and facts.st_size >= _REMEMBERED_BYTES:
         note = memory / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads(note.read_text(encoding="utf-8"))
+        with suppress(DataError, ValueError, KeyError, TypeError):
+            known = read_json(note, DataError)
             if known["identity"] == identity:
                 return str(known["hash"]), int(known["lines"]), facts.st_size
     digest, num_lines, block = hashlib.sha256(), 0, b"\n"
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while more := file.read(1 << 22):
             block = more
             digest.update(block)

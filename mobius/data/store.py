@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mobius.errors import DataError, first_line, reason_of
+from mobius.regular_files import read_json
 from mobius.units import bytes_text
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def load(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | None:
     if not folder.is_dir():
         return None
     try:
-        facts, checksum = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        facts, checksum = read_json(folder / _FACTS, DataError)
         if checksum != _checksum(facts):
             raise ValueError("other facts than were written")
         arrays: dict[str, Any] = {name: np.memmap(_path(folder, name), kind, "r") for name, kind in _DTYPES.items()}
@@ -109,7 +110,7 @@ def load(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | None:
         if sizes != [facts["num_tokens"]] * 3 + [facts["num_samples"]] or dataset.lengths.min() < 1:
             raise ValueError("files of other sizes than were written")
         return dataset, dict(facts)
-    except (OSError, ValueError, EOFError, TypeError, IndexError, KeyError) as error:
+    except (DataError, OSError, ValueError, EOFError, TypeError, IndexError, KeyError, AttributeError) as error:
         logger.warning("the tokenized dataset in %s is damaged and made anew: %s", folder, first_line(error))
         shutil.rmtree(folder, ignore_errors=True)
         return None
@@ -228,7 +229,7 @@ class DatasetWriter:
                     raise ValueError(f"{name}.bin is too short")
             self.progress, self.num_tokens, self.num_samples = dict(last["progress"]), num_tokens, num_samples
             return len(text)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             logger.warning("what there is in %s is damaged and made anew: %s", self._partial, first_line(error))
             return 0
 

@@ -1,13 +1,17 @@
 """Owns the processes that parse and tokenize blocks; the blocks' order does not depend on their number."""
 
+import contextlib
 import logging
 import multiprocessing
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain, islice
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -93,7 +97,10 @@ def _encode_in_processes(blocks: Iterator[Block], encoder: BlockEncoder, num_wor
     # Not fork: by now torch and the tokenizer may have threads, and a fork keeps their locks but not the threads.
     context = multiprocessing.get_context("spawn")
     pending: deque[Future[EncodedBlock]] = deque()
-    with ProcessPoolExecutor(num_workers, context, _start_worker, (_ChildOfParent(), encoder)) as pool:
+    with (
+        _shared(encoder) as place,
+        ProcessPoolExecutor(num_workers, context, _start_worker, (_ChildOfParent(), place)) as pool,
+    ):
         try:
             for block in blocks:
                 with workers_not_interrupted():  # it starts workers as they are needed
@@ -122,8 +129,20 @@ class _ChildOfParent:
         return end_with_parent, ()
 
 
-def _start_worker(_: object, encoder: BlockEncoder) -> None:
-    _worker_state[:] = [encoder]
+@contextlib.contextmanager
+def _shared(encoder: BlockEncoder) -> Iterator[Path]:
+    """Give the path of memory that holds the encoder, for workers to read.
+
+    With what a worker is started with it would be more than a pipe holds: this process would wait for ever to write it
+    to a worker that ended before it read, as one does without the memory to import.
+    """
+    with open(os.memfd_create("encoder"), "wb", buffering=0) as memory:
+        memory.write(ForkingPickler.dumps(encoder))
+        yield Path(f"/proc/{os.getpid()}/fd/{memory.fileno()}")
+
+
+def _start_worker(_: object, place: Path) -> None:
+    _worker_state[:] = [ForkingPickler.loads(place.read_bytes())]
 
 
 def _work(block: Block) -> EncodedBlock:

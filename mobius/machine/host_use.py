@@ -11,8 +11,9 @@ from torch import Tensor
 from mobius.machine.available import mapped_file_bytes, private_host_bytes
 from mobius.units import GIB
 
-OWNERS: Final = ("Python and its libraries", "data and tokenizer", "connections", "stages", "rehearsal")
-"""Parts of a start in their order; stages are weights, gradients and optimizer state."""
+OWNERS: Final = ("Python and its libraries", "data and tokenizer", "connections", "stages")
+"""Parts of a start in their order; stages are weights, gradients and optimizer state, and on GPUs the kernels of the
+step that is rehearsed with them."""
 
 
 class HostUse:

@@ -23,9 +23,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mobius.errors import CheckpointError
 from mobius.machine.numa import gpu_addresses, read_places
 from mobius.machine.topology import Topology
 from mobius.ranks import cache_folder
+from mobius.regular_files import read_text
 from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
@@ -62,8 +64,8 @@ def add_measurement(topology: Topology) -> Topology:
         return topology
     file = _cache_file(topology)
     if file is not None and file.exists():
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            known = _with_kept(topology, Topology.from_json(file.read_text()))
+        with contextlib.suppress(CheckpointError, ValueError, KeyError):
+            known = _with_kept(topology, Topology.from_json(read_text(file)))
             logger.info("shared links as measured before (%s; remove the file to measure again)", file)
             return known
         logger.info("%s cannot be read: shared links are measured again", file)

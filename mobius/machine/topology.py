@@ -125,7 +125,7 @@ class Topology:
                 for entry in record["links"]
             ]
             return cls(tuple(gpus), tuple(links), str(record.get("description", "")))
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"this is no recorded topology: {error}") from error
 
     def describe(self) -> str:

@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 
 from mobius import __version__
-from mobius.errors import reason_of
+from mobius.errors import CheckpointError, reason_of
 from mobius.measuring.measure import MicrobatchShape
 from mobius.messages.transport import Transport, all_have_same
 from mobius.plan.partition import ModelShape
 from mobius.plan.profile import FORMAT, Profile, ProfileError
+from mobius.regular_files import read_text
 from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
@@ -83,10 +84,8 @@ def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transp
 
 def _read(path: Path) -> Profile | None:
     try:
-        return Profile.from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError, ProfileError) as error:
+        return Profile.from_json(read_text(path)) if path.exists() else None
+    except (OSError, CheckpointError, ProfileError) as error:
         logger.warning("the profile %s cannot be used and is measured again: %s", path, error)
         return None
 

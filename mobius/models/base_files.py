@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers import GenerationConfig
 from mobius.errors import CheckpointError, first_line, reason_of
 from mobius.excerpt import excerpt
 from mobius.models.text_parts.taken import text_part
+from mobius.regular_files import read_bytes, read_json
 
 _COPIED_FILES = (
     "generation_config.json",
@@ -26,11 +26,6 @@ _COPIED_FILES = (
     *("merges.txt", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "tekken.json"),
 )
 """Defaults of generation, and what a tokenizer of transformers is made from."""
-
-_MAX_BYTES = 256 * 2**20
-"""More than any file of a model folder but its weights has; the largest vocabularies take 40 MB."""
-
-_SURROGATE = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,7 @@ def read_base_files(folder: Path) -> BaseFiles:
             ) from error
     paths = [path for pattern in _COPIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
     try:
-        copied = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+        copied = {path.relative_to(folder).as_posix(): read_bytes(path) for path in paths}
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder} cannot be read: {reason_of(error)}.") from error
     fields = read_json_object(folder / "config.json")
@@ -78,24 +73,7 @@ def read_json_object(path: Path, *, may_repeat: bool = False) -> dict[str, Any]:
     Refused as well is what readers disagree about or cannot write again: NaN, infinite numbers, half characters, and
     keys given twice, unless they `may_repeat` (the last counts, as in transformers).
     """
-    try:
-        if (num_bytes := path.stat().st_size) > _MAX_BYTES:
-            raise CheckpointError(f"{path} has {num_bytes / 2**20:.0f} MiB; {_MAX_BYTES // 2**20} are allowed.")
-        text = path.read_text(encoding="utf-8")
-        if not text.strip():
-            raise CheckpointError(f"{path} is empty. Get the file anew from where the model came from.")
-        hook = dict if may_repeat else _object
-        value = json.loads(text, object_pairs_hook=hook, parse_constant=_finite, parse_float=_finite)
-        if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()  # half a character could not even be shown in a message
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is no UTF-8 text: byte {error.start} is wrong. Get the file anew.") from error
-    except RecursionError as error:
-        raise CheckpointError(f"{path} is nested too deeply to be read.") from error
-    except ValueError as error:  # JSONDecodeError is one; so are numbers of thousands of digits
-        raise CheckpointError(f"{path} is no JSON: {error}. Mend it, or get the file anew.") from error
+    value = read_json(path, hook=dict if may_repeat else _object, parse_number=_finite)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object but {shown(value)}. Get the file anew.")
     return value

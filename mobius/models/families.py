@@ -22,6 +22,7 @@ from mobius.models.config_rules import disagreements, wrong_fields
 from mobius.models.shapes.known import KnownShape, known_shape
 from mobius.models.text_parts.taken import checked_text_parts, is_taken, text_part
 from mobius.models.weights import HEAD, folder_has_weights, has_own_head
+from mobius.regular_files import refuse_special_files
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def locate_model(model_path: str, *, with_weights: bool = True) -> Path:
             if (folder / ADAPTER_FILE).is_file():
                 raise CheckpointError(_is_adapter(given, folder))
             raise CheckpointError(f"{given}: the folder has no config.json, so it is no Hugging Face model.")
+        refuse_special_files([*folder.glob("[!.]*"), *folder.glob("additional_chat_templates/*")])
         return folder
     advice = "Give a folder with a config.json, or an id such as meta-llama/Llama-2-7b-hf."
     known = known_shape(model_path)

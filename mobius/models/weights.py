@@ -28,6 +28,7 @@ from mobius.models.base_files import read_json_object, shown
 from mobius.models.blocks import ModelParts
 from mobius.models.stored.pieces import Piece
 from mobius.models.text_parts.names import text_names
+from mobius.regular_files import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class StoredTensor:
 @contextlib.contextmanager
 def _opened(path: Path, complaint: str) -> Iterator[Any]:
     try:
+        open_regular(path).close()  # the library would wait for a pipe
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:

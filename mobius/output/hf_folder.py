@@ -25,6 +25,7 @@ from mobius.models.adapters.files import WEIGHTS_FILE
 from mobius.models.base_files import BaseFiles
 from mobius.models.families import changed_fields
 from mobius.models.weights import EMBEDDING, HEAD
+from mobius.regular_files import read_json
 from mobius.writing import follow_umask, replaced_whole, sync_to_disk
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not index.exists():
         single = SINGLE_FILE_NAME if (folder / SINGLE_FILE_NAME).exists() else WEIGHTS_FILE
         return dict.fromkeys(sorted(_names_in(folder / single)), single)
-    return dict(json.loads(index.read_text())["weight_map"])
+    return dict(read_json(index)["weight_map"])
 
 
 def _names_in(path: Path) -> set[str]:

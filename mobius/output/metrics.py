@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, overload
 
 from mobius.errors import reason_of
+from mobius.regular_files import open_regular
 from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,7 @@ def cut_lines(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> int:
     """
     if not path.exists():
         return 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         kept = bytearray(_keeps_line(line, keeps) for line in file)
     if not all(kept):
         with replaced_whole(path) as temporary, path.open("rb") as file, temporary.open("wb") as shorter:

@@ -10,7 +10,6 @@ A run that goes on from a checkpoint in its folder cuts the two logs behind that
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import statistics
@@ -36,6 +35,7 @@ from mobius.output.metrics import (
     step_line,
 )
 from mobius.output.trackers import Trackers
+from mobius.regular_files import parse_json
 from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
@@ -84,10 +84,7 @@ class TrainerState:
     @classmethod
     def from_json(cls, text: str, *, path: Path = Path(STATE_FILE)) -> TrainerState:
         """The state that `to_json` gave as `text`; raises CheckpointError, which names `path`, for anything else."""
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise _no_state(path, f"it is no JSON ({error})") from error
+        found = parse_json(text, path)
         if not isinstance(found, dict):
             raise _no_state(path, f"it is {quoted(found)}")
         names = [each.name for each in fields(cls)]

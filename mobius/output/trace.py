@@ -15,8 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mobius.errors import ConfigError, reason_of
+from mobius.errors import ConfigError
 from mobius.plan.simulation import Prediction
+from mobius.regular_files import read_json
 from mobius.schedule.lanes import Lane, LaneSpan
 from mobius.schedule.schedule import Schedule
 
@@ -126,7 +127,7 @@ def write_trace(path: Path, trace: Trace) -> None:
 def read_trace(path: Path) -> Trace:
     """The inverse of `write_trace`, but for the origin of time; raises ConfigError if `path` is not such a file."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path, ConfigError)
         facts = TraceFacts(**document["otherData"])
         spans: list[list[LaneSpan]] = [[] for _ in range(facts.num_ranks)]
         for event in document["traceEvents"]:
@@ -134,9 +135,7 @@ def read_trace(path: Path) -> Trace:
                 start, end, args = event["ts"] / 1e6, event["ts"] / 1e6 + event["dur"] / 1e6, event["args"]
                 span = LaneSpan(Lane(event["cat"]), event["name"], args["step"], start, end, args.get("peer"))
                 spans[event["pid"]].append(span)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {reason_of(error)}") from error
-    except (ValueError, TypeError, KeyError, IndexError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise ConfigError(f"{path} is not a trace.json of Mobius (--trace writes one)") from error
     return Trace(facts, tuple(map(tuple, spans)))
 

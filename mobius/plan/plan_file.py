@@ -5,7 +5,6 @@ It says for which model and ranks it was made; another one is refused.
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from mobius.errors import PlanError, first_line, reason_of
 from mobius.excerpt import excerpt, quoted
 from mobius.plan.partition import ModelShape, StageCut
 from mobius.plan.plan import KeptLevel, Plan
+from mobius.regular_files import read_bytes
 
 VERSION = 2
 ALL_AGAIN = "Make it anew with --dry_run, or leave --plan out."
@@ -104,15 +104,9 @@ def read_plan(path: Path) -> SavedPlan:
 
 def _read_fields(path: Path, shown: str) -> Any:
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise OSError(errno.EINVAL, "it is not a file but a pipe or device")
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
+        content = read_bytes(path, _MOST_BYTES)
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
-        reason = reason_of(error)
-        raise PlanError(f"--plan {shown} cannot be read: {reason}. Name a plan.json.") from error
-    if len(content) > _MOST_BYTES:
-        raise PlanError(f"--plan {shown} is too large for a plan, over {_MOST_BYTES} bytes. Name a plan.json.")
+        raise PlanError(f"--plan {shown} cannot be read: {reason_of(error)}. Name a plan.json.") from error
     try:
         return json.loads(content.decode("utf-8"))
     except RecursionError as error:

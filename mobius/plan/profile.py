@@ -198,7 +198,7 @@ class Profile:
                 **fields,
             )
             _check(profile)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ProfileError(f"not a profile: {error}") from error
         return profile
 

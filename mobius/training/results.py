@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from mobius.output.output_folder import OutputFolder
 from mobius.output.report import RankMemory, RunTimings, StepTotals, closing_lines, write_report
 from mobius.plan.simulation import steady_seconds
 from mobius.planning.blueprint import Blueprint
+from mobius.regular_files import read_json
 from mobius.training.export import export_model, write_single_file
 from mobius.training.judging.prediction import PromptAndAnswer, predict
 from mobius.training.opening import merged_folder
@@ -130,7 +130,7 @@ def leave_results(folder: Path, name: str, numbers: Mapping[str, object]) -> Non
     """Write `<name>_results.json`, and add the numbers to all_results.json, each named `<name>_...`. Raises OSError."""
     named = {f"{name}_{key}": value for key, value in numbers.items()}
     everything = folder / "all_results.json"
-    before = json.loads(everything.read_text(encoding="utf-8")) if everything.is_file() else {}
+    before = read_json(everything) if everything.is_file() else {}
     for path, values in ((folder / f"{name}_results.json", named), (everything, {**before, **named})):
         with replaced_whole(path) as temporary:
             temporary.write_text(json_text(values, indent=2) + "\n", encoding="utf-8")

@@ -27,7 +27,7 @@ from mobius.config.effects import with_obvious_strategy
 from mobius.config.options import OptionValue, config_from, option_values, options
 from mobius.config.validation import ALTERNATIVES, validate
 from mobius.config.yaml_file import read_yaml, to_yaml
-from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError, reason_of
+from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError
 from mobius.log import SAID_ONCE
 from mobius.memory.stage_state import StageState
 from mobius.messages.meeting import Meeting, meet_at_store
@@ -41,6 +41,7 @@ from mobius.planning.blueprint import Blueprint
 from mobius.planning.planned import adopt_plan
 from mobius.planning.same_files import open_same_checkpoint
 from mobius.ranks import Ranks, is_restart, launch_id
+from mobius.regular_files import read_text
 from mobius.training.session import base_weights
 from mobius.training.stages import RankStages
 
@@ -131,10 +132,7 @@ class Resume:
     def trainer_state(self) -> TrainerState:
         """The records of all steps before. Raises CheckpointError."""
         path = self.reader.path / STATE_FILE
-        try:
-            return TrainerState.from_json(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {reason_of(error)}.") from error
+        return TrainerState.from_json(read_text(path), path=path)
 
     def check_steps(self, config: Config) -> None:
         """Raise ConfigError where the run, whose steps are counted now, would be shorter than what is done."""

@@ -44,6 +44,7 @@ from mobius.training.export import check_result, has_changed
 from mobius.training.judging.answering import only_answers, open_prediction, prompts
 from mobius.training.judging.best import BEST, BEST_SAVED, BestSoFar
 from mobius.training.judging.evaluation import Evaluator, evaluation_samples, make_evaluator
+from mobius.training.judging.generation import check_generation
 from mobius.training.loop import Ending, TrainingLoop
 from mobius.training.milestones import log_host_use, log_model, log_stages, log_start
 from mobius.training.opening import (
@@ -92,7 +93,7 @@ def run_training(
         raise out_of_memory(error, ranks.rank) from error
 
 
-_OWNER_OF_PART: Final = {"connect": "connections", "weights": "stages", "rehearsal": "rehearsal"}
+_OWNER_OF_PART: Final = {"connect": "connections", "rehearsal": "stages", "weights": "stages"}
 """Owner of the host memory that a part of the session's opening takes."""
 
 
@@ -230,12 +231,13 @@ def _open(
     host = HostUse()
     everyone = meet_replicas(config, ranks)
     config = settle_dtype(config, ranks, given=given if resume is None else None)  # a checkpoint's format stays
-    is_lora = config.adapters.is_lora  # a checkpoint has no weights of the base then
-    has_own = resume is not None and not is_lora
-    model_folder = resume.reader.model_folder if resume and has_own else locate_model(config.model.model_path)
+    is_lora = config.adapters.is_lora
+    model_folder = _model_folder(config, resume)
     check_same_model(config, model_folder, everyone)
     model_config = load_model_config(model_folder, config.model)
     tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
+    if config.evaluation.predicts:
+        check_generation(model_folder, tokenizer, model_config.vocab_size)
     base_files = read_base_files(model_folder).with_chat_template(resolve_template(config.data.chat_template))
     adopted = adopt_plan(config, given=given or ())
     # What cannot fit is refused before the data are read, which may take long.
@@ -254,10 +256,7 @@ def _open(
             prompts(data, config)  # refused now, not behind the training
         check_same_data(data.fingerprint, data.judged_fingerprint, everyone)
         if resume is not None:
-            resume.check_steps(config)
-            resume.check_data(data.fingerprint())
-            batches.seek(resume.steps_done)
-            config = replace(config, planning=replace(config.planning, plan=None))  # it goes when old ones are removed
+            config = _continued(resume, config, data, batches)
         blueprint = complete_blueprint(sketch, config, packed=packed_rows(batches), saved=adopted.saved)
         _check_room(blueprint, output, batches, resume)
         watchdog.start()
@@ -289,6 +288,21 @@ def _open(
         base=base,
         origin=origin,
     )
+
+
+def _model_folder(config: Config, resume: Resume | None) -> Path:
+    """Folder of the model to train; a checkpoint of adapters has no weights of the base."""
+    if resume is not None and not config.adapters.is_lora:
+        return resume.reader.model_folder
+    return locate_model(config.model.model_path)
+
+
+def _continued(resume: Resume, config: Config, data: RunData, batches: Batches) -> Config:
+    """The configuration of a resumed run, whose data must be the checkpoint's and go on where that ended."""
+    resume.check_steps(config)
+    resume.check_data(data.fingerprint())
+    batches.seek(resume.steps_done)
+    return replace(config, planning=replace(config.planning, plan=None))  # its file goes with old checkpoints
 
 
 def _check_room(blueprint: Blueprint, output: OutputFolder, batches: Batches, resume: Resume | None) -> None:

@@ -63,6 +63,7 @@ from mobius.output.run_log import STATE_FILE, TrainerState
 from mobius.plan.checkpoint_need import checkpoint_need
 from mobius.planning.alike import versions
 from mobius.planning.blueprint import Blueprint
+from mobius.regular_files import read_json
 from mobius.training.export import export_bytes, saved_parameters
 from mobius.training.resuming import ORIGIN
 from mobius.training.session import Session
@@ -384,7 +385,7 @@ class CheckpointSaver:
     def _complete(self, partial: Path, point: SavedPoint) -> Path:
         records = list(self._records)
         for file in sorted(partial.glob("records-*.json")):
-            records += [file_record(entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
+            records += [file_record(entry) for entry in read_json(file)]
             file.unlink()
         write_model_files(partial, self._texts.base_files, self._blueprint.parts.config, dtype=self._blueprint.dtype)
         if self._texts.base is not None:

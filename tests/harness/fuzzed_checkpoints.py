@@ -7,7 +7,7 @@ import json
 import os
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,21 @@ from harness.broken_contents import changed_json, spoiled
 RUN = "run"
 """Name of the run's folder in the base of all inputs."""
 CHECKPOINT = "checkpoint-1"
+ADAPTER = "adapter run"
+"""Name of the folder of a run that trained adapters."""
 
 
-def make_run(folder: Path, model: Path, options: Sequence[str]) -> None:
-    """Train with `options` on the data of `folder` in its RUN, which then has the results in `out`."""
+def make_run(place: Path, model: Path, options: Sequence[str]) -> None:
+    """Train with `options` on the data beside the new folder `place`, which then has the results in `out`."""
     from mobius.config.cli import given_options, parse_args
     from mobius.ranks import Ranks
     from mobius.training.run import run_training
 
-    place, before = folder / RUN, Path.cwd()
+    before = Path.cwd()
     place.mkdir()
     (place / "model").symlink_to(model)
-    (place / "data.jsonl").symlink_to(folder / "data.jsonl")
-    words = [*options, "--save_params", "none", "--save_steps", "1"]
+    (place / "data.jsonl").symlink_to(place.parent / "data.jsonl")
+    words = [*options, "--save_params", "none"]
     os.chdir(place)
     try:
         run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
@@ -39,7 +41,7 @@ def make_run(folder: Path, model: Path, options: Sequence[str]) -> None:
 
 def break_checkpoint(run: Path, rng: random.Random) -> dict[str, bytes | None]:
     """The files of the run's CHECKPOINT by name, one or two of them broken or missing (None)."""
-    files: dict[str, bytes | None] = dict(_read(run / "out" / CHECKPOINT))
+    files: dict[str, bytes | None] = dict(read_checkpoint(run / "out" / CHECKPOINT))
     manifest = json.loads(files["checkpoint.json"] or b"")
     for _ in range(rng.choice([1, 1, 2])):
         name = rng.choice(sorted(files))
@@ -53,18 +55,25 @@ def break_checkpoint(run: Path, rng: random.Random) -> dict[str, bytes | None]:
             changed = changed_json(manifest, rng)
             files[name] = _summed(changed) if rng.random() < 0.7 else spoiled(content, rng)
         else:
-            files[name] = _broken(name, content, rng)
+            files[name] = broken_file(name, content, rng)
             if turn < 0.7 and files["checkpoint.json"] is not None:  # a hand that knows the manifest
-                for record in (*manifest["files"], *manifest["others"]):
-                    if record["file_name"] == name:
-                        record["num_bytes"] = len(files[name])
-                        if "checksum" in record:
-                            record["checksum"] = zlib.crc32(files[name])
-                files["checkpoint.json"] = _summed(json.dumps(manifest).encode())
+                files = with_sums(files, manifest)
     return files
 
 
-def _broken(name: str, content: bytes, rng: random.Random) -> bytes:
+def with_sums(files: Mapping[str, bytes | None], manifest: Mapping[str, Any]) -> dict[str, bytes | None]:
+    """The files with `manifest`, whose sizes and sums become theirs."""
+    for record in (*manifest["files"], *manifest["others"]):
+        content = files[record["file_name"]]
+        if content is not None:
+            record["num_bytes"] = len(content)
+            if "checksum" in record:
+                record["checksum"] = zlib.crc32(content)
+    return {**files, "checkpoint.json": _summed(json.dumps(manifest).encode())}
+
+
+def broken_file(name: str, content: bytes, rng: random.Random) -> bytes:
+    """Contents of a file of a checkpoint or adapter, changed within its format or beyond it."""
     if name.endswith(".json") and rng.random() < 0.8:
         return changed_json(json.loads(content), rng)
     if name.endswith(".safetensors") and rng.random() < 0.3:
@@ -86,5 +95,6 @@ def _summed(text: bytes) -> bytes:
 
 
 @cache
-def _read(checkpoint: Path) -> dict[str, bytes]:
+def read_checkpoint(checkpoint: Path) -> dict[str, bytes]:
+    """Contents of its files by name."""
     return {path.name: path.read_bytes() for path in checkpoint.iterdir()}

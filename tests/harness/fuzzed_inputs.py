@@ -14,8 +14,8 @@ from pathlib import Path
 
 import yaml
 from harness.broken_contents import TEXTS, VALUES, changed_json, spoiled
-from harness.fuzzed_checkpoints import CHECKPOINT, RUN, break_checkpoint, make_run
-from harness.runs import make_checkpoint, make_dataset
+from harness.fuzzed_checkpoints import ADAPTER, CHECKPOINT, RUN, break_checkpoint, make_run
+from harness.runs import VOCAB, make_checkpoint, make_dataset
 from safetensors.torch import load_file
 from safetensors.torch import save as as_safetensors
 from torch import Tensor
@@ -114,6 +114,10 @@ class FuzzedInput:
     number: int
     arguments: list[str] = field(default_factory=list)
     files: dict[str, bytes | None] = field(default_factory=dict)
+    special: dict[str, str] = field(default_factory=dict)
+    """Pipe, socket, folder, loop, or what is linked to, by its path."""
+    limits: dict[int, int] = field(default_factory=dict)
+    """Limits of the system (`resource.RLIMIT_*`) under which it is played."""
     family: str = "llama"
 
 
@@ -121,16 +125,11 @@ def make_base(folder: Path) -> None:
     """Write what inputs start from: a model folder of each family with weights and tokenizer, data, a checkpoint."""
     make_dataset(folder / "data.jsonl", 8)
     for family in FAMILIES:
-        make_checkpoint(folder / family, num_layers=2, family=family, is_tied=family == "gemma3_text")
-    make_run(folder, folder / FAMILIES[0], ["--num_iterations", "2", *SMALL[:-2]])
-
-
-def fuzzed_input(kind: str, number: int, base: Path) -> FuzzedInput:
-    """Input `number` of `kind`, one of KINDS."""
-    rng = random.Random(f"{kind} {number}")
-    made = FuzzedInput(kind, number, family=rng.choice(FAMILIES))
-    KINDS[kind](made, rng, base / made.family)
-    return made
+        make_checkpoint(
+            folder / family, num_layers=2, family=family, is_tied=family == "gemma3_text", vocab_size=VOCAB + 64
+        )
+    make_run(folder / RUN, folder / FAMILIES[0], ["--num_iterations", "2", *SMALL[:-2], "--save_steps", "1"])
+    make_run(folder / ADAPTER, folder / FAMILIES[0], [*SMALL, "--finetuning_type", "lora", "--lora_rank", "2"])
 
 
 def _options(made: FuzzedInput, rng: random.Random, model: Path) -> None:
@@ -301,7 +300,7 @@ def _checkpoint(made: FuzzedInput, rng: random.Random, model: Path) -> None:
             ]
 
 
-KINDS: Mapping[str, Callable[[FuzzedInput, random.Random, Path], None]] = {
+FILE_KINDS: Mapping[str, Callable[[FuzzedInput, random.Random, Path], None]] = {
     "options": _options,
     "YAML": _yaml,
     "model configs": _config,

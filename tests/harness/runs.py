@@ -25,7 +25,13 @@ EXPERTS: Mapping[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_i
 
 
 def make_checkpoint(
-    folder: Path, *, num_layers: int = 4, is_tied: bool = False, family: str = "llama", **fields: Any
+    folder: Path,
+    *,
+    num_layers: int = 4,
+    is_tied: bool = False,
+    family: str = "llama",
+    vocab_size: int | None = None,
+    **fields: Any,
 ) -> PreTrainedModel:
     """Save a tiny model with random weights as a sharded Hugging Face folder with the quickstart tokenizer.
 
@@ -40,7 +46,7 @@ def make_checkpoint(
         num_attention_heads=4,
         num_key_value_heads=2,
         # transformers gives each Gemma tokenizer a token of its own.
-        vocab_size=VOCAB + 64 * (family == "gemma3_text"),
+        vocab_size=vocab_size or VOCAB + 64 * (family == "gemma3_text"),
         tie_word_embeddings=is_tied,
         **fields,
     )

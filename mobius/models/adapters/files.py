@@ -25,6 +25,7 @@ from mobius.models.base_files import read_json_object, shown
 from mobius.models.blocks import ModelParts
 from mobius.models.families import ADAPTER_FILE
 from mobius.models.weights import ValueCheck, folder_has_weights, read_header
+from mobius.regular_files import open_regular
 
 CONFIG_FILE: Final = ADAPTER_FILE
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
@@ -206,7 +207,7 @@ def weights_fingerprint(folder: Path) -> str | None:
     value = 0
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 size = path.stat().st_size
                 for start in (0, max(0, size - _SAMPLED_BYTES)):
                     file.seek(start)

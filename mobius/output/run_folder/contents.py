@@ -6,10 +6,12 @@ whole is for those to find out who read them.
 """
 
 import contextlib
-import json
 import re
 from pathlib import Path
 from typing import Final
+
+from mobius.errors import CheckpointError
+from mobius.regular_files import read_json
 
 MODEL_MARK: Final = "config.json"
 ADAPTER_MARK: Final = "adapter_config.json"
@@ -112,8 +114,8 @@ def _is_left_behind(path: Path) -> bool:
 
 def _save_number(mark: Path) -> int:
     """Number of a checkpoint among all that its run saved; 0 if it tells none."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        contents = json.loads(mark.read_bytes())
+    with contextlib.suppress(CheckpointError):
+        contents = read_json(mark)
         number = contents.get("save_number") if isinstance(contents, dict) else None
         return number if type(number) is int else 0
     return 0

@@ -14,6 +14,7 @@ from mobius.planning.blueprint import sketch_blueprint
 from mobius.planning.planned import adopt_plan
 from mobius.ranks import Ranks
 from mobius.training.data import RunData, read_data
+from mobius.training.judging.generation import check_generation
 from mobius.training.judging.prediction import PromptAndAnswer, prompts_of
 from mobius.training.milestones import log_model
 from mobius.training.opening import prepare_output, wait_for_readers
@@ -37,6 +38,7 @@ def open_prediction(
     model_folder = locate_model(config.model.model_path)
     model_config = load_model_config(model_folder, config.model)
     tokenizer = load_tokenizer(model_folder, model_config.vocab_size)
+    check_generation(model_folder, tokenizer, model_config.vocab_size)
     sketch = sketch_blueprint(config, ranks, model_config, saved=adopted.saved)
     check_model_weights(model_folder, sketch.parts, config.model)
     log_model(sketch, model_folder)

@@ -12,18 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from mobius.config.config import Device
-from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, first_line
+from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, MobiusError
 from mobius.machine.available import available_host_bytes
+from mobius.models.base_files import read_json_object, shown, told
 from mobius.models.families import attention_with_cap
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import CheckpointWeights
@@ -35,6 +37,8 @@ TokenIds = npt.NDArray[np.int32]
 
 _WORKSPACE_SHARE: Final = 0.1
 """Memory beside the weights, as a share of them, below which answering on a GPU is not begun."""
+_MOST_BEAMS: Final = 64
+"""Beams of a prompt: each takes memory as a prompt does."""
 _SAMPLING: Final = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "typical_p": None}
 """Settings of generation_config.json that are without effect where nothing is drawn."""
 
@@ -82,9 +86,11 @@ class Answerer:
                     trust_remote_code=False,
                     use_safetensors=True,
                 )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except MobiusError:
+            raise
+        except Exception as error:  # transformers raises whatever a value makes it stumble over
             raise CheckpointError(
-                f"transformers cannot load the model of {folder} to answer with it: {first_line(error):.400}"
+                f"transformers cannot load the model of {folder} to answer with it: {told(error)}"
             ) from error
         tokenizer = load_tokenizer(folder, int(config.get_text_config().vocab_size))
         return cls(model.to(device).eval(), tokenizer)
@@ -153,29 +159,67 @@ class Answerer:
             ids[row, longest - len(prompt) :] = torch.from_numpy(np.array(prompt, dtype=np.int64))
             mask[row, longest - len(prompt) :] = 1
         rooms = [self._room(prompt, max_new_tokens) for prompt in prompts]
-        device, config = self.model.device, self.model.generation_config
-        output = self.model.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            max_new_tokens=max(rooms),
-            do_sample=False,
-            eos_token_id=sorted(self.end_ids),
-            pad_token_id=pad,
-            use_cache=True,
-            num_return_sequences=1,
-            return_dict_in_generate=False,
-            **_SAMPLING,
-            **({"tokenizer": self.tokenizer} if config.stop_strings else {}),
-        )
+        output = self._generated(ids, mask, max(rooms))
         stops = self.end_ids | {pad}
         for tokens, room in zip(output[:, longest:].tolist(), rooms, strict=True):
             answer = [*takewhile(lambda token: token not in stops, tokens[:room])]
             yield Answer(np.array(answer, dtype=np.int32), is_finished=len(answer) < len(tokens[:room]))
 
+    def _generated(self, ids: Tensor, mask: Tensor, max_new_tokens: int) -> Tensor:
+        """Prompts with their answers. Raises CheckpointError where the settings of generation make none."""
+        device, config = self.model.device, self.model.generation_config
+        try:
+            return cast(
+                Tensor,
+                self.model.generate(
+                    input_ids=ids.to(device),
+                    attention_mask=mask.to(device),
+                    max_new_tokens=max_new_tokens,
+                    do_sample=False,
+                    eos_token_id=sorted(self.end_ids),
+                    pad_token_id=pad_token_id(self.tokenizer),
+                    use_cache=True,
+                    num_return_sequences=1,
+                    return_dict_in_generate=False,
+                    **_SAMPLING,
+                    **({"tokenizer": self.tokenizer} if config.stop_strings else {}),
+                ),
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # transformers raises whatever a setting makes it stumble over
+            raise CheckpointError(
+                f"transformers cannot answer with the settings of generation_config.json: {told(error)}. Mend that "
+                "file in the folder of --model_path, or remove it."
+            ) from error
+
     def _room(self, prompt: TokenIds, max_new_tokens: int) -> int:
         """Tokens that an answer may have, which does not depend on the prompts beside it."""
         context = self.context_length
         return max_new_tokens if context is None else min(max_new_tokens, context - len(prompt))
+
+
+def check_generation(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Answer once by a tiny model under the settings of `folder`: what fails would fail after the training.
+
+    Raises CheckpointError.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return
+    fields = read_json_object(path, may_repeat=True)
+    for name in ("num_beams", "num_beam_groups"):
+        if (value := fields.get(name)) is not None and not (type(value) is int and 1 <= value <= _MOST_BEAMS):
+            raise CheckpointError(f"{path}: {name!r} is {shown(value)}; it must be a number from 1 to {_MOST_BEAMS}.")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=vocab_size, **sizes), trust_remote_code=False)
+    try:
+        model.generation_config = GenerationConfig.from_dict(fields)
+        Answerer(model.eval(), tokenizer).answers([np.zeros(2, np.int32)], max_new_tokens=2, batch_size=1)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} has values that no answer can be made with: {told(error)}. Mend it.") from error
 
 
 @contextlib.contextmanager

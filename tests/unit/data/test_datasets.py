@@ -2,11 +2,13 @@ import gzip
 import json
 import logging
 import multiprocessing
+import multiprocessing.spawn
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow
@@ -491,6 +493,26 @@ def test_an_error_in_a_worker_names_its_line(prepare: Prepare, write_lines: Writ
     records[555] = {"prompt": "a", "completion": 7}
     with pytest.raises(DataError, match=r"train.jsonl, line 556: `completion` must be text, not int"):
         prepare(write_lines(records), preprocessing_num_workers=2)
+
+
+def test_workers_that_die_before_they_take_their_work_are_told(
+    prepare: Prepare, write_lines: WriteLines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a limit on memory ends them while they import: what they are sent is larger than a pipe holds."""
+    monkeypatch.setattr(multiprocessing.spawn, "get_executable", lambda: b"/bin/false")
+    path = write_lines([{"text": f"text number {number}"} for number in range(600)])
+
+    def end(*_: object) -> NoReturn:
+        raise AssertionError("it waits for a worker that has ended")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    try:
+        with pytest.raises(DataError, match="a tokenization worker died.*lower --preprocessing_num_workers 2"):
+            prepare(path, preprocessing_num_workers=2)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_worker_that_dies_is_told_with_the_option_to_lower(

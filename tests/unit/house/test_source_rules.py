@@ -141,6 +141,31 @@ def test_a_module_logs_instead_of_printing() -> None:
     assert breaches(printing_lines) == {}
 
 
+READS_ITSELF = {
+    "the kernel's own files, of /proc and /sys": (
+        *("machine/available", "machine/cpu_dtype", "machine/numa", "machine/read_topology", "config/launch", "ranks"),
+    ),
+    "files of this package": ("optim/kernel", "planning/alike", "models/by_plan/checked", "models/text_parts/taken"),
+    "what this very run has written": (
+        *("planning/same_files", "checkpoints/folders", "output/trace", "data/datasets", "data/store", "data/workers"),
+    ),
+}
+"""Modules that read files by themselves, by the reason."""
+
+
+def test_files_of_others_are_read_by_the_one_reader() -> None:
+    known = {module for modules in READS_ITSELF.values() for module in modules} | {"regular_files"}
+
+    def reading_lines(path: Path) -> list[int]:
+        if path.relative_to(ROOT / "mobius").with_suffix("").as_posix() in known:
+            return []
+        calls = [node for node in ast.walk(syntax_tree(path)) if isinstance(node, ast.Call)]
+        methods = [call for call in calls if isinstance(call.func, ast.Attribute)]
+        return [call.lineno for call in methods if call.func.attr in ("read_text", "read_bytes")]  # type: ignore[attr-defined]
+
+    assert breaches(reading_lines) == {}, "a pipe would be waited for, and another encoding be a traceback"
+
+
 def test_only_ranks_touches_the_environment() -> None:
     def touched(path: Path) -> set[str]:
         used = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from mobius.errors import (
     CheckpointError,
+    ConfigError,
     DataError,
     GpuMemoryError,
     HostMemoryError,
@@ -200,6 +203,44 @@ def test_a_mistake_is_told_before_training_and_leaves_nothing_behind(
         assert re.search(pattern, str(caught.value)), f"{pattern!r} is not in: {caught.value}"
     assert "stages generated" not in caplog.text
     assert tree(workplace) == before
+
+
+PIPES = {
+    "config.yaml": ("--config config.yaml", ConfigError),
+    "plan.json": ("--plan plan.json", PlanError),
+    "records.jsonl": ("--dataset records.jsonl", DataError),
+    "records/train.jsonl": ("--dataset records", DataError),
+    "template.jinja": ("--chat_template template.jinja", DataError),
+    "bare/config.json": ("--model_path bare", CheckpointError),
+    "bare/tokenizer.json": ("--model_path bare", CheckpointError),
+    "bare/generation_config.json": ("--model_path bare", CheckpointError),
+    "bare/model.safetensors": ("--model_path bare", CheckpointError),
+    "bare/additional_chat_templates/tool.jinja": ("--model_path bare", CheckpointError),
+    "adapter/adapter_config.json": ("--use_lora --adapter_path adapter", CheckpointError),
+    "out/checkpoint-3/checkpoint.json": ("--resume_from_checkpoint true", CheckpointError),
+}
+"""Path of a file that is given -> options that give it, and the error."""
+
+
+@pytest.mark.parametrize("path", PIPES)
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(path: str, run: Run, workplace: Path) -> None:
+    write_bare_model("bare", vocab_size=None, has_tokenizer=True)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).unlink(missing_ok=True)
+    os.mkfifo(path)
+    options, error = PIPES[path]
+
+    def end(*_: object) -> NoReturn:
+        raise AssertionError("it waits for the pipe")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    try:
+        with pytest.raises(error):
+            run(*options.split())
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def refuse_to_allocate(*_: object, **__: object) -> NoReturn:

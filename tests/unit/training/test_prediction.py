@@ -21,7 +21,7 @@ from mobius.config.config import DataConfig, DatasetEntry, Device
 from mobius.data.datasets import PreparedDataset, prepare_data
 from mobius.errors import CheckpointError, ConfigError, DataError, GpuMemoryError, HostMemoryError
 from mobius.training.judging import generation
-from mobius.training.judging.generation import Answerer
+from mobius.training.judging.generation import Answerer, check_generation
 from mobius.training.judging.prediction import PREDICTIONS_FILE, PromptAndAnswer, predict, prompts_of
 
 CPU = torch.device("cpu")
@@ -374,3 +374,32 @@ def test_on_the_cpu_the_format_is_fp32_where_there_is_room(folder: Path, monkeyp
     assert dtype(2 * num_bytes, "cuda") is torch.bfloat16
     with pytest.raises(HostMemoryError, match="one process loads the model .*leave --do_predict away"):
         dtype(num_bytes - 1, "cpu")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"output_hidden_states": "a"}, {"bos_token_id": "x"}, {"stop_strings": 5}, {"eos_token_id": 10**30}],
+    ids=str,
+)
+def test_settings_that_no_answer_can_be_made_with_are_refused_before_the_training(
+    folder: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    broken = with_settings(folder, tmp_path / "broken", **settings)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    with pytest.raises(CheckpointError, match=r"broken/generation_config\.json"):
+        check_generation(broken, tokenizer, 4096)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        Answerer.of_folder(broken, CPU).answers(arrays(PROMPTS), max_new_tokens=2, batch_size=3)
+
+
+def test_settings_of_a_search_that_no_memory_holds_are_refused(folder: Path, tmp_path: Path) -> None:
+    wide = with_settings(folder, tmp_path / "wide", num_beams=10**9)
+
+    with pytest.raises(CheckpointError, match="'num_beams' is 1000000000"):
+        check_generation(wide, AutoTokenizer.from_pretrained(folder), 4096)
+
+
+@pytest.mark.parametrize("settings", [{"num_beams": 2}, {"repetition_penalty": 1.2}], ids=str)
+def test_settings_that_answer_are_let_through(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    check_generation(with_settings(folder, tmp_path / "own", **settings), AutoTokenizer.from_pretrained(folder), 4096)

@@ -89,6 +89,15 @@ def test_a_checkpoint_of_another_schedule_is_told_with_both_rates() -> None:
     assert "it has 0.0005" in told
 
 
+def test_a_byte_of_another_encoding_in_a_checkpoint_is_told_by_its_file(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+    path = Path("out/checkpoint-4/trainer_state.json")
+    path.write_bytes(path.read_bytes().replace(b"loss", b"l\xffss", 1))
+
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
+        resume("out/checkpoint-4", "--save_dir", "resumed")
+
+
 def test_epochs_go_on_in_their_middle(workplace: Path) -> None:
     words = IN_EPOCHS.split()
     run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))

@@ -1,0 +1,110 @@
+"""Owns how files are read that others made: regular files only, and text and JSON with one message for what is wrong.
+
+A pipe, a socket or a device is refused before it is opened: it may have no end, opening it may wait for ever, and each
+rank, and a run that is resumed, reads the file again.
+"""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable
+from errno import EFBIG, EINVAL
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from mobius.errors import CheckpointError, MobiusError, reason_of
+from mobius.excerpt import excerpt
+
+MAX_BYTES: Final = 256 * 2**20
+"""Largest text that is read whole; the largest vocabularies take 40 MB."""
+_SURROGATE: Final = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read its bytes, without waiting. Raises OSError with the reason, also for a pipe or device."""
+    if problem := _special_kind(os.stat(path).st_mode):
+        raise OSError(EINVAL, problem, str(path))
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 -- the caller closes it
+    if problem := _special_kind(os.fstat(file.fileno()).st_mode):  # replaced since
+        file.close()
+        raise OSError(EINVAL, problem, str(path))
+    return file
+
+
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
+    """Contents of a regular file. Raises OSError, also where it has more than `most` bytes."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(EFBIG, f"it is too large: {most:,} bytes are allowed", str(path))
+        return file.read()
+
+
+def read_text(path: Path, error: type[MobiusError] = CheckpointError, *, most: int = MAX_BYTES) -> str:
+    """Contents of a UTF-8 file. Raises `error`, which names the file and the reason."""
+    try:
+        return read_bytes(path, most).decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise error(f"{path} is no UTF-8 text: byte {problem.start} is wrong. Get the file anew.") from problem
+    except (OSError, ValueError) as problem:  # ValueError: no file can have this name
+        raise error(f"{path} cannot be read: {reason_of(problem)}.") from problem
+
+
+def read_json(
+    path: Path,
+    error: type[MobiusError] = CheckpointError,
+    *,
+    hook: Callable[[list[tuple[str, Any]]], object] | None = None,
+    parse_number: Callable[[str], float] | None = None,
+) -> Any:
+    """Value of a JSON file. Raises `error`, which names the file and the reason."""
+    return parse_json(read_text(path, error), path, error, hook=hook, parse_number=parse_number)
+
+
+def parse_json(
+    text: str,
+    path: Path,
+    error: type[MobiusError] = CheckpointError,
+    *,
+    hook: Callable[[list[tuple[str, Any]]], object] | None = None,
+    parse_number: Callable[[str], float] | None = None,
+) -> Any:
+    """Value of the text that `path` holds; `hook` makes objects of their pairs, `parse_number` floats and NaN.
+
+    Raises `error` for no JSON, and for half characters, which could not even be shown in a message.
+    """
+    if not text.strip():
+        raise error(f"{path} is empty. Get the file anew.")
+    try:
+        value = json.loads(text, object_pairs_hook=hook, parse_float=parse_number, parse_constant=parse_number)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as problem:
+        raise error(f"{path} is nested too deeply to be read.") from problem
+    except ValueError as problem:  # JSONDecodeError is one; so are numbers of thousands of digits
+        raise error(f"{path} is no JSON: {excerpt(str(problem), 200)}. Mend it, or get the file anew.") from problem
+    return value
+
+
+def refuse_special_files(paths: Iterable[Path]) -> None:
+    """Raise CheckpointError for the first pipe, socket or device: libraries that read a folder would wait for it."""
+    for path in paths:
+        try:
+            problem = _special_kind(os.stat(path).st_mode)
+        except OSError:  # a link to nowhere, which is told where it is read
+            continue
+        if problem:
+            raise CheckpointError(f"{path} cannot be read: {problem}. Remove it, or get the file anew.")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _special_kind(mode: int) -> str | None:
+    """Words for what is no regular file; None for one, and for a folder, which `open` refuses by its own words."""
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return None
+    kinds = (("a pipe", stat.S_ISFIFO), ("a socket", stat.S_ISSOCK))
+    kind = next((name for name, is_kind in kinds if is_kind(mode)), "a device")
+    return f"it is not a file but {kind}"
