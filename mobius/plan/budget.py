@@ -54,7 +54,7 @@ class Remedy:
     options: str
     num_bytes: int
     details: str = ""
-    """What else is known of the run with it."""
+    """Further facts of the run with it."""
     host_bytes: int | None = None
     """Host memory that there must be for it; None: what is there."""
 

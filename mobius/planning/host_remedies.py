@@ -119,7 +119,7 @@ class _Solver:
 
 
 def _details(found: Answer) -> str:
-    """What a plan takes of a GPU, and how long its step is, by a quick look."""
+    """GPU memory and step of a plan, by a quick look."""
     parts = [] if found.request.machine.on_cpu else [f"{bytes_text(fullest(found.needs).total)} per GPU"]
     if found.profile is not None:
         seconds = plan_seconds(found.plan, found.request, found.profile, num_steps=QUICK_STEPS)

@@ -144,6 +144,7 @@ def test_a_module_logs_instead_of_printing() -> None:
 READS_ITSELF = {
     "the kernel's own files, of /proc and /sys": (
         *("machine/available", "machine/cpu_dtype", "machine/numa", "machine/read_topology", "config/launch", "ranks"),
+        *("data/chat_template", "writing"),
     ),
     "files of this package": ("optim/kernel", "planning/alike", "models/by_plan/checked", "models/text_parts/taken"),
     "what this very run has written": (
