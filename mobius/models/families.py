@@ -347,7 +347,7 @@ class PlannedModel(NamedTuple):
     unseen_bytes: int = 0
     """Weights of a model of the hub that were not downloaded."""
     name: str | None = None
-    """Name of a shape without files, and whose it is."""
+    """Name of a shape without files, and of the model that has it."""
 
 
 def load_planned_config(options: ModelConfig) -> PlannedModel:

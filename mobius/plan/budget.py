@@ -54,7 +54,7 @@ class Remedy:
     options: str
     num_bytes: int
     details: str = ""
-    """Further facts of the run with it."""
+    """Further numbers of the run with it, as text."""
     host_bytes: int | None = None
     """Host memory that there must be for it; None: what is there."""
 
@@ -165,20 +165,18 @@ def check_host_memory(need: HostNeed, *, available_bytes: int, remedies: Iterabl
     raise HostMemoryError(
         f"{need.num_ranks} rank(s) need {bytes_text(need.total)} of host memory ({need.describe()}), "
         f"{bytes_text(available_bytes)} is available.{advice} If this host's memory grows on demand, state how much "
-        f"may be used with --host_memory_limit.{list_remedies(list(fitting.values()))}"
+        f"may be used with --host_memory_limit." + (f"\n{list_remedies(list(fitting.values()))}" if fitting else "")
     )
 
 
 def list_remedies(remedies: Sequence[Remedy]) -> str:
-    """A line for each change that fits the host, behind a head; empty without any."""
-    if not remedies:
-        return ""
+    """A head, and a line for each change that fits the host, of which there must be one."""
     width = max(len(each.options) for each in remedies)
     lines = []
     for each in remedies:
         details = f", {each.details}" if each.details else ""
         lines.append(f"  {each.options.ljust(width)}  {bytes_text(each.num_bytes)} of host memory{details}")
-    return "\n".join(["\nEach of these alone fits:", *lines])
+    return "\n".join(["Each of these alone fits:", *lines])
 
 
 @dataclass(frozen=True)

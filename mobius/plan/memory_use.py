@@ -167,7 +167,7 @@ def fits_host(request: PlanRequest, plan: Plan) -> bool:
 
 
 def lightest(request: PlanRequest, fitting: Sequence[Sequence[MemoryUse]]) -> list[MemoryUse]:
-    """Use of each rank with the least host memory, among those that fit."""
+    """The use of each rank that takes the least host memory, of those that fit."""
     total = _host_bytes(request, fitting)
     return [min(uses, key=partial(total, rank)) for rank, uses in enumerate(fitting)]
 

@@ -66,7 +66,7 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
 
 
 def _stage_cells(plan: Plan, cut: StageCut, shape: ModelShape) -> list[str]:
-    """Facts that tell stages apart: their end of the model, parameters, weights and activations."""
+    """Cells that tell stages apart: which end of the model they hold, parameters, weights and activations."""
     holds_nothing = not (cut.is_first or cut.layers or cut.is_last)
     return [
         f"{cut.is_first}{cut.is_last}",
@@ -121,7 +121,7 @@ def describe_gpus(found: Answer) -> str:
 
 
 def describe_verdict(found: Answer, available_bytes: int | None) -> str:
-    """Verdict on a plan: whether it fits, its step, the fullest GPU and the host; None: not known."""
+    """The verdict on a plan: whether it fits, its step, the fullest GPU, the host; None: its memory is not known."""
     request, host = found.request, found.host.total
     short = 0 if available_bytes is None else host - available_bytes
     fits = f"the run does not fit: {bytes_text(short)} of host memory are missing" if short > 0 else "the run fits"
@@ -160,7 +160,7 @@ def describe_short_host(found: Answer) -> str | None:
 
 
 def describe_step(found: Answer) -> str:
-    """Limit of the predicted step, and the basis of its numbers."""
+    """The part of the machine that limits the predicted step, waits, and the numbers that it rests on."""
     if found.prediction is None or found.forecast is None or found.profile is None:
         return "no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16)"
     waits = ", ".join(f"{cause} {found.prediction.worst_wait(cause):.3f}" for cause in WaitCause)

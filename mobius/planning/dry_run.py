@@ -89,7 +89,9 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
         has_numbers = request.num_stages is not None and request.num_chunks is not None  # auto has tried all
         is_open = has_numbers and not error.has_remedies
         remedies = list(gpu_remedies(request, available, model.config)) if is_open else []
-        logger.error("does not fit: %s%s", error, list_remedies(remedies))
+        logger.error("does not fit: %s", error)
+        if remedies:
+            logger.info("%s", list_remedies(remedies))
         return False
     logger.info("%s", describe_verdict(found, available))
     fits = _check_host(found, available, model.config)

@@ -51,7 +51,8 @@ def gpu_remedies(request: PlanRequest, available_bytes: int | None, model: Pretr
 def _as_asked(request: PlanRequest) -> PlanRequest:
     """The request with numbers of stages and chunks, and rounds and slices as the user typed them."""
     pipeline = request.config.pipeline
-    return replace(request, num_rounds=pipeline.num_rounds, num_slices=pipeline.num_slices)
+    slices = 1 if request.num_slices == 1 else pipeline.num_slices
+    return replace(request, num_rounds=pipeline.num_rounds, num_slices=slices)
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,24 @@ class _Solver:
                     yield found
                 bar.update()
 
+    def fits(self, request: PlanRequest, host_bytes: int | None = None) -> bool:
+        """Whether a plan fits GPUs and host in some number of rounds; in most cases without solving it, which is slow.
+
+        `host_bytes` is as in `solve`.
+        """
+        if request.machine.on_cpu or request.num_slices is None:
+            return self.solve("", request, host_bytes=host_bytes) is not None
+        chunks, most = request.num_chunks or 1, host_bytes or self.available_bytes
+        divisors = [number for number in range(1, chunks + 1) if chunks % number == 0]
+        rounds = divisors if request.num_rounds is None else [request.num_rounds]
+        least = min(least_host_bytes(replace(request, num_rounds=number)) for number in rounds)
+        return math.isfinite(least) and (most is None or least <= most)
+
     def solve(self, options: str, request: PlanRequest, *, host_bytes: int | None = None) -> Remedy | None:
         """The change if a plan for it fits GPUs and host, else None; `host_bytes` is the memory of another host."""
+        is_quick = not request.machine.on_cpu and request.num_slices is not None
+        if is_quick and not self.fits(request, host_bytes):
+            return None
         try:
             settled = settle(request)
             is_same = settled.shape is self.request.shape and settled.num_chunks == self.request.num_chunks
@@ -119,7 +136,7 @@ class _Solver:
 
 
 def _details(found: Answer) -> str:
-    """GPU memory and step of a plan, by a quick look."""
+    """GPU memory of the fullest rank and tokens per second, by a quick simulation."""
     parts = [] if found.request.machine.on_cpu else [f"{bytes_text(fullest(found.needs).total)} per GPU"]
     if found.profile is not None:
         seconds = plan_seconds(found.plan, found.request, found.profile, num_steps=QUICK_STEPS)
@@ -183,16 +200,20 @@ def _freeze(solver: _Solver) -> Iterator[Remedy | None]:
     adapters, num_layers = solver.request.config.adapters, solver.request.shape.num_layers
     if adapters.is_lora or adapters.freeze is not None:
         return
-    fitting = None
-    fewest, most = 1, num_layers
+    fewest, most, known = 1, num_layers, dict[int, PlanRequest | None]()
+
+    def frozen(number: int) -> PlanRequest | None:
+        if number not in known:
+            known[number] = solver.with_adapters(replace(adapters, freeze=f"embedding,layers.0-{number - 1}"))
+        return known[number]
+
     while fewest < most:
         number = (fewest + most) // 2
-        words = f"embedding,layers.0-{number - 1}"
-        changed = solver.with_adapters(replace(adapters, freeze=words))
-        found = None if changed is None else solver.solve(f"--freeze {words}", changed)
-        fewest, most = (fewest, number) if found else (number + 1, most)
-        fitting = found or fitting
-    yield fitting
+        changed = frozen(number)
+        is_enough = changed is not None and solver.fits(changed)
+        fewest, most = (fewest, number) if is_enough else (number + 1, most)
+    if fewest < num_layers and (changed := frozen(fewest)) is not None:
+        yield solver.solve(f"--freeze embedding,layers.0-{fewest - 1}", changed)
 
 
 def _lora(solver: _Solver) -> Iterator[Remedy | None]:

@@ -7,13 +7,15 @@ import random
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from mobius.config.cli import parse_args
 from mobius.errors import GpuMemoryError, PlanError
+from mobius.models.families import PlannedModel
 from mobius.plan.cards import CARDS
 from mobius.plan.choice import Answer
 from mobius.plan.gpu_peak import LayerBytes, estimate_layer
@@ -166,7 +168,8 @@ def as_dry_run(
         def emit(self, record: logging.LogRecord) -> None:
             refused.append(record.getMessage().removeprefix("does not fit: "))
 
-    patch.setattr(dry_run, "load_planned_config", lambda options: (None, None, 0))
+    patch.setattr(dry_run, "load_planned_config", lambda options: PlannedModel(cast(PretrainedConfig, None)))
+    patch.setattr(dry_run, "gpu_remedies", lambda *_: [])
     patch.setattr(dry_run, "ModelParts", lambda config, device, adapters=None: Parts(shape))
     patch.setattr(dry_run, "_save", saved.append)
     patch.setattr(dry_run, "planned", partial(planned, packed=packed))
