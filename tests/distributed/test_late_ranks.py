@@ -54,7 +54,7 @@ def whole(place: Path) -> Whole:
     def folder(name: str) -> Path:
         save_dir = name.replace(" ", "-")
         if not (place / save_dir).exists():
-            words = f"{SETTINGS[name]} {files_of(save_dir)}".split()
+            words = f"{SETTINGS[name]} {files_of(save_dir, SETTINGS[name])}".split()
             finished = run_main(2, place, *words, num_nodes=nodes_of(name))
             assert finished.returncode == 0, finished.stdout
         return place / save_dir
@@ -66,8 +66,10 @@ def nodes_of(name: str) -> int:
     return 2 if name.startswith("replicas") else 1
 
 
-def files_of(save_dir: str) -> str:
-    return f"--save_dir {save_dir} --save_params {save_dir}.pt --save_results {save_dir}.txt"
+def files_of(save_dir: str, options: str) -> str:
+    """Words for files of a run's own; one that does not train leaves no parameters and no report."""
+    own = f"--save_dir {save_dir}"
+    return own if "--no_do_train" in options else f"{own} --save_params {save_dir}.pt --save_results {save_dir}.txt"
 
 
 def late_run(place: Path, late: int, options: str, *, num_nodes: int) -> str:
@@ -99,7 +101,7 @@ def test_no_rank_depends_on_how_fast_another_one_is(place: Path, whole: Whole, c
         shutil.copytree(expected / "checkpoint-1", place / save_dir / "checkpoint-1")
         options = f"--resume_from_checkpoint true {JUDGES}"  # to predict is a start's own wish
 
-    output = late_run(place, late, f"{options} {files_of(save_dir)}", num_nodes=nodes_of(name))
+    output = late_run(place, late, f"{options} {files_of(save_dir, options)}", num_nodes=nodes_of(name))
 
     told = re.search(rf"rank {late} was late at (\d+) places", output)
     assert told, output
@@ -121,7 +123,7 @@ def test_a_plan_in_a_folder_that_is_settled_first_is_read_by_all_ranks(place: Pa
     (place / "planned").mkdir()
     for file in ("plan.json", "training_args.yaml"):
         shutil.copy(whole("at the end") / file, place / "planned" / file)
-    options = f"{TRAINS} --num_iterations 1 --save_strategy no --plan planned/plan.json {files_of('planned')}"
+    options = f"{TRAINS} --num_iterations 1 --save_strategy no --plan planned/plan.json {files_of('planned', TRAINS)}"
 
     output = late_run(place, 1, options, num_nodes=1)
 

@@ -202,7 +202,7 @@ def test_a_template_that_is_nowhere_is_told_with_near_names(
         (b"", "the file is empty"),
         (b" \n", "the file is empty"),
         (b"\xff\xfe{", "not text in UTF-8"),
-        (b"x" * (1 << 21), "1 MiB"),
+        (b"x" * (1 << 21), "too large"),
     ],
     ids=["nothing", "white space", "another encoding", "too large"],
 )

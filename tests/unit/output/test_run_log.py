@@ -430,6 +430,6 @@ def test_a_state_that_lacks_a_field_or_is_no_json_is_refused(tmp_path: Path) -> 
     fields = json.loads(text_of_steps(tmp_path, 2))
     del fields["epoch"]
 
-    for text, problem in ((json.dumps(fields), "it lacks epoch"), ('{"epo', "it is no JSON"), ("[]", r"it is \[\]")):
+    for text, problem in ((json.dumps(fields), "it lacks epoch"), ('{"epo', "is no JSON"), ("[]", r"it is \[\]")):
         with pytest.raises(CheckpointError, match=problem):
             TrainerState.from_json(text)

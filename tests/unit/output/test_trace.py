@@ -157,7 +157,7 @@ def test_lanes_are_summed_per_rank_and_waits_by_cause() -> None:
 )
 def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "trace.json").write_text(content)
-    with pytest.raises(ConfigError, match="is not a trace.json of Mobius"):
+    with pytest.raises(ConfigError, match="is not a trace.json of Mobius|is empty"):
         read_trace(tmp_path / "trace.json")
 
 

@@ -53,7 +53,7 @@ def test_without_a_step_it_shows_the_second(capsys: pytest.CaptureFixture[str]) 
     ("options", "complaint"),
     [
         (("trace.json", "--step", "5"), "the trace has steps 3, 4, not step 5"),
-        (("nowhere.json",), "cannot read nowhere.json: No such file"),
+        (("nowhere.json",), "nowhere.json cannot be read: No such file"),
         (("trace.json", "--output", "step.gif"), "ends in .png or .svg"),
     ],
 )

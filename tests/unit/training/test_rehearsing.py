@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -48,7 +49,7 @@ def blueprint_of(*options: str, rank: int = 0, num_ranks: int = 1, gib: float = 
         meeting=None,
     )
     found = answer(request, layer=estimated_layer(request))
-    return blueprints._blueprint(place, cast(Any, None), found, is_given=False)
+    return blueprints._blueprint(place, cast(Any, SimpleNamespace(config=None)), found, is_given=False)
 
 
 class MadeUpGpu:
