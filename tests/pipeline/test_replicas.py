@@ -259,7 +259,7 @@ def test_an_overflow_of_one_replica_skips_the_step_of_all(
     tmp_path: Path, num_replicas: int, num_ranks: int, more: str
 ) -> None:
     make_checkpoint(tmp_path / "model")
-    options = f"{USUAL.format(3).replace('--fp32', '--fp16')} {FREE} --learning_rate 4e-3 {more}"
+    options = f"{USUAL.format(3).replace('--fp32', '--fp16')} {FREE} --learning_rate 2e-3 {more}"
     data = random_samples(60, 24, seed=1)
     alone, shared = (
         in_sessions(num_ranks, tmp_path / "model", options, data, train_with_overflow, num_replicas=number)
