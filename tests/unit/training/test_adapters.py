@@ -116,7 +116,9 @@ def test_a_run_goes_on_with_other_stages_and_residency(run: Run, workplace: Path
     resume("out/checkpoint-3", "--save_dir", "resumed", "--num_stages", "4", "--resident_stages", "2")
 
     whole, resumed = (load_file(f"{folder}/adapter_model.safetensors") for folder in ("out", "resumed"))
-    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    # The last bit of a product of low rank goes by where its operands lie in memory, on some CPUs (AMD EPYC with torch
+    # 2.13): other stages lie elsewhere.
+    assert all(torch.allclose(value, resumed[name], rtol=0, atol=2**-26) for name, value in whole.items())
 
 
 def test_residency_changes_no_bit_of_what_is_trained(run: Run, workplace: Path) -> None:
