@@ -152,10 +152,10 @@ class Batches:
         """Epochs that so many steps make, about: from the first window, without packing the rest."""
         return num_steps * self._batch_size * self.facts.samples_per_row / self._stream.mean_size
 
-    def describe(self, unit: int) -> str:
+    def describe(self, unit: int | None) -> str:
         """A line for the log: how full rows are, and the samples of a step; batches are multiples of `unit` rows.
 
-        Where another batch has about as many samples as this one without packing, it is told.
+        Where another batch has about as many samples as this one without packing, it is told; not if `unit` is None.
         """
         facts, size = self.facts, self._batch_size
         rows = f"of {self._seq_length} tokens, {facts.padding:.1%} padding".replace("%", " %")
@@ -163,6 +163,8 @@ class Batches:
             return f"no packing: one sample in a row {rows}"
         text = f"packing: {facts.samples_per_row:.1f} samples in a row {rows}; a step of {size} rows holds some "
         text += f"{facts.samples_per_row * size:.0f} samples"
+        if unit is None:
+            return text
         smaller = max(1, round(size / facts.samples_per_row / unit)) * unit
         is_near = abs(smaller * facts.samples_per_row - size) <= _NEAR * size
         if smaller >= size or not is_near:

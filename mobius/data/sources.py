@@ -39,6 +39,8 @@ _TRAIN_ALONE: Final = re.compile(r"train(ing)?([-_. ]?\d+([-_. ]of[-_. ]\d+)?)?"
 """A name that is the split's and nothing else, perhaps with the number of a shard: the folder is one of splits."""
 # Dataset cards and their companions are JSON too, but hold no records.
 _NOT_RECORDS: Final = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
+_OF_A_RUN: Final = ("training_args.yaml", "plan.json")
+"""Files that the folder of a run has from its start; its metrics and records are no samples."""
 _REMEMBERED_BYTES: Final = 1 << 26
 _SETTLED_SECONDS: Final = 60
 
@@ -115,6 +117,8 @@ def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> lis
         for path in sorted(path.relative_to(place) for path in found)
         if path.name.lower() not in _NOT_RECORDS and not any(part[0] == "." for part in path.parts)
     ]
+    runs = {folder for path in inside for folder in path.parents[:-1] if _is_run(place / folder)}
+    inside = [path for path in inside if runs.isdisjoint(path.parents)]
     if not inside:
         raise DataError(f"{given}: no data files in {place.absolute()}; looked for {SUFFIXES} at any depth")
     chosen = _of_split(inside, split)
@@ -131,6 +135,10 @@ def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> lis
     left_out = f"; not used, by the names of splits: {listed(map(str, unused))}" if unused else ""
     logger.info("%s: files used: %s%s", given, listed(map(str, chosen)), left_out)
     return [place / path for path in chosen]
+
+
+def _is_run(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in _OF_A_RUN)
 
 
 def _of_split(paths: Sequence[Path], split: str) -> list[Path]:

@@ -116,7 +116,8 @@ def model_card(facts: CardFacts) -> str:
     data = ", ".join(_shown(entry.name) + (f" x {entry.weight:g}" if entry.weight != 1 else "") for entry in entries)
     made = f"{trained} {_shown(base)} on {data}, with Mobius."
     if not facts.is_changed:
-        made = f"{kind} {_shown(base)} as they were: {state.global_step:,} steps on {data} changed no parameter."
+        steps = "one step" if state.global_step == 1 else f"{state.global_step:,} steps"
+        made = f"{kind} {_shown(base)} as they were: {steps} on {data} changed no parameter."
     return "\n\n".join(
         (
             f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",

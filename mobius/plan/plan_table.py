@@ -133,7 +133,9 @@ def describe_verdict(found: Answer, available_bytes: int | None) -> str:
         )
     if request.gpu_bytes is not None:
         most, name = fullest(found.needs).total, f" {request.machine.card.name}" if request.machine.card else " GPU"
-        lines.append(f"  GPU memory   {bytes_text(most)} of {bytes_text(request.gpu_bytes)} on each{name}")
+        lines.append(
+            f"  GPU memory   {bytes_text(most)} of {bytes_text(request.gpu_bytes)} on each{name}, to within 5 %"
+        )
     of = " (--host_memory_limit tells how much there is)" if available_bytes is None else ""
     of = of or f" of {bytes_text(available_bytes or 0)}"
     lines.append(f"  host memory  {bytes_text(host)}{of}")

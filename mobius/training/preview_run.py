@@ -128,12 +128,22 @@ def _steps(look: _Look) -> Iterator[Line]:
     yield Line(heads, Tone.TITLE)
     yield from map(Line, lines)
     if len(ways) > 1:
-        yield Line(f"  this run: {own.describe((config.pipeline.num_chunks or 1) * config.launch.nnodes)}")
+        yield Line(f"  this run: {own.describe(_batch_unit(config))}")
     if config.optim.num_train_epochs is not None:
         yield Line(f"  --num_train_epochs {config.optim.num_train_epochs:g} takes {own.num_steps:,} steps")
     else:
         steps = config.optim.num_steps
         yield Line(f"  --num_iterations {steps:,} makes {own.num_epochs_of(steps):.3g} epochs")
+
+
+def _batch_unit(config: Config) -> int | None:
+    """Rows of which a batch is a multiple, as the run is launched; None where the number of its processes is open."""
+    launch, num_pipelines = config.launch, config.launch.nnodes
+    if launch.pipeline_ranks is not None:
+        if launch.nproc_per_node is None:
+            return None
+        num_pipelines *= max(1, launch.nproc_per_node // launch.pipeline_ranks)
+    return (config.pipeline.num_chunks or 1) * num_pipelines
 
 
 def _warnings(look: _Look, folder: Path) -> Iterator[Line]:

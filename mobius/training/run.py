@@ -418,9 +418,10 @@ def _has_changed(run: _Opened, loop: TrainingLoop) -> bool:
     since = "" if resume is None else f" since {resume.reader.path.name}"
     if session.everyone.rank == 0:
         logger.warning(
-            "no parameter was changed by %d steps%s: every update was zero or too small for --dtype %s. Raise "
+            "no parameter was changed by %d step%s%s: every update was zero or too small for --dtype %s. Raise "
             "--learning_rate (%g), and look at the gradient norms in %s",
             number,
+            "" if number == 1 else "s",
             since,
             run.config.model.dtype,
             run.config.optim.learning_rate,

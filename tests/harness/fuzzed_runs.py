@@ -143,7 +143,7 @@ def _mixtures(made: FuzzedInput, rng: random.Random, model: Path) -> None:
     made.arguments = [*SMALL, "--dataset", *names]
     choices = (
         *("--val_size 1", "--val_size 0.5", "--val_size 100", "--max_samples 1", "--max_samples 3", "--packing off"),
-        *("--packing joined", "--packing on", "--seq_length 8", "--seq_length 4096", "--num_train_epochs 0.3"),
+        *("--packing joined", "--packing on", "--seq_length 8", "--seq_length 256", "--num_train_epochs 0.3"),
         *("--columns prompt=document,completion=summary", "--mask_history", "--train_on_prompt", "--preview 2"),
         *(f"--eval_dataset {names[0]} --eval_strategy steps --eval_steps 1", "--preprocessing_num_workers 1"),
         *("--columns text=label", "--batch_size 8 --num_chunks 4", "--chat_template chatml", "--seed 7", "--do_eval"),

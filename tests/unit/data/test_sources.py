@@ -65,6 +65,17 @@ def test_a_folder_gives_all_its_files_in_order(tmp_path: Path) -> None:
     assert fields(tmp_path) == [{"text": "first"}, {"text": "second"}]
 
 
+def test_the_folder_of_a_run_inside_the_data_is_none_of_the_data(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"text": "first"}])
+    write(tmp_path / "saves" / "b.jsonl", [{"text": "second"}])
+    run = tmp_path / "saves" / "first"
+    (run / "training_args.yaml").parent.mkdir()
+    (run / "training_args.yaml").touch()
+    for name in ("plan.json", "metrics.jsonl", "checkpoint-1/trainer_state.json"):
+        write(run / name, [{"text": "no"}])
+    assert fields(tmp_path) == [{"text": "first"}, {"text": "second"}]
+
+
 def test_a_folder_with_splits_gives_the_train_split(tmp_path: Path) -> None:
     for split in ("test", "train", "validation"):
         write(tmp_path / "data" / f"{split}-00000-of-00001.parquet", [{"text": split}])

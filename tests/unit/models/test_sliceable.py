@@ -43,7 +43,6 @@ def test_causal_attention_in_windows_or_not_can_be_sliced(family: str) -> None:
         ("bart", {}, "has an encoder"),
         ("musicgen", {}, "has an encoder"),
         ("t5", {}, "has an encoder"),
-        ("gptj", {}, "computes attention itself"),
         ("bert", {}, "tokens see later ones .is_decoder"),
         ("gemma3", {}, "more than a text model"),
         ("diffllama", {}, "difference of two attentions"),
@@ -57,7 +56,7 @@ def test_other_attention_is_refused_with_its_family_the_reason_and_a_way_out(
         config = CONFIG_MAPPING[family](**fields)
     except StrictDataclassError:
         assert family == "musicgen"
-        pytest.skip("transformers 5.17 has no default configuration of it")
+        pytest.skip("the installed transformers has no default configuration of it")
     message = sliceable(config)
     assert message is not None
     assert re.search(f"'{family}'.*{reason}", message), message
