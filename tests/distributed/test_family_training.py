@@ -11,6 +11,7 @@ OPTIONS = """--device cpu --num_stages 4 --resident_stages 0 --num_chunks 2 --ba
     --num_iterations 5 --learning_rate 3e-3"""
 
 
+@pytest.mark.extended  # half a minute
 def test_five_steps_in_bf16_lose_what_transformers_loses(tmp_path: Path) -> None:
     losses = losses_beside_transformers(tmp_path, "granite", OPTIONS, width=64)
 

@@ -70,6 +70,7 @@ def steering_of(text: str) -> set[str]:
     }
 
 
+@pytest.mark.extended  # a quarter of a minute
 def test_a_terminal_gets_colours_and_nothing_else_that_steers_it(folder: Path, tmp_path: Path) -> None:
     variables = environment(tmp_path) | {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
     variables.pop("NO_COLOR", None)

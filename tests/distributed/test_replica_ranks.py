@@ -8,6 +8,7 @@ import pytest
 from harness.replica_ranks import CLIPPINGS, OTHERS, STREAMED, trained
 
 
+@pytest.mark.extended  # half a minute
 def test_overlaps_change_no_bit_and_rounding_on_the_way_little(tmp_path: Path) -> None:
     options = "--device cpu --bf16 --num_chunks 2"
     streamed = [f"{STREAMED} {clipping}" for clipping in CLIPPINGS]

@@ -51,7 +51,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("options", named(VARIANTS, on_demand=["resident"]))
+@pytest.mark.parametrize("options", named(VARIANTS, on_demand=["resident", "streamed, clipped"]))
 def test_two_ranks_go_on_to_the_bit(place: Path, options: str) -> None:
     name = f"whole-{[*VARIANTS.values()].index(options)}"
     train(2, place, f"{OPTIONS} {options} --save_dir {name} --save_results {name}.txt")

@@ -65,10 +65,10 @@ def plain_training(model: PreTrainedModel, dataset: Path, tokenizer_folder: Path
 @pytest.mark.parametrize(
     ("start", "num_ranks", "num_stages", "is_tied", "options"),
     [
-        (torchrun_main, 2, 4, False, ["--use_offload", "--use_prefetch"]),
+        pytest.param(torchrun_main, 2, 4, False, ["--use_offload", "--use_prefetch"], marks=pytest.mark.extended),
         (run_main, 2, 4, True, ["--use_offload", "--no_prefetch"]),
         pytest.param(run_main, 2, 2, True, ["--no_offload"], marks=pytest.mark.extended),
-        (run_main, 4, 8, False, ["--use_offload", "--use_prefetch"]),
+        pytest.param(run_main, 4, 8, False, ["--use_offload", "--use_prefetch"], marks=pytest.mark.extended),
     ],
 )
 def test_twenty_clipped_steps_equal_a_plain_adamw_loop(
@@ -132,7 +132,7 @@ def test_overlaps_and_recomputing_change_no_bit(tmp_path: Path, clipping: str) -
     [
         "--bf16 --max_grad_norm 0.5",
         pytest.param("--bf16 --max_grad_norm 0", marks=pytest.mark.extended),
-        "--fp16",
+        pytest.param("--fp16", marks=pytest.mark.extended),
         pytest.param("--fp32", marks=pytest.mark.extended),
     ],
 )

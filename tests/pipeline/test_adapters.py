@@ -176,14 +176,14 @@ def test_parts_that_are_trained_in_full_beside_adapters_have_their_gradients(par
 @pytest.mark.parametrize(
     ("family", "num_ranks", "options"),
     [
-        ("llama", 1, "--num_stages 1 --no_offload"),
+        pytest.param("llama", 1, "--num_stages 1 --no_offload", marks=pytest.mark.extended),
         pytest.param("llama", 1, "--num_stages 2 --resident_stages 1", marks=pytest.mark.extended),
         pytest.param("llama", 2, "--num_stages 4", marks=pytest.mark.extended),
-        ("llama", 2, f"--num_stages 2 {PACKED}"),
-        ("llama", 1, "--num_stages 2 --additional_target norms --num_rounds 3"),
-        ("mistral", 2, "--num_stages 4"),
+        pytest.param("llama", 2, f"--num_stages 2 {PACKED}", marks=pytest.mark.extended),
+        pytest.param("llama", 1, "--num_stages 2 --additional_target norms --num_rounds 3", marks=pytest.mark.extended),
+        pytest.param("mistral", 2, "--num_stages 4", marks=pytest.mark.extended),
         ("qwen2", 1, f"--num_stages 2 --no_prefetch {PACKED}"),
-        ("qwen3", 2, "--num_stages 2 --resident_stages 1"),
+        pytest.param("qwen3", 2, "--num_stages 2 --resident_stages 1", marks=pytest.mark.extended),
         ("gemma3_text", 2, "--num_stages 4"),
     ],
 )

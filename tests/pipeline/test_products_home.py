@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "first resident": {"num_slots": 2, "resident": frozenset({0})},
     "streamed, rounds": {"num_slots": 2, "num_rounds": 2},
 }
-ON_DEMAND = ("first resident", "streamed, prefetched")
+ON_DEMAND = ("first resident", "streamed, prefetched", "streamed", "resident")
 
 
 @dataclass

@@ -112,7 +112,8 @@ def test_a_checkpoint_that_only_got_no_name_is_told_as_not_saved(
 
 
 @pytest.mark.usefixtures("forked_starts")
-@pytest.mark.parametrize("kind", ["--no_room --resume", pytest.param("", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("kind", ["--no_room --resume", ""])
+@pytest.mark.extended  # a quarter of a minute each
 def test_a_small_model_saves_beside_its_steps_in_two_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:

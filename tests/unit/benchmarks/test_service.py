@@ -71,6 +71,7 @@ def test_a_run_that_the_planner_refuses_leaves_its_processes_to_the_next_one(
     assert again.output["start"]["imports"] < 0.5
 
 
+@pytest.mark.extended  # a quarter of a minute
 def test_a_run_that_fails_is_told_with_its_last_lines(words: list[str], service: Service) -> None:
     failed = service.run([*words, "--num_stages", "3"], timeout_seconds=HANG_SECONDS)
     assert (failed.problem, failed.output) == ("failed", None)

@@ -35,6 +35,7 @@ def seconds(found: Answer) -> float:
     return found.step_seconds
 
 
+@pytest.mark.extended  # a quarter of a minute of searches
 def test_more_gpus_newer_links_and_more_memory_are_not_slower(llama_7b: ModelShape) -> None:
     assert seconds(ask(llama_7b, "RTX4090", gpus=8)) < seconds(ask(llama_7b, "RTX4090"))
     assert seconds(ask(llama_7b, "L40S", pcie=4)) <= seconds(ask(llama_7b, "L40S", pcie=3))

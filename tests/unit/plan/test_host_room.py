@@ -80,6 +80,7 @@ def test_where_nothing_fits_the_least_is_told(shape: ModelShape) -> None:
     assert 16 * GIB < found.host.total <= min(alike)
 
 
+@pytest.mark.extended  # a quarter of a minute of searches
 def test_rounds_make_room_for_stages_that_the_host_cannot_hold(shape: ModelShape) -> None:
     options: dict[str, object] = {"seq_length": 2048, "activation_offloading": ActivationOffloading.AUTO}
     ample, short = planned(request_for(shape, 60, **options)), planned(request_for(shape, 28, **options))

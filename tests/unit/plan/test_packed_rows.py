@@ -120,6 +120,7 @@ def test_a_step_over_short_documents_is_shorter_and_its_mfu_counts_what_they_nee
     assert packed.mfu == pytest.approx(operations / packed.step_seconds / (4 * 989e12), rel=1e-3)
 
 
+@pytest.mark.extended  # a quarter of a minute of searches
 def test_auto_chooses_for_the_documents_and_remembers_them(seven: ModelShape) -> None:
     packed = PackedRows(700.0, 32)
     chosen = choose(request_of(seven, packed=packed, num_stages=None, num_chunks=None, gpu_memory_limit=24.0))

@@ -79,7 +79,8 @@ def test_auto_takes_as_many_slices_as_fit_and_as_fill_a_round(
 
 
 @pytest.mark.parametrize(
-    ("host", "slices", "keeping"), [(240.0, 24, 14), pytest.param(400.0, 24, 32, marks=pytest.mark.extended)]
+    ("host", "slices", "keeping"),
+    [pytest.param(240.0, 24, 14, marks=pytest.mark.extended), pytest.param(400.0, 24, 32, marks=pytest.mark.extended)],
 )
 def test_more_slices_leave_room_for_attentions_results_of_some_stages(host: float, slices: int, keeping: int) -> None:
     found = answer(ask(gpu_memory_limit=24.0, seq_length=393216, host_memory_limit=host))
@@ -237,6 +238,7 @@ def test_slices_that_cannot_be_are_refused(words: str, told: str) -> None:
         parse_args(words.split())
 
 
+@pytest.mark.extended  # a quarter of a minute of searches
 def test_attention_is_kept_where_the_host_has_room_and_the_step_is_shorter_by_its_forward() -> None:
     """131,072 tokens of 8B under 24 GiB: 31 stages, on each 4,096 numbers of 2 bytes and 32 of 4 for a token."""
     plans, needs, seconds = {}, {}, {}

@@ -153,6 +153,7 @@ def test_the_two_numbers_are_told_where_the_host_holds_the_states_but_not_the_ac
         check_host_memory(need, available_bytes=others - 1)
 
 
+@pytest.mark.extended  # a quarter of a minute of searches
 def test_copies_that_compute_does_not_hide_cost_time() -> None:
     request = ask(**LARGE, num_rounds=1)
     profile = answer(replace(request, num_rounds=8)).profile

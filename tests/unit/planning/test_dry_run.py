@@ -171,7 +171,7 @@ BOX = Topology.from_json((Path(__file__).parents[1] / "machine/topologies/two_pe
 @pytest.mark.parametrize(
     ("listed", "options", "expected"),
     [
-        (None, [], "0, 2, 1, 3"),
+        pytest.param(None, [], "0, 2, 1, 3", marks=pytest.mark.extended),
         ("4,5,6,7", [], "4, 6, 5, 7"),
         ("4,5,6,7", ["--no_cross_mapping"], "4, 5, 6, 7"),
     ],

@@ -120,7 +120,8 @@ def test_a_step_holds_at_most_what_is_predicted_and_not_much_less(
 
 
 @pytest.mark.parametrize(
-    ("batch", "num_stages", "num_slices"), [(1, 2, 8), pytest.param(1, 8, 16, marks=pytest.mark.extended), (2, 4, 8)]
+    ("batch", "num_stages", "num_slices"),
+    [(1, 2, 8), *(pytest.param(*size, marks=pytest.mark.extended) for size in ((1, 8, 16), (2, 4, 8)))],
 )
 def test_a_step_in_slices_holds_at_most_what_is_predicted_and_not_much_less(
     batch: int, num_stages: int, num_slices: int

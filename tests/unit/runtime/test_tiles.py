@@ -203,7 +203,11 @@ HIDDEN, INNER = 128, 352
 
 @pytest.mark.parametrize(
     ("family", "is_packed", "dtype"),
-    [(LlamaConfig, False, torch.float32), (LlamaConfig, True, torch.bfloat16), (Qwen3Config, False, torch.bfloat16)],
+    [
+        (LlamaConfig, False, torch.float32),
+        pytest.param(LlamaConfig, True, torch.bfloat16, marks=pytest.mark.extended),
+        pytest.param(Qwen3Config, False, torch.bfloat16, marks=pytest.mark.extended),
+    ],
 )
 def test_what_backward_holds_grows_with_the_length_only_by_what_attention_needs(
     family: type[PretrainedConfig], is_packed: bool, dtype: torch.dtype

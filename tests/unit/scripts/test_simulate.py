@@ -75,6 +75,7 @@ def test_rows_are_said_to_be_full_where_packing_may_be_on(capsys: Captured) -> N
         assert ("rows are planned as full" in capsys.readouterr().out) == is_said, packing
 
 
+@pytest.mark.extended  # a quarter of a minute of searches
 def test_a_reader_of_a_pipe_gets_rows_while_others_are_computed_and_ctrl_c_is_one_line() -> None:
     models = ["1b", *["70b"] * 9]  # which take long
     process = start("--model_path", *models, "--gpus", "2", "--num_chunks", "4")

@@ -21,8 +21,9 @@ def losses(folder: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "options",
-    ["--packing on", pytest.param("--packing off --num_rounds 2 --resident_stages 1", marks=pytest.mark.extended)],
+    ["--packing on", "--packing off --num_rounds 2 --resident_stages 1"],
 )
+@pytest.mark.extended  # half a minute each
 def test_twenty_steps_in_slices_stay_within_rounding_of_whole_sequences(run: Run, options: str) -> None:
     words = f"{USUAL} {options}".split()
     run(*words, "--save_dir", "whole", "--save_results", "whole.txt")
