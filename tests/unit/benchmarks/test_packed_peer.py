@@ -109,6 +109,7 @@ def test_longer_samples_are_cut_as_everywhere(tmp_path: Path) -> None:
     assert read_lengths(file, 16) == [3, 16, 16]
 
 
+@pytest.mark.extended  # a peer's benchmark
 @pytest.mark.usefixtures("forked_starts")
 def test_two_ranks_of_fsdp2_train_on_packed_rows(tmp_path: Path) -> None:
     write_config(tmp_path / "model", "tiny", 2)

@@ -88,6 +88,7 @@ def test_bytes_that_travel_are_those_of_the_others() -> None:
     assert replica_link.sent(cut(0, 1200, 3), 4) == 3200
 
 
+@pytest.mark.extended  # a benchmark
 @pytest.mark.usefixtures("forked_starts")
 def test_replicas_are_measured_on_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     options = "--steps 3 --elements 200000 --case 2 -- --device cpu --num_stages 2"

@@ -94,6 +94,7 @@ def test_layers_that_are_not_compiled_take_more_memory_and_time() -> None:
     assert seconds(eager) > 1.05 * seconds(compiled)
 
 
+@pytest.mark.extended  # searches for seconds
 def test_loss_scaling_waits_for_all_gradients_as_clipping_does(llama_7b: ModelShape) -> None:
     clipped, scaled = (
         ask(llama_7b, max_grad_norm=norm, dtype=dtype).request for norm, dtype in ((1.0, Dtype.BF16), (0.0, Dtype.FP16))
@@ -110,6 +111,7 @@ def test_no_step_is_predicted_without_rates(llama_7b: ModelShape) -> None:
         seconds(found)
 
 
+@pytest.mark.extended  # searches for seconds
 def test_replicas_share_a_step_and_tokens_are_those_of_all(llama_7b: ModelShape) -> None:
     one, two = ask(llama_7b, "L20"), ask(llama_7b, "L20", replicas=2)
     assert 0.5 * seconds(one) < seconds(two) < seconds(one)

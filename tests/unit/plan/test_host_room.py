@@ -71,6 +71,7 @@ def test_a_plan_that_the_host_makes_longer_says_so(shape: ModelShape) -> None:
     )
 
 
+@pytest.mark.extended  # searches for seconds
 def test_where_nothing_fits_the_least_is_told(shape: ModelShape) -> None:
     found = planned(request_for(shape, 16))
     alike = []

@@ -114,6 +114,7 @@ def test_only_where_it_is_left_open_and_layers_are_compiled(options: dict[str, A
     assert planned(**options).num_products_home == 0
 
 
+@pytest.mark.extended  # searches for seconds
 def test_the_hosts_memory_bounds_how_many_go() -> None:
     request = ask(gpu_memory_limit=24.0, max_grad_norm=1.0)
     free = planned()
@@ -125,6 +126,7 @@ def test_the_hosts_memory_bounds_how_many_go() -> None:
     assert host_need(request, bounded).total <= limit * 2**30
 
 
+@pytest.mark.extended  # searches for seconds
 def test_where_nobody_says_how_much_there_is_it_takes_no_more_than_so_many_times_as_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -79,6 +79,7 @@ def test_a_number_that_is_given_is_taken_or_refused_with_one_that_fits() -> None
     assert int(remedy[1]) == request_for("--gpu_memory_limit", "9").num_rounds
 
 
+@pytest.mark.extended  # searches for seconds
 def test_chunks_that_are_chosen_are_a_multiple_of_the_rounds_that_are_given() -> None:
     config = parse_args([*BATCH[:-2], "--num_chunks", "auto", "--num_rounds", "4", "--gpu_memory_limit", "40"])
     request = settle(PlanRequest.of(config, SHAPE, Machine(2, find_card("H200"))))

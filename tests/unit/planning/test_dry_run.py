@@ -173,7 +173,7 @@ BOX = Topology.from_json((Path(__file__).parents[1] / "machine/topologies/two_pe
     [
         pytest.param(None, [], "0, 2, 1, 3", marks=pytest.mark.extended),
         ("4,5,6,7", [], "4, 6, 5, 7"),
-        ("4,5,6,7", ["--no_cross_mapping"], "4, 5, 6, 7"),
+        pytest.param("4,5,6,7", ["--no_cross_mapping"], "4, 5, 6, 7", marks=pytest.mark.extended),
     ],
 )
 def test_the_gpus_of_the_ranks_are_told_where_they_are_here(

@@ -81,9 +81,9 @@ def test_norms_on_queries_and_keys_make_a_graph_larger_than_the_widths_say() -> 
 @pytest.mark.parametrize(
     ("num_ranks", "per_rank", "chunks", "slots", "num_graphs", "loss_chunk"),
     [
-        (1, 1, 2, None, 0, 64),
+        pytest.param(1, 1, 2, None, 0, 64, marks=pytest.mark.extended),
         (1, 3, 2, 2, 1, 64),
-        (2, 1, 2, 1, 0, 32),
+        pytest.param(2, 1, 2, 1, 0, 32, marks=pytest.mark.extended),
         (2, 2, 3, 2, 1, 32),
         (2, 2, 1, 2, 0, 512),
         (4, 2, 4, None, 2, 32),
