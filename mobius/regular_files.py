@@ -11,10 +11,13 @@ import stat
 from collections.abc import Callable, Iterable
 from errno import EFBIG, EINVAL
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from types import NoneType
+from typing import Any, BinaryIO, Final, TypeVar, get_args, get_type_hints
 
 from mobius.errors import CheckpointError, MobiusError, reason_of
-from mobius.excerpt import excerpt
+from mobius.excerpt import excerpt, listed, quoted
+
+T = TypeVar("T")
 
 MAX_BYTES: Final = 256 * 2**20
 """Largest text that is read whole; the largest vocabularies take 40 MB."""
@@ -84,6 +87,31 @@ def parse_json(
     except ValueError as problem:  # JSONDecodeError is one; so are numbers of thousands of digits
         raise error(f"{path} is no JSON: {excerpt(str(problem), 200)}. Mend it, or get the file anew.") from problem
     return value
+
+
+def typed_object(kind: type[T], values: object, **others: type) -> T:
+    """An instance of the dataclass `kind`, made of a JSON object with exactly its fields, each of its type.
+
+    `others` are the types of fields that JSON holds in another one. Raises ValueError, whose text goes on "it ...", for
+    anything else: a whole number may stand for a fraction, a flag for no number.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"is {quoted(values)}")
+    hints = {**get_type_hints(kind), **others}
+    if missing := [name for name in hints if name not in values]:
+        raise ValueError(f"lacks {listed(missing)}")
+    if unknown := [str(name) for name in values if name not in hints]:
+        raise ValueError(f"has {listed(unknown)}")
+    for name, own in hints.items():
+        if not _is_of_kind(values[name], own):
+            raise ValueError(f"has {quoted(values[name])} for {name}")
+    return kind(**values)
+
+
+def _is_of_kind(value: object, kind: Any) -> bool:
+    if get_args(kind) and NoneType in get_args(kind):
+        return value is None or any(_is_of_kind(value, part) for part in get_args(kind) if part is not NoneType)
+    return type(value) in (int, float) if kind is float else type(value) is kind
 
 
 def refuse_special_files(paths: Iterable[Path]) -> None:

@@ -172,6 +172,7 @@ def _play(name: str, tree: Path, folder: Path) -> dict[str, Any]:
     run, save_dir = RUNS[name], folder / name.replace(" ", "-").replace(",", "")
     given = [f"--{option}={value}" for option, value in _BASE.items() if f"--{option} " not in f"{run.options} "]
     given += ["--model_path", str(folder / "models" / run.model), *run.options.split(), "--save_dir", str(save_dir)]
+    given += ["--save_results", f"{save_dir}.txt"]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(run.ranks), str(tree / "main.py")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tree)}
     done = subprocess.run(
@@ -191,6 +192,7 @@ def _numbers(save_dir: Path) -> Iterator[dict[str, float]]:
 
 def _tensors(save_dir: Path) -> Iterator[tuple[str, str]]:
     """Path of each file of tensors below the run's folder, and the hash of what is in it."""
+    import torch
     from safetensors import safe_open
 
     for path in sorted(save_dir.rglob("*.safetensors")):
@@ -199,17 +201,10 @@ def _tensors(save_dir: Path) -> Iterator[tuple[str, str]]:
             for name in sorted(file.keys()):
                 tensor = file.get_tensor(name)
                 digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                digest.update(tensor.contiguous().flatten().view(torch_uint8()).numpy().tobytes())
+                digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         yield str(path.relative_to(save_dir)), digest.hexdigest()
     for path in sorted(save_dir.rglob("generated_predictions.jsonl")):
         yield str(path.relative_to(save_dir)), hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def torch_uint8() -> Any:
-    """Bytes, by which tensors of every format are read."""
-    import torch
-
-    return torch.uint8
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
@@ -243,8 +238,8 @@ def main() -> int:
     found = {}
     for name, result in record(arguments.tree, arguments.only):
         found[name] = result
+        arguments.output.write_text(json.dumps(found, indent=1), encoding="utf-8")
         print(f"{name}: {result['numbers'][-1] if result['numbers'] else 'no step'}", flush=True)
-    arguments.output.write_text(json.dumps(found, indent=1), encoding="utf-8")
     return 0
 
 

@@ -76,7 +76,8 @@ def _curves(
     found = {key: (array("q"), array("d")) for key in keys}
     for entry in history:
         for key in keys:
-            if key in entry and math.isfinite(value := float(str(entry[key]))):
+            value = entry.get(key)
+            if isinstance(value, int | float) and math.isfinite(value):
                 steps, values = found[key]
                 steps.append(int(str(entry["step"])))
                 values.append(value)

@@ -18,12 +18,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, Final, get_args, get_type_hints
+from typing import Any, Final
 
 from mobius.config.config import Config
 from mobius.errors import CheckpointError, reason_of
-from mobius.excerpt import listed, quoted
+from mobius.excerpt import quoted
 from mobius.output.metrics import (
     History,
     JsonLines,
@@ -35,7 +34,7 @@ from mobius.output.metrics import (
     step_line,
 )
 from mobius.output.trackers import Trackers
-from mobius.regular_files import parse_json
+from mobius.regular_files import parse_json, typed_object
 from mobius.writing import replaced_whole
 
 logger = logging.getLogger(__name__)
@@ -84,23 +83,18 @@ class TrainerState:
     @classmethod
     def from_json(cls, text: str, *, path: Path = Path(STATE_FILE)) -> TrainerState:
         """The state that `to_json` gave as `text`; raises CheckpointError, which names `path`, for anything else."""
-        found = parse_json(text, path)
-        if not isinstance(found, dict):
-            raise _no_state(path, f"it is {quoted(found)}")
-        names = [each.name for each in fields(cls)]
-        if missing := [name for name in names if name not in found]:
-            raise _no_state(path, f"it lacks {listed(missing)}")
-        if unknown := [name for name in found if name not in names]:
-            raise _no_state(path, f"it has {listed(unknown)}")
-        found = {name: as_numbers(value) for name, value in found.items()}
-        for name, kind in get_type_hints(cls).items():
-            if not _is_of_kind(found[name], kind):
-                raise _no_state(path, f"{name} is {quoted(found[name])}")
-        for number, entry in enumerate(found["log_history"]):
+        found = as_numbers(parse_json(text, path))
+        try:
+            state = typed_object(cls, found, log_history=list)
+        except ValueError as problem:
+            raise _no_state(path, f"it {problem}") from None
+        for number, entry in enumerate(state.log_history):
             step = entry.get("step") if isinstance(entry, dict) else None
-            if type(step) is not int or not 0 <= step <= found["global_step"]:
+            if type(step) is not int or not 0 <= step <= state.global_step:
                 raise _no_state(path, f"entry {number} of log_history is none of a step of the run: {quoted(entry)}")
-        return cls(**{**found, "log_history": History(found["log_history"])})
+            if wrong := [name for name, value in entry.items() if isinstance(value, str | list)]:
+                raise _no_state(path, f"entry {number} of log_history has {quoted(entry[wrong[0]])} for {wrong[0]}")
+        return replace(state, log_history=History(state.log_history))
 
     def to_json(self) -> str:
         """JSON that transformers reads; numbers that JSON does not have are words that `float` reads."""
@@ -391,12 +385,3 @@ def _no_state(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is not a state of a run as this version of Mobius writes it: {problem}. Go on from another checkpoint."
     )
-
-
-def _is_of_kind(value: object, kind: Any) -> bool:
-    """Whether `value` may stand in a field of type `kind`: a whole number in one of fractions, none of them a flag."""
-    if get_args(kind) and NoneType in get_args(kind):
-        return value is None or any(_is_of_kind(value, part) for part in get_args(kind) if part is not NoneType)
-    if kind is float:
-        return type(value) in (int, float)
-    return isinstance(value, list) if kind is History else type(value) is kind

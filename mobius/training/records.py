@@ -113,7 +113,8 @@ def leave_records(
 
 
 def _first_loss(entries: Iterable[Mapping[str, object]]) -> float:
-    return next((float(str(entry["loss"])) for entry in entries if "loss" in entry), math.nan)
+    losses = (entry.get("loss") for entry in entries)
+    return next((float(loss) for loss in losses if isinstance(loss, int | float)), math.nan)
 
 
 def _leave(path: Path, write: Callable[[Path], object]) -> None:

@@ -7,9 +7,10 @@ trained: devices, stages, saving, evaluation, logging. The rest is refused with 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +29,7 @@ from mobius.config.options import OptionValue, config_from, option_values, optio
 from mobius.config.validation import ALTERNATIVES, validate
 from mobius.config.yaml_file import read_yaml, to_yaml
 from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError
+from mobius.excerpt import quoted
 from mobius.log import SAID_ONCE
 from mobius.memory.stage_state import StageState
 from mobius.messages.meeting import Meeting, meet_at_store
@@ -41,7 +43,7 @@ from mobius.planning.blueprint import Blueprint
 from mobius.planning.planned import adopt_plan
 from mobius.planning.same_files import open_same_checkpoint
 from mobius.ranks import Ranks, is_restart, launch_id
-from mobius.regular_files import read_text
+from mobius.regular_files import read_text, typed_object
 from mobius.training.session import base_weights
 from mobius.training.stages import RankStages
 
@@ -109,14 +111,25 @@ class Resume:
     def counts(self) -> StepCounts:
         """Raises CheckpointError where the checkpoint's are not those of this version."""
         try:
-            return StepCounts(**self.reader.manifest.training)
-        except TypeError as error:
-            raise CheckpointError(f"{self.reader.path}: its counts are not this version's: {error}.") from error
+            counts = typed_object(StepCounts, self.reader.manifest.training)
+            if not all(0 <= number < math.inf for number in astuple(counts)) or counts.loss_scale == 0:
+                raise ValueError(f"has {quoted(counts)}")
+        except ValueError as error:
+            raise CheckpointError(f"{self.reader.path}: what it counts is not this version's: it {error}.") from None
+        return counts
 
     @property
     def position(self) -> Mapping[str, Any]:
         """The loop's own numbers."""
         return self.reader.manifest.data
+
+    @property
+    def epochs_done(self) -> float:
+        """Passes over the data that the run has made. Raises CheckpointError for what is no such number."""
+        found = self.position.get("epoch", 0.0)
+        if type(found) not in (int, float) or not 0 <= found < math.inf:
+            raise CheckpointError(f"{self.reader.path}: its epoch is {quoted(found)}, which no run can have made.")
+        return float(found)
 
     @property
     def origin(self) -> Origin:

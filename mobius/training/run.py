@@ -313,7 +313,7 @@ def _check_room(blueprint: Blueprint, output: OutputFolder, batches: Batches, re
     num_saves = count_saves(
         config,
         steps_done=0 if resume is None else resume.steps_done,
-        epochs_done=0.0 if resume is None else float(resume.position.get("epoch", 0.0)),
+        epochs_done=0.0 if resume is None else resume.epochs_done,
         epochs=config.optim.num_train_epochs or batches.num_epochs_of(config.optim.num_steps),
     )
     check_room(blueprint, output.save_dir, num_saves=num_saves)
@@ -379,7 +379,7 @@ def _loop(
         save_dir=run.output.save_dir,
         started=min(timing.started, time.monotonic() - seconds_since_launch()),
         steps_done=trainer.num_steps_done,
-        epoch=float(position.get("epoch", 0.0)),
+        epoch=0.0 if run.resume is None else run.resume.epochs_done,
         best=best,
         best_saved=_best(run, BEST_SAVED),
         num_replicas=run.session.blueprint.place.ranks.num_replicas,

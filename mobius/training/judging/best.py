@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mobius.config.long_runs import BestMetric
+from mobius.errors import CheckpointError
+from mobius.excerpt import quoted
+from mobius.regular_files import typed_object
 from mobius.training.judging.evaluation import EvaluationResult
 
 BEST: Final = "best"
@@ -33,13 +36,22 @@ class BestSoFar:
     ) -> BestSoFar:
         """The best one of a checkpoint's `position`; none yet if it is of another metric or on other data.
 
-        `data` is the fingerprint of this start's evaluation data; None: it evaluates nothing.
+        `data` is the fingerprint of this start's evaluation data; None: it evaluates nothing. Raises CheckpointError.
         """
-        saved = position.get(key) or position.get(BEST, {})
+        saved = position.get(key) or position.get(BEST) or {}
+        if not isinstance(saved, dict):
+            raise CheckpointError(
+                f"the checkpoint's best evaluation is {quoted(saved)}. Go on from another checkpoint."
+            )
         own = saved.get("data") or data
         if saved.get("metric") != metric.value or (data is not None and own != data):
             return cls(metric, data=data)
-        return cls(**{**saved, "metric": metric, "data": own})
+        try:
+            return typed_object(cls, {**saved, "metric": metric, "data": own})
+        except ValueError as problem:
+            raise CheckpointError(
+                f"the checkpoint's best evaluation {problem}. Go on from another checkpoint."
+            ) from None
 
     def take(self, result: EvaluationResult, step: int) -> bool:
         """Whether `result` is the best one so far."""

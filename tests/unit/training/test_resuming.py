@@ -9,10 +9,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness.compared_runs import assert_equal_tensors, assert_goes_on_exactly, steps_of, tensors_of
+from harness.fuzzed_checkpoints import with_sums
 from harness.grids import named
 from harness.runs import make_checkpoint
 
@@ -344,6 +346,38 @@ def test_a_file_of_a_checkpoint_that_was_edited_is_refused_by_name(
 
     assert f"--resume_from_checkpoint {workplace / 'out' / 'checkpoint-8'}" in str(raised.value)
     assert not (workplace / "resumed").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "place", "value"),
+    [
+        ("trainer_state.json", ("log_history", 0, "loss"), "silu"),
+        ("trainer_state.json", ("global_step",), True),
+        ("checkpoint.json", ("training", "num_updates"), "4"),
+        ("checkpoint.json", ("training", "loss_scale"), 0.0),
+        ("checkpoint.json", ("data", "epoch"), []),
+        ("checkpoint.json", ("data", "best"), 3),
+        ("checkpoint.json", ("data", "best", "evaluations_since"), "1"),
+    ],
+)
+def test_values_of_another_kind_are_refused_though_their_sums_are_right(
+    run: Run, workplace: Path, file: str, place: tuple[Any, ...], value: object
+) -> None:
+    run(*EIGHT)
+    folder = Path("out/checkpoint-4")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    texts = {name: json.loads(files[name]) for name in ("trainer_state.json", "checkpoint.json")}
+    *within, last = place
+    target = texts[file]
+    for name in within:
+        target = target[name]
+    target[last] = value
+    files["trainer_state.json"] = json.dumps(texts["trainer_state.json"]).encode()
+    for name, content in with_sums(files, texts["checkpoint.json"]).items():
+        (folder / name).write_bytes(content or b"")
+
+    with pytest.raises(CheckpointError, match=re.escape(str(value) if place[-1] != "loss_scale" else "loss_scale=0.0")):
+        resume("out/checkpoint-4", "--save_dir", "resumed")
 
 
 def test_true_passes_over_a_torn_checkpoint(run: Run, workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
