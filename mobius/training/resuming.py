@@ -411,6 +411,12 @@ def _refuse_changes(
 ) -> None:
     allowed = set(config.saving.changes)
     wrong = [name for name, value in values.items() if value != saved[name] and _decides(name)]
+    if values["dtype"] != saved["dtype"]:
+        raise ConfigError(
+            f"`--dtype` is {_shown(values['dtype'])}, {path.name} has {_shown(saved['dtype'])}, in which its weights "
+            "are stored: no --resume_changes allows another one. Leave it out, or begin a new run with "
+            f"--model_path {path}"
+        )
     own_text, saved_text = (yaml.safe_load(to_yaml(config_from(each))) for each in (values, saved))
     problems = [
         f"`--{name}` is {_shown(own_text[name])}, {path.name} has {_shown(saved_text[name])}"

@@ -172,16 +172,28 @@ def _resumes(made: FuzzedInput, rng: random.Random, model: Path) -> None:
     """A whole checkpoint, from which a run under other options is to go on."""
     made.family = FAMILIES[0]
     made.files |= _checkpoint_files(model)
-    place = rng.choice(["true", "true", f"out/{CHECKPOINT}", "out", f"out/{CHECKPOINT}/checkpoint.json", *TEXTS])
-    made.arguments = ["--resume_from_checkpoint", place, "--device", "cpu", "--save_dir", rng.choice(["out", "new"])]
+    places = ["true", f"out/{CHECKPOINT}"] * 4 + ["out", f"out/{CHECKPOINT}/checkpoint.json"]
+    place = rng.choice(places if rng.random() < 0.9 else TEXTS)
+    made.arguments = [
+        "--resume_from_checkpoint",
+        place,
+        "--device",
+        "cpu",
+        "--save_dir",
+        "out" if place == "true" else rng.choice(["out", "new"]),
+    ]
     taken = set()
     fitting = ("1", "2", "4", "8", "0", "0.5", "auto", "none", "data.jsonl", "model", "adapter", "lora", "bf16", "true")
     for _ in range(rng.randint(1, 3)):
         name = rng.choice(sorted(set(options()) - _LEFT_OUT))
         taken.add(name)
-        is_flag = options()[name].value_type is bool
+        option = options()[name]
+        is_flag = option.value_type is bool
+        numbers = ("1", "2", "4", "8") if option.value_type in (int, float) else ()
         made.arguments += [f"--{rng.choice(['', 'no_'])}{name}" if is_flag else f"--{name}"]
-        made.arguments += [] if is_flag else [rng.choice([*fitting, *fitting, *TEXTS])]
+        made.arguments += [] if is_flag else [rng.choice(option.choices or numbers or fitting)]
+        if not is_flag and rng.random() < 0.1:
+            made.arguments[-1] = rng.choice(TEXTS)
     if rng.random() < 0.5:
         made.arguments += ["--resume_changes", ",".join(sorted(taken))]
 

@@ -163,7 +163,6 @@ def test_a_run_that_is_at_its_end_only_saves_the_model(run: Run, workplace: Path
         ("--learning_rate 1", "`--learning_rate` is 1.0, checkpoint-4 has 0.001"),
         ("--batch_size 8", "`--batch_size` is 8, checkpoint-4 has 4"),
         ("--seq_length 32", "`--seq_length` is 32, checkpoint-4 has 16"),
-        ("--dtype bf16", "`--dtype` is bf16, checkpoint-4 has fp32"),
         ("--dataset other.jsonl", "`--dataset` is other.jsonl, checkpoint-4 has data.jsonl"),
     ],
 )
@@ -190,6 +189,13 @@ def test_a_change_that_is_allowed_by_name_is_taken(run: Run, workplace: Path) ->
     assert [row["step"] for row in rows] == [5, 6]
     assert rows[0]["loss"] == steps_of(Path("out"))[4]["loss"], "the weights are the checkpoint's"
     assert rows[0]["learning_rate"] != steps_of(Path("out"))[4]["learning_rate"]
+
+
+def test_another_format_of_the_weights_is_refused_though_it_is_allowed_by_name(run: Run, workplace: Path) -> None:
+    run(*EIGHT)
+
+    with pytest.raises(ConfigError, match=r"`--dtype` is bf16, checkpoint-4 has fp32.*--model_path out/checkpoint-4"):
+        resume("out/checkpoint-4", *["--save_dir", "resumed", "--dtype", "bf16", "--resume_changes", "dtype"])
 
 
 def test_a_restart_goes_on_from_what_its_own_launch_has_saved(
